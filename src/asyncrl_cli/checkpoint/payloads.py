@@ -1,0 +1,86 @@
+"""Finished, untrained groups in a checkpoint: all arrays end to end in one safetensors file, their cuts in one JSON.
+
+payloads.safetensors    tokens, logprobs, versions, mask: every segment of every trajectory, one after the other
+payloads.json           groups -> trajectories (reward, finish reason) -> lengths of their segments
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+
+SCHEMA_VERSION = 1
+ARRAYS = "payloads.safetensors"
+STRUCTURE = "payloads.json"
+DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mask": np.bool_}
+
+
+def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
+    """Write the groups in the order given; no groups are fine. The store hashes and flushes the files later."""
+    segments = [segment for group in payloads for trajectory in group.trajectories for segment in trajectory.segments]
+    arrays = {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)])
+        for name, dtype in DTYPES.items()
+    }
+    save_file({name: array.astype(DTYPES[name]) for name, array in arrays.items()}, directory / ARRAYS)
+    structure = {"schema_version": SCHEMA_VERSION, "groups": [_structure(group) for group in payloads]}
+    (directory / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+
+
+def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
+    """The groups in the order written. Raises RefusedError if the files do not fit together."""
+    structure = json.loads((directory / STRUCTURE).read_text(encoding="utf-8"))
+    if structure.get("schema_version") != SCHEMA_VERSION:
+        raise RefusedError(f"{directory / STRUCTURE} has schema_version {structure.get('schema_version')}, not 1")
+    arrays = load_file(directory / ARRAYS)
+    lengths = [
+        length
+        for group in structure["groups"]
+        for trajectory in group["trajectories"]
+        for length in trajectory["segment_lengths"]
+    ]
+    if {len(array) for array in arrays.values()} != {sum(lengths)}:
+        raise RefusedError(f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected")
+    segments = _segments(arrays, lengths)
+    return tuple(_group(entry, segments) for entry in structure["groups"])
+
+
+def _structure(group: GroupPayload) -> dict[str, Any]:
+    trajectories = [
+        {
+            "reward": trajectory.reward,
+            "finish_reason": trajectory.finish_reason,
+            "segment_lengths": [len(segment.tokens_T) for segment in trajectory.segments],
+        }
+        for trajectory in group.trajectories
+    ]
+    return {"uid": group.uid, "epoch": group.epoch, "attempt": group.attempt, "trajectories": trajectories}
+
+
+def _segments(arrays: Mapping[str, NDArray[Any]], lengths: Sequence[int]) -> Iterator[Segment]:
+    start = 0
+    for length in lengths:
+        cut = slice(start, start + length)
+        yield Segment(**{f"{name}_T": array[cut].copy() for name, array in arrays.items()})
+        start += length
+
+
+def _group(entry: Mapping[str, Any], segments: Iterator[Segment]) -> GroupPayload:
+    trajectories = tuple(
+        Trajectory(
+            segments=tuple(next(segments) for _ in trajectory["segment_lengths"]),
+            reward=trajectory["reward"],
+            finish_reason=trajectory["finish_reason"],
+        )
+        for trajectory in entry["trajectories"]
+    )
+    return GroupPayload(uid=entry["uid"], epoch=entry["epoch"], attempt=entry["attempt"], trajectories=trajectories)

@@ -1,0 +1,169 @@
+"""The directory of a run: made once, locked by one driver, with a log directory per attempt.
+
+runs/<name>/
+  lock  stop  profile.toml  config.resolved.json  status.json  metrics.jsonl  events.jsonl
+  checkpoints/  samples/  logs/attempt-1/  logs/latest -> attempt-1
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.checkpoint.files import replace_link, replace_text
+from asyncrl_cli.checkpoint.find import run_names
+from asyncrl_cli.checkpoint.lock import RunLock, holder
+from asyncrl_cli.errors import ConfigError, RefusedError
+
+RESOLVED_SCHEMA_VERSION = 1
+STOP_REQUEST = "stop"
+VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class RunDirectory:
+    """Paths and attempts of one run. Made by `create` (a new run) or `open` (a resume); both hold the lock."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self._lock = RunLock(path)
+
+    @classmethod
+    def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
+        """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with origins, as JSON.
+
+        Raises ConfigError for a name that is no directory name, RefusedError if there is such a run already.
+        """
+        check_name(name)
+        path = runs_dir / name
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            raise RefusedError(
+                f"run directory {path} is in use: a run of that name exists",
+                hint=f"continue it with `asyncrl resume {name}`, or give another --name",
+            ) from None
+        run = cls(path)
+        run._take_lock()
+        for directory in (run.checkpoints, run.samples, run.logs):
+            directory.mkdir()
+        replace_text(run.profile_toml, profile_toml)
+        run.write_resolved(resolved)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Lock an existing run for a resume. Raises RefusedError if it is live or no run."""
+        if not (path / "profile.toml").exists():
+            raise RefusedError(
+                f"{path} is not a run directory: profile.toml is missing",
+                hint=f"known runs: {', '.join(run_names(path.parent)) or 'none'}",
+            )
+        run = cls(path)
+        run._take_lock()
+        for directory in (run.checkpoints, run.samples, run.logs):
+            directory.mkdir(exist_ok=True)
+        return run
+
+    @property
+    def profile_toml(self) -> Path:
+        return self.path / "profile.toml"
+
+    @property
+    def config_resolved(self) -> Path:
+        return self.path / "config.resolved.json"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def write_resolved(self, resolved: Mapping[str, Any]) -> None:
+        content = {"schema_version": RESOLVED_SCHEMA_VERSION, **resolved}
+        replace_text(self.config_resolved, json.dumps(content, indent=2, default=str) + "\n")
+
+    def start_attempt(self) -> Path:
+        """Make the next `logs/attempt-N`, point `logs/latest` at it, and forget stop requests of earlier attempts."""
+        (self.path / STOP_REQUEST).unlink(missing_ok=True)
+        directory = self.logs / f"attempt-{self.attempts + 1}"
+        directory.mkdir()
+        replace_link(self.logs / "latest", directory.name)
+        return directory
+
+    @property
+    def attempts(self) -> int:
+        """How many attempts there have been so far."""
+        numbers = [path.name.removeprefix("attempt-") for path in self.logs.glob("attempt-*")]
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
+
+    def stop_requests(self) -> int:
+        """How many stops were asked for in this attempt: 1 ends it in order, 2 aborts."""
+        try:
+            return (self.path / STOP_REQUEST).read_text(encoding="utf-8").count("\n")
+        except FileNotFoundError:
+            return 0
+
+    def stop_requested(self) -> bool:
+        return self.stop_requests() > 0
+
+    def close(self) -> None:
+        """Give the lock back."""
+        self._lock.release()
+
+    def _take_lock(self) -> None:
+        if not self._lock.acquire():
+            raise RefusedError(
+                f"run '{self.name}' is running: {holder(self.path)} holds it",
+                hint=f"watch it with `asyncrl status {self.name}`, or end it with `asyncrl stop {self.name}`",
+            )
+
+
+def request_stop(run_dir: Path) -> int:
+    """Ask the driver of a run to stop (from any process). Returns the how-manieth request of this attempt it is."""
+    path = run_dir / STOP_REQUEST
+    with path.open("a", encoding="utf-8") as file:
+        file.write(f"{time.time():.3f}\n")
+    return path.read_text(encoding="utf-8").count("\n")
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError if `name` cannot name a run."""
+    if not VALID_NAME.fullmatch(name):
+        raise ConfigError(
+            f"run.name '{name}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
+            hint="give another --name",
+        )
+
+
+def fresh_name(profile: str, runs_dir: Path) -> str:
+    """A name for a run that was given none: profile and local time, counted up if it is taken."""
+    stem = f"{re.sub(r'[^A-Za-z0-9._-]', '-', profile).strip('-.') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name, number = stem, 1
+    while (runs_dir / name).exists():
+        number += 1
+        name = f"{stem}-{number}"
+    return name

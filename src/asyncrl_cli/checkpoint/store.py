@@ -1,0 +1,127 @@
+"""The checkpoints of one run: written beside training, sealed, linked, kept in number, verified, found again.
+
+    checkpoints/
+      .writing-step-000040/   in the making: trainer first, then loop state and profile, then the manifest
+      step-000040/            renamed once it is whole on the disk
+      latest -> step-000040
+
+The invariant: at every instant, also under SIGKILL, the newest directory with a valid manifest is a whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.checkpoint.files import fsync_directory, remove_tree, replace_link, replace_text
+from asyncrl_cli.checkpoint.find import (
+    LOOP_STATE,
+    LOOP_STATE_SCHEMA_VERSION,
+    checkpoints_in,
+    finish_interrupted_replacements,
+    is_sealed,
+    step_name,
+    step_of,
+)
+from asyncrl_cli.checkpoint.manifest import seal
+from asyncrl_cli.loop.ports import Cut
+
+PROFILE_FILES = ("config.resolved.json", "profile.toml")
+LATEST = "latest"
+
+
+class CheckpointStore:
+    """Writes and keeps the checkpoints of the run in `run_dir`; the newest `keep` of them stay.
+
+    `identity` are the profile keys that a resume must agree with (see `load_checkpoint`).
+    """
+
+    def __init__(self, run_dir: Path, *, keep: int, profile: str, identity: Mapping[str, Any] | None = None) -> None:
+        self.directory = run_dir / "checkpoints"
+        self._run_dir = run_dir
+        self._keep = max(1, keep)
+        self._profile = profile
+        self._identity = dict(identity or {})
+        self.directory.mkdir(parents=True, exist_ok=True)
+        finish_interrupted_replacements(self.directory)
+
+    async def write(self, cut: Cut, write_trainer: Callable[[Path], Awaitable[None]]) -> Path:
+        """Make the directory of `cut`: `write_trainer(directory)` first, the manifest last. Raises on any failure,
+        which leaves the older checkpoints as they were."""
+        working = self.directory / f".writing-{step_name(cut.step)}"
+        await asyncio.to_thread(_make_empty, working)
+        await write_trainer(working)
+        return await asyncio.to_thread(self._finish, cut, working)
+
+    def abandon_newer(self, step: int) -> list[Path]:
+        """Before resuming at `step`: set later checkpoints aside under `abandoned-...`, for their future is not ours.
+
+        Without this, a crash soon after would resume on the branch that was left."""
+        moved = []
+        for directory in checkpoints_in(self.directory):
+            if step_of(directory) > step:
+                aside = directory.with_name(f"abandoned-{directory.name}")
+                if aside.exists():
+                    remove_tree(aside)
+                moved.append(directory.rename(aside))
+        return moved
+
+    def _finish(self, cut: Cut, working: Path) -> Path:
+        replace_text(working / LOOP_STATE, _loop_state_text(cut))
+        for name in PROFILE_FILES:
+            if (self._run_dir / name).exists():
+                shutil.copyfile(self._run_dir / name, working / name)
+        seal(
+            working,
+            step=cut.step,
+            version=cut.version,
+            run=self._run_dir.name,
+            profile=self._profile,
+            identity=self._identity,
+        )
+        final = self.directory / step_name(cut.step)
+        _move_into_place(working, final)
+        replace_link(self.directory / LATEST, final.name)
+        fsync_directory(self.directory)
+        self._retire()
+        return final
+
+    def _retire(self) -> None:
+        """Delete what is older than the newest `keep` sealed checkpoints. Unsealed or misnamed directories stay."""
+        sealed = [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]
+        for directory in sealed[self._keep :]:
+            remove_tree(directory)
+
+
+def _loop_state_text(cut: Cut) -> str:
+    content = {
+        "schema_version": LOOP_STATE_SCHEMA_VERSION,
+        "step": cut.step,
+        "version": cut.version,
+        "at_window_boundary": cut.at_window_boundary,
+        "loop_state": cut.loop_state,
+        "fields": dict(cut.fields),
+    }
+    return json.dumps(content)
+
+
+def _make_empty(directory: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _move_into_place(working: Path, final: Path) -> None:
+    """Rename; a checkpoint of the same step is set aside until the new one stands."""
+    aside = final.with_name(f".replaced-{final.name}")
+    if final.exists():
+        final.rename(aside)
+    working.rename(final)
+    fsync_directory(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside)

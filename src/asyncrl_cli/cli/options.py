@@ -1,0 +1,67 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli.console import print_json
+
+if TYPE_CHECKING:
+    from asyncrl_cli.job.run import RunResult
+    from asyncrl_cli.profile.layers import Loaded
+
+
+class Ui(StrEnum):
+    AUTO = "auto"
+    LIVE = "live"
+    PLAIN = "plain"
+    NONE = "none"
+
+
+ProfileOption = Annotated[
+    str,
+    typer.Option(
+        "--profile", "-p", metavar="NAME|FILE", help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key; the value is TOML, else a string. May be repeated."
+    ),
+]
+RunsDirOption = Annotated[
+    Path, typer.Option("--runs-dir", metavar="DIR", help="Where runs are kept, one directory each.")
+]
+UiOption = Annotated[
+    Ui, typer.Option("--ui", help="live tables on a terminal, plain lines elsewhere (auto), or one of them, or none.")
+]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address", metavar="RAY", help="HOST:PORT of a Ray cluster; without it Ray is started here, and ended."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+RUNS_DIR = Path("runs")
+
+
+def load_profile(reference: str, sets: list[str] | None, name: str | None = None) -> Loaded:
+    """Load with the options of a command line as layers. The caller tells the warnings."""
+    from asyncrl_cli.profile.layers import load
+
+    return load(reference, sets or [], {} if name is None else {"run.name": name})
+
+
+def end(result: RunResult, *, as_json: bool) -> None:
+    """The end of a command that ran: its summary on stdout, its failure as the command's own."""
+    if as_json:
+        print_json(result.summary)
+    if result.error is not None:
+        raise result.error
+    raise typer.Exit(result.exit_code)

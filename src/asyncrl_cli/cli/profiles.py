@@ -1,0 +1,84 @@
+"""`asyncrl profiles`: which profiles there are, and what one says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from asyncrl_cli.cli.console import print_json, print_text, stdout, warn
+from asyncrl_cli.cli.options import JsonOption, SetOption, load_profile
+
+LIST_EXAMPLES = """[bold]Examples[/]
+
+  asyncrl profiles
+
+  asyncrl profiles show partial-rollout --origin
+
+  asyncrl profiles show base > my.toml           a profile of your own that needs no other"""
+SHOW_EXAMPLES = """[bold]Examples[/]
+
+  asyncrl profiles show stale-samples --origin   every value with the layer it comes from
+
+  asyncrl profiles show base --set run.seed=1 --json"""
+
+app = typer.Typer(help="List the profiles, or show one.", epilog=LIST_EXAMPLES, rich_markup_mode="rich")
+
+
+@app.callback(invoke_without_command=True)
+def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the profiles that come with asyncrl; [bold]show NAME[/] prints one."""
+    if context.invoked_subcommand is not None:
+        return
+    rows = [_row(name) for name in _names()]
+    if as_json:
+        print_json(rows)
+        return
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for header in ("name", "K", "eta", "partial", "purpose"):
+        table.add_column(header, no_wrap=header != "purpose")
+    for row in rows:
+        table.add_row(row["name"], str(row["K"]), str(row["eta"]), str(row["partial_rollout"]).lower(), row["purpose"])
+    stdout().print(table)
+
+
+def _names() -> list[str]:
+    from asyncrl_cli.profile.sources import shipped_profiles
+
+    return list(shipped_profiles())
+
+
+def _row(name: str) -> dict[str, Any]:
+    from asyncrl_cli.profile.arithmetic import mode_of
+    from asyncrl_cli.profile.layers import load
+
+    profile = load(name, environ={}).profile
+    return {
+        "name": name,
+        "mode": mode_of(profile),
+        "K": profile.async_training.trigger_parameter_sync_step,
+        "eta": str(profile.async_training.staleness_threshold),
+        "partial_rollout": profile.async_training.partial_rollout,
+        "purpose": profile.purpose,
+    }
+
+
+@app.command("show", epilog=SHOW_EXAMPLES)
+def show(
+    name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A profile by name, or a TOML file.")],
+    origin: Annotated[bool, typer.Option("--origin", help="Say of every value where it comes from.")] = False,
+    sets: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a profile as it would run: every key, defaults filled in."""
+    from asyncrl_cli.profile.resolved import to_document, to_toml
+
+    loaded = load_profile(name, sets)
+    for warning in loaded.warnings:
+        warn(warning)
+    if as_json:
+        print_json(to_document(loaded.profile, loaded.origins))
+    else:
+        print_text(to_toml(loaded.profile, loaded.origins, only_given=False, with_origins=origin))

@@ -1,0 +1,32 @@
+"""`asyncrl resume`: a run goes on from a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, Ui, UiOption, end
+
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl resume first                                   the newest checkpoint of run "first"
+
+  asyncrl resume runs/first/checkpoints/step-000040      that one; later ones are set aside"""
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT|RUN", help="A checkpoint's directory, or a run's name or directory.")
+    ],
+    runs_dir: RunsDirOption = RUNS_DIR,
+    ui: UiOption = Ui.AUTO,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a run: every group is trained exactly once."""
+    import asyncio
+
+    from asyncrl_cli.job.run import Run
+
+    end(asyncio.run(Run.resume(target, runs_dir=runs_dir, ui=ui.value, address=address).run()), as_json=as_json)

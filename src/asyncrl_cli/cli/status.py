@@ -1,0 +1,41 @@
+"""`asyncrl status`: how a run is doing, from its status.json."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.console import print_json, stdout
+from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
+
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl status                 the newest run
+
+  asyncrl status first --watch   until it ends
+
+  asyncrl status --json | jq .progress"""
+
+
+def command(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; the newest if not given.")
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Redraw every second until the run ends.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how a run is doing, also from another terminal and after it ended."""
+    from asyncrl_cli.observe.status import read_status
+
+    found = read_status(run, runs_dir)
+    if as_json:
+        print_json(found.to_json())
+        return
+    from asyncrl_cli.observe.screen import print_status, watch_status
+
+    if watch:
+        watch_status(lambda: read_status(str(found.directory), runs_dir), stdout())
+    else:
+        print_status(found, stdout())

@@ -1,0 +1,72 @@
+"""`asyncrl train`: a profile becomes a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.options import (
+    RUNS_DIR,
+    AddressOption,
+    JsonOption,
+    ProfileOption,
+    RunsDirOption,
+    SetOption,
+    Ui,
+    UiOption,
+    end,
+    load_profile,
+)
+
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl train --profile partial-rollout
+
+  asyncrl train --profile my.toml --set run.train_steps=50 --set async_training.staleness_threshold=0.25
+
+  asyncrl train --profile one-step-off --name first --json --ui none > summary.json
+
+Every key is also an environment variable: ASYNCRL_RUN__SEED=3 is --set run.seed=3.
+Ctrl-C once: finish the step, checkpoint, exit 130; go on with [bold]asyncrl resume[/]. Twice: out."""
+
+
+def command(
+    profile: ProfileOption,
+    sets: SetOption = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="N", help="Name of the run; made from profile and time.")
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    ui: UiOption = Ui.AUTO,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the profile, print the plan, start nothing.")
+    ] = False,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model by asynchronous RL, as a profile says."""
+    loaded = load_profile(profile, sets, name)
+    if loaded.profile.run.name is not None:
+        from asyncrl_cli.checkpoint.run_directory import check_name
+
+        check_name(loaded.profile.run.name)
+    if dry_run:
+        from asyncrl_cli.cli.plan import print_plan
+
+        print_plan(loaded, gpus=None, as_json=as_json)
+        return
+    import asyncio
+
+    from asyncrl_cli.job.run import Run
+
+    run = Run(
+        loaded.profile,
+        origins=loaded.origins,
+        warnings=loaded.warnings,
+        runs_dir=runs_dir,
+        name=loaded.profile.run.name,
+        address=address,
+        ui=ui.value,
+    )
+    end(asyncio.run(run.run()), as_json=as_json)

@@ -1,0 +1,54 @@
+"""Everything asyncrl raises for a reason a user can act on.
+
+    AsyncrlError             exit 1   the run failed
+    ├── ConfigError          exit 2   a key, a flag or a file of the profile is wrong
+    ├── PreflightError       exit 3   what the run needs is not there (GPUs, Ray, an engine, a model)
+    ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
+    ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
+    ├── StallError           exit 1   nobody made progress; names who waits for whom
+    └── Interrupted          exit 130 stopped on request, after a checkpoint
+"""
+
+from __future__ import annotations
+
+
+class AsyncrlError(Exception):
+    """A failure with a message for people: what failed and why, and a `hint` that says what to do."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.hint))
+
+
+def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:
+    return kind(message, hint=hint)
+
+
+class ConfigError(AsyncrlError):
+    exit_code = 2
+
+
+class PreflightError(AsyncrlError):
+    exit_code = 3
+
+
+class RefusedError(AsyncrlError):
+    exit_code = 4
+
+
+class ExecutorFailed(AsyncrlError):
+    """`str(error)` names the executor and carries the error it failed with."""
+
+
+class StallError(AsyncrlError):
+    pass
+
+
+class Interrupted(AsyncrlError):
+    exit_code = 130

@@ -1,0 +1,67 @@
+"""Calls to actors from the driver's event loop: bounded, and failing in the words of the actor that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
+
+from ray.exceptions import RayError, RayTaskError
+
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: str) -> Any:
+    """Await an ObjectRef. `key` names the profile key that `timeout_s` came from.
+
+    Raises:
+        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised, the actor died or time ran out. The
+            remote traceback goes to the log.
+        ConfigError, PreflightError, RefusedError: as the actor raised them.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await ref
+    except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
+        raise _failure(executor, call, error) from error
+    except TimeoutError:
+        raise ExecutorFailed(
+            f"{executor} failed: {call} took longer than {key} = {timeout_s:g} s",
+            hint=f"its log may say why; if it only needs longer, --set {key}=...",
+        ) from None
+
+
+async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """All results, in order; the first failure ends the wait for the others."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _failure(executor: str, call: str, error: RayError) -> AsyncrlError:
+    logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
+    if not isinstance(error, RayTaskError):
+        return ExecutorFailed(f"{executor} failed: its process ended during {call}: {_died(error)}")
+    cause = error.cause
+    if isinstance(cause, ExecutorFailed) or not isinstance(cause, AsyncrlError):
+        text = str(cause).strip() or type(cause).__name__
+        kind = "" if isinstance(cause, AsyncrlError) else f"{type(cause).__name__}: "
+        return ExecutorFailed(f"{executor} failed: {kind}{text}", hint=getattr(cause, "hint", ""))
+    return type(cause)(f"{executor}: {cause.message}", hint=cause.hint)
+
+
+def _died(error: RayError) -> str:
+    """The informative lines of Ray's long message: the reason, not the ids."""
+    lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
+    reasons = [line for line in lines if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()]
+    return (reasons or lines or [type(error).__name__])[0]

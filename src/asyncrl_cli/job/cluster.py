@@ -1,0 +1,59 @@
+"""What a cluster has: nodes with CPUs and GPUs. Pure values, and the local machine's without asking Ray."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeResources:
+    """One node. On a local session `cpus` are cores; Ray gets as many logical CPUs as the plan needs."""
+
+    name: str
+    cpus: int
+    gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterResources:
+    """All nodes a job may use. `elastic_cpus`: CPUs are logical and grow with the plan (a local session)."""
+
+    nodes: tuple[NodeResources, ...]
+    elastic_cpus: bool = False
+
+    @property
+    def cpus(self) -> int:
+        return sum(node.cpus for node in self.nodes)
+
+    @property
+    def gpus(self) -> int:
+        return sum(node.gpus for node in self.nodes)
+
+    def __str__(self) -> str:
+        return f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')} on {counted(len(self.nodes), 'node')}"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def local_cluster() -> ClusterResources:
+    """This machine: its cores, and the NVIDIA devices that `CUDA_VISIBLE_DEVICES` leaves visible."""
+    node = NodeResources(name="local", cpus=usable_cores(), gpus=_visible_gpus())
+    return ClusterResources(nodes=(node,), elastic_cpus=True)
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: fewer than the machine's under taskset or a cpuset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _visible_gpus() -> int:
+    devices = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    return min(len(devices), len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")]))

@@ -1,0 +1,147 @@
+"""How many trainer ranks and rollout workers, from explicit counts or from a ratio of GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job.cluster import ClusterResources, counted
+from asyncrl_cli.profile.schema import Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """Resolved counts. `gpus` and `cpus` are the whole job's."""
+
+    trainer_workers: int
+    rollout_workers: int
+    gpus_per_rollout_worker: int
+    cpus_per_worker: int
+    gpus: int
+    colocate: bool
+
+    @property
+    def cpus(self) -> int:
+        return self.cpus_per_worker * (self.trainer_workers + self.rollout_workers)
+
+
+def cpu_counts(profile: Profile) -> Counts:
+    """One worker per role unless the profile says more; GPU counts mean nothing here (the plan warns)."""
+    return Counts(
+        trainer_workers=profile.placement.trainer_workers or 1,
+        rollout_workers=profile.rollout.workers or 1,
+        gpus_per_rollout_worker=0,
+        cpus_per_worker=profile.placement.cpus_per_worker,
+        gpus=0,
+        colocate=profile.placement.colocate,
+    )
+
+
+def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
+    """Explicit counts win; the rest comes from `placement.gpus` (or all of the cluster's) and `placement.ratio`."""
+    if profile.placement.colocate:
+        return _colocated_counts(profile, cluster)
+    per_worker = profile.placement.gpus_per_rollout_worker
+    ranks, workers = profile.placement.trainer_workers, profile.rollout.workers
+    if ranks is None and workers is None:
+        ranks, workers = _by_ratio(profile, _total(profile, cluster))
+    elif ranks is None:
+        assert workers is not None
+        total = _total(profile, cluster)
+        ranks = _rest(total, workers * per_worker, 1, "rollout.workers", (total - 1) // per_worker)
+    elif workers is None:
+        total = _total(profile, cluster)
+        workers = _rest(total, ranks, per_worker, "placement.trainer_workers", total - per_worker)
+    needed = ranks + workers * per_worker
+    if profile.placement.gpus is not None and needed > profile.placement.gpus:
+        raise ConfigError(
+            f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
+            f"of {per_worker} need {needed}",
+            hint=f"--set placement.gpus={needed}",
+        )
+    return _cuda(profile, ranks, workers, needed)
+
+
+def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
+    placement = profile.placement
+    if placement.gpus_per_rollout_worker > 1:
+        raise ConfigError(
+            f"placement.colocate shares each GPU between one rank and one rollout worker, but "
+            f"placement.gpus_per_rollout_worker = {placement.gpus_per_rollout_worker}",
+            hint="--set placement.gpus_per_rollout_worker=1",
+        )
+    asked = {
+        "placement.trainer_workers": placement.trainer_workers,
+        "rollout.workers": profile.rollout.workers,
+        "placement.gpus": placement.gpus,
+    }
+    given = {key: value for key, value in asked.items() if value is not None}
+    if len(set(given.values())) > 1:
+        numbers = ", ".join(f"{key} = {value}" for key, value in given.items())
+        raise ConfigError(
+            f"placement.colocate needs one rank and one rollout worker per GPU, but {numbers}",
+            hint=" ".join(f"--set {key}={min(given.values())}" for key in given),
+        )
+    gpus = next(iter(given.values())) if given else _total(profile, cluster)
+    return _cuda(profile, gpus, gpus, gpus)
+
+
+def _cuda(profile: Profile, ranks: int, workers: int, gpus: int) -> Counts:
+    return Counts(
+        trainer_workers=ranks,
+        rollout_workers=workers,
+        gpus_per_rollout_worker=profile.placement.gpus_per_rollout_worker,
+        cpus_per_worker=profile.placement.cpus_per_worker,
+        gpus=gpus,
+        colocate=profile.placement.colocate,
+    )
+
+
+def _total(profile: Profile, cluster: ClusterResources) -> int:
+    total = profile.placement.gpus or cluster.gpus
+    if total == 0:
+        raise PreflightError(
+            f'placement.device = "cuda", but the cluster has no GPU: {cluster}', hint="--set placement.device=cpu"
+        )
+    return total
+
+
+def _by_ratio(profile: Profile, total: int) -> tuple[int, int]:
+    """trainer : rollout shares of all GPUs, in whole GPUs and whole rollout workers."""
+    per_worker = profile.placement.gpus_per_rollout_worker
+    left, right = (int(part) for part in profile.placement.ratio.split(":"))
+    trainer_gpus, remainder = divmod(total * left, left + right)
+    rollout_gpus = total - trainer_gpus
+    if remainder or rollout_gpus % per_worker:
+        raise ConfigError(
+            f'GPUs not divisible: placement.ratio = "{profile.placement.ratio}" of {counted(total, "GPU")} '
+            f"with {per_worker} per rollout worker",
+            hint=_divisible_hint(total, left, right, per_worker),
+        )
+    return trainer_gpus, rollout_gpus // per_worker
+
+
+def _divisible_hint(total: int, left: int, right: int, per_worker: int) -> str:
+    for gpus in range(total, 0, -1):
+        trainer_gpus, remainder = divmod(gpus * left, left + right)
+        if not remainder and (gpus - trainer_gpus) % per_worker == 0:
+            return f"--set placement.gpus={gpus}"
+    if total == 1:
+        return "--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu"
+    return "--set placement.trainer_workers=N --set rollout.workers=M"
+
+
+def _rest(total: int, taken: int, each: int, key: str, fitting: int) -> int:
+    """Workers of `each` GPUs in what `key` leaves; `fitting` is the largest value of `key` that leaves enough."""
+    rest = total - taken
+    if rest < each:
+        raise PreflightError(
+            f"{key} takes {taken} of {total} GPUs, which leaves {max(rest, 0)} for the other side; it needs {each}",
+            hint=f"--set {key}={fitting}" if fitting >= 1 else "--set placement.device=cpu",
+        )
+    if rest % each:
+        raise ConfigError(
+            f"GPUs not divisible: {key} leaves {rest} of {total} GPUs, in rollout workers of {each} each",
+            hint=f"--set placement.gpus={taken + rest // each * each}",
+        )
+    return rest // each

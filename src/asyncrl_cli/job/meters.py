@@ -1,0 +1,155 @@
+"""Meters of a rollout actor: they integrate states and running sequences where the work is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+
+DEBOUNCE_S = 0.02
+POLL_S = 1.0
+
+
+class RolloutMeter:
+    """One rollout worker's time. Call it from the event loop, at every change.
+
+    busy      at least one sequence runs (also those that a drain waits for)
+    starved   none runs
+    loading   an interrupt and the load itself; with `drain` only once no sequence runs any more
+    paused    colocate: the trainer has the resources
+    """
+
+    def __init__(self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]) -> None:
+        self._clock = StateClock(name, "rollout", now)
+        self._clock.waiting_for = "prompts"
+        self._clock.gauges["slots"] = slots
+        self._now = now
+        self._on_change = on_change
+        self._since_s = now()
+        self._running = 0
+        self._interrupt: Interrupt | None = None
+        self._is_paused = False
+        self._num_evals = 0
+
+    def running(self, running: int) -> None:
+        """The number of generating sequences changed."""
+        self._advance()
+        self._running = running
+        self._settle()
+
+    def load_begins(self, interrupt: Interrupt) -> None:
+        self._advance()
+        self._interrupt = interrupt
+        self._settle()
+
+    def load_ended(self) -> None:
+        self._advance()
+        self._interrupt = None
+        self._settle()
+
+    def pause(self, is_paused: bool) -> None:
+        self._advance()
+        self._is_paused = is_paused
+        self._settle()
+
+    def evals(self, change: int) -> None:
+        """An evaluation began (+1) or ended (-1); `eval_s` is the time with at least one."""
+        self._advance()
+        self._num_evals += change
+
+    def report(self, *, version: int, sampled_tokens: int, running_tokens: int) -> ExecutorReport:
+        self._advance()
+        self._clock.sums["sampled_tokens"] = sampled_tokens
+        self._clock.gauges |= {
+            "running_sequences": self._running,
+            "running_tokens": running_tokens,
+            "version": version,
+        }
+        return self._clock.report()
+
+    def _advance(self) -> None:
+        """Integrate up to now what has held since the last change."""
+        now_s = self._now()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        is_busy = self._clock.state is State.BUSY
+        self._clock.add("running_sequence_s", self._running * elapsed_s if is_busy else 0.0)
+        self._clock.add("idle_s", 0.0 if is_busy else elapsed_s)
+        if self._num_evals:
+            self._clock.add("eval_s", elapsed_s)
+
+    def _settle(self) -> None:
+        before = self._clock.state
+        if self._is_paused:
+            self._clock.enter(State.PAUSED, "trainer")
+        elif self._interrupt is not None and (self._interrupt != "drain" or self._running == 0):
+            self._clock.enter(State.LOADING, "weights")
+        elif self._running:
+            draining = "running sequences before a load" if self._interrupt == "drain" else ""
+            self._clock.enter(State.BUSY, draining)
+        else:
+            self._clock.enter(State.STARVED, "prompts")
+        if self._clock.state is not before:
+            self._on_change()
+
+
+class Scorer(Protocol):
+    async def score(self, item: Any, response_text: str) -> float: ...
+
+
+class MeteredRewards:
+    """Rewards with a clock of their own: busy while at least one is being computed. Passes errors through."""
+
+    def __init__(self, name: str, scorer: Scorer, now: Callable[[], float]) -> None:
+        self._scorer = scorer
+        self._pending = 0
+        self._clock = StateClock(name, "reward", now)
+        self._clock.waiting_for = "responses"
+
+    async def score(self, item: Any, response_text: str) -> float:
+        self._change(+1)
+        try:
+            return await self._scorer.score(item, response_text)
+        finally:
+            self._clock.add("rewards", 1)
+            self._change(-1)
+
+    def report(self) -> ExecutorReport:
+        return self._clock.report()
+
+    def _change(self, change: int) -> None:
+        self._pending += change
+        self._clock.gauges["pending_rewards"] = self._pending
+        if self._pending:
+            self._clock.enter(State.BUSY)
+        else:
+            self._clock.enter(State.STARVED, "responses")
+
+
+class Changes:
+    """Counts changes and lets long polls wait for one: debounced, and never longer than `POLL_S`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._changed = asyncio.Event()
+        self._answered_s = float("-inf")
+
+    def note(self) -> None:
+        self.count += 1
+        self._changed.set()
+
+    async def after(self, seen: int) -> int:
+        """The count once it differs from `seen` (or in `POLL_S`), at least `DEBOUNCE_S` after the previous answer."""
+        if self.count == seen:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(POLL_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        now = asyncio.get_running_loop().time
+        await asyncio.sleep(max(0.0, self._answered_s + DEBOUNCE_S - now()))
+        self._answered_s = now()
+        return self.count

@@ -1,0 +1,109 @@
+"""A plan's placement groups on a running Ray: created together, waited for with one deadline, removed together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.fit import asked, check_fit, fitting_hint
+from asyncrl_cli.job.plan import GroupPlan, JobPlan
+
+RELEASE_S = 1.0
+"""How long Ray's view of free resources lags behind a removed placement group."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Placement:
+    """The reserved bundles of a plan. `options` puts a worker into its bundle."""
+
+    plan: JobPlan
+    groups: dict[str, PlacementGroup] = field(default_factory=dict)
+
+    def options(self, role_name: str, index: int) -> dict[str, Any]:
+        """Actor options of worker `index`: GPUs named on the actor, or CUDA_VISIBLE_DEVICES stays empty in a bundle."""
+        role = self.plan.role(role_name)
+        return {
+            "num_cpus": role.cpus,
+            "num_gpus": role.gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=self.groups[role.group], placement_group_bundle_index=role.bundles[index]
+            ),
+        }
+
+    def remove(self) -> None:
+        """Give the bundles back; kills what still runs in them."""
+        while self.groups:
+            remove_placement_group(self.groups.popitem()[1])
+
+
+async def place(plan: JobPlan, *, timeout_s: float) -> Placement:
+    """Reserve every bundle within `timeout_s` in total. Raises PreflightError, at once if the cluster is too small."""
+    check_fit(plan.counts, ray_cluster())
+    placement = Placement(plan=plan)
+    try:
+        async with asyncio.timeout(timeout_s):
+            for group in plan.groups:
+                placement.groups[group.name] = _create(group)
+            await asyncio.gather(*(_ready(group) for group in placement.groups.values()))
+    except TimeoutError:
+        placement.remove()
+        await asyncio.sleep(RELEASE_S)
+        free = free_cluster()
+        raise PreflightError(
+            f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan.counts)}; "
+            f"the cluster has {ray_cluster()}, of which are free {free}",
+            hint=f"wait until other jobs end; now this would fit: {fitting_hint(plan.counts, free)}",
+        ) from None
+    except BaseException:
+        placement.remove()
+        raise
+    return placement
+
+
+def ray_cluster() -> ClusterResources:
+    """All resources of the connected cluster's living nodes."""
+    nodes = (
+        NodeResources(
+            name=node["NodeManagerAddress"],
+            cpus=int(node["Resources"].get("CPU", 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return ClusterResources(nodes=tuple(nodes))
+
+
+def free_cluster() -> ClusterResources:
+    """What other jobs leave free now."""
+    free = ray._private.state.available_resources_per_node()
+    nodes = (
+        NodeResources(
+            name=node["NodeManagerAddress"],
+            cpus=int(free.get(node["NodeID"], {}).get("CPU", 0)),
+            gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return ClusterResources(nodes=tuple(nodes))
+
+
+def _create(group: GroupPlan) -> PlacementGroup:
+    bundles = [{"CPU": float(bundle.cpus), "GPU": float(bundle.gpus)} for bundle in group.bundles]
+    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
+    return placement_group(bundles, strategy=group.strategy)
+
+
+async def _ready(group: PlacementGroup) -> None:
+    """In a thread, since `wait` blocks; by the second, so that it outlives a timeout by no more."""
+    is_ready = False
+    while not is_ready:
+        is_ready = await asyncio.to_thread(group.wait, 1)

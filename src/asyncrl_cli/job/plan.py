@@ -1,0 +1,137 @@
+"""Profile -> JobPlan: roles, their workers, devices and bundles. Pure: asks nobody, starts nothing.
+
+    placement group   bundles                                 who lives in a bundle
+    trainer           one per rank: 1 device, c CPUs          that rank
+    rollout           one per worker: g GPUs, c CPUs          that worker
+    colocated         (instead of both) what apart would use  ranks and workers, in turns
+
+c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. Colocated workers share each GPU by halves;
+on CPUs each side computes with all of its bundle's threads, because the other one is paused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from asyncrl_cli.job.cluster import ClusterResources, counted
+from asyncrl_cli.job.counts import Counts, cpu_counts, cuda_counts
+from asyncrl_cli.job.fit import Bundle, bundles_of, check_fit
+from asyncrl_cli.profile.schema import Profile
+
+TRAINER = "trainer"
+ROLLOUT = "rollout"
+COLOCATED = "colocated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlan:
+    """One placement group. PACK: as few nodes as possible, but no refusal if it takes more."""
+
+    name: str
+    bundles: tuple[Bundle, ...]
+    strategy: str = "PACK"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolePlan:
+    """One role's workers. `bundles[i]` is the bundle of worker i in placement group `group`; the rest is per worker."""
+
+    name: str
+    group: str
+    bundles: tuple[int, ...]
+    cpus: int
+    gpus: float
+    threads: int
+
+    @property
+    def workers(self) -> int:
+        return len(self.bundles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPlan:
+    """Everything placement needs. `warnings` are for people, one line each."""
+
+    device: str
+    colocate: bool
+    counts: Counts
+    groups: tuple[GroupPlan, ...]
+    roles: tuple[RolePlan, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def cpus(self) -> int:
+        return sum(bundle.cpus for group in self.groups for bundle in group.bundles)
+
+    @property
+    def gpus(self) -> int:
+        return sum(bundle.gpus for group in self.groups for bundle in group.bundles)
+
+    def role(self, name: str) -> RolePlan:
+        return next(role for role in self.roles if role.name == name)
+
+    def __str__(self) -> str:
+        roles = " + ".join(f"{role.workers} {role.name}" for role in self.roles)
+        return f"{roles} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
+
+
+def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
+    """Raises ConfigError if the profile's numbers do not go together, PreflightError if the cluster has too little."""
+    device = _device(profile, cluster)
+    counts = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
+    check_fit(counts, cluster)
+    groups = tuple(GroupPlan(name=name, bundles=bundles) for name, bundles in bundles_of(counts).items())
+    roles = tuple(_role(name, counts, groups) for name in (TRAINER, ROLLOUT))
+    plan = JobPlan(device=device, colocate=counts.colocate, counts=counts, groups=groups, roles=roles)
+    return replace(plan, warnings=_warnings(profile, plan, cluster))
+
+
+def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
+    """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
+    return [
+        {
+            "role": role.name,
+            "workers": role.workers,
+            "device": plan.device,
+            "gpus_per_worker": role.gpus,
+            "cpus_per_worker": role.cpus,
+            "threads": role.threads,
+            "placement_group": role.group,
+            "bundles": " ".join(str(index) for index in role.bundles),
+        }
+        for role in plan.roles
+    ]
+
+
+def _device(profile: Profile, cluster: ClusterResources) -> str:
+    if profile.placement.device != "auto":
+        return profile.placement.device
+    return "cuda" if cluster.gpus or profile.placement.gpus is not None else "cpu"
+
+
+def _role(name: str, counts: Counts, groups: Sequence[GroupPlan]) -> RolePlan:
+    """Spread a role's workers evenly over the bundles of the group it lives in."""
+    group = next(group for group in groups if group.name in (name, COLOCATED))
+    workers = counts.trainer_workers if name == TRAINER else counts.rollout_workers
+    per_bundle = workers // len(group.bundles)
+    bundle = group.bundles[0]
+    assert not (counts.colocate and bundle.gpus > 1), "a shared GPU has one rank and one worker"
+    return RolePlan(
+        name=name,
+        group=group.name,
+        bundles=tuple(index // per_bundle for index in range(workers)),
+        cpus=counts.cpus_per_worker,
+        gpus=bundle.gpus / 2 if counts.colocate else bundle.gpus,
+        threads=bundle.cpus // per_bundle if counts.colocate else counts.cpus_per_worker,
+    )
+
+
+def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> tuple[str, ...]:
+    warnings = []
+    if plan.device == "cpu" and profile.placement.gpus is not None:
+        warnings.append(f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs")
+    if cluster.elastic_cpus and plan.cpus > cluster.cpus:
+        cores = counted(cluster.cpus, "core")
+        warnings.append(f"the job's workers compute with {plan.cpus} threads on {cores} and slow each other down")
+    return tuple(warnings)

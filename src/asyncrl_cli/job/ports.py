@@ -1,0 +1,214 @@
+"""The loop's ports on Ray actors: `RayRolloutWorker` and `RayTrainer`.
+
+Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call: an optimizer step made
+twice would be worse than a failed run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from asyncrl_cli.job.calls import all_of, answer
+from asyncrl_cli.loop.ports import (
+    AttemptKey,
+    EvalRequest,
+    EvalResult,
+    GatherReport,
+    GroupRequest,
+    GroupResult,
+    Interrupt,
+    LoadReport,
+    Progress,
+    Published,
+    TrainBatch,
+    TrainReport,
+)
+from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.samples.dump import is_dump_step
+from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.train.balance import plan_train_step
+
+CALL_KEY = "rollout.call_timeout_s"
+WEIGHTS_KEY = "weights.timeout_s"
+
+
+class RayRolloutWorker:
+    """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays."""
+
+    def __init__(self, name: str, actor: Any, profile: Profile) -> None:
+        self.name = name
+        self.slots = profile.rollout.slots
+        self.actor = actor
+        self._call_timeout_s = profile.rollout.call_timeout_s
+        self._weights_timeout_s = profile.weights.timeout_s
+
+    async def generate(self, request: GroupRequest) -> GroupResult:
+        result_ref, payload_ref = self.actor.generate.remote(request)
+        result: GroupResult = await self._answer(result_ref, f"group {request.key}", self._call_timeout_s, CALL_KEY)
+        return replace(result, payload=payload_ref)
+
+    async def abort(self, key: AttemptKey) -> None:
+        await self._answer(self.actor.abort.remote(key), f"the abort of {key}", self._call_timeout_s, CALL_KEY)
+
+    async def progress(self, seen: int) -> Progress:
+        ref = self.actor.progress.remote(seen)
+        progress: Progress = await self._answer(ref, "a progress report", self._call_timeout_s, CALL_KEY)
+        return progress
+
+    async def prefetch(self, published: Published) -> float:
+        manifest, bucket_refs = published.handle
+        ref = self.actor.prefetch.remote(manifest, bucket_refs)
+        what = f"the transfer of version {published.version}"
+        return float(await self._answer(ref, what, self._weights_timeout_s, WEIGHTS_KEY))
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        """A drain may take as long as the longest group, so the longer of the two limits bounds it."""
+        timeout_s, key = self._weights_timeout_s, WEIGHTS_KEY
+        if interrupt == "drain" and self._call_timeout_s > timeout_s:
+            timeout_s, key = self._call_timeout_s, CALL_KEY
+        ref = self.actor.load.remote(version, interrupt)
+        report: LoadReport = await self._answer(ref, f"the load of version {version} ({interrupt})", timeout_s, key)
+        return report
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        what = f"the eval of version {request.version}"
+        ref = self.actor.evaluate.remote(request)
+        result: EvalResult = await self._answer(ref, what, self._call_timeout_s, CALL_KEY)
+        return result
+
+    async def pause(self) -> None:
+        await self._answer(self.actor.pause.remote(), "a pause", self._call_timeout_s, CALL_KEY)
+
+    async def resume(self) -> None:
+        await self._answer(self.actor.resume.remote(), "a resume", self._call_timeout_s, CALL_KEY)
+
+    async def start(self, timeout_s: float) -> None:
+        await self._answer(self.actor.start.remote(), "its start", timeout_s, CALL_KEY)
+
+    async def stop(self, timeout_s: float) -> None:
+        await self._answer(self.actor.stop.remote(), "its end", timeout_s, CALL_KEY)
+
+    async def _answer(self, ref: Any, call: str, timeout_s: float, key: str) -> Any:
+        return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key)
+
+
+class RayTrainer:
+    """`loop.ports.Trainer` on all `TrainerActor` ranks. Calls that are collectives go to every rank, in one order."""
+
+    def __init__(self, actors: Sequence[Any], profile: Profile, *, samples_dir: Path) -> None:
+        self.actors = list(actors)
+        self._samples_dir = samples_dir
+        self._samples_every_steps = profile.logging.samples_every_steps
+        self._dumping: Any = None
+        self._num_minibatches = profile.async_training.require_batches
+        self._normalize = profile.algorithm.normalize_advantages
+        self._call_timeout_s = profile.rollout.call_timeout_s
+        self._weights_timeout_s = profile.weights.timeout_s
+
+    async def train(self, batch: TrainBatch) -> TrainReport:
+        """Split the step over ranks and mini-batches by metadata; each rank fetches its payloads itself."""
+        plans = plan_train_step(
+            batch.groups,
+            ranks=len(self.actors),
+            num_minibatches=self._num_minibatches,
+            normalize=self._normalize,
+        )
+        calls = []
+        for rank, (actor, plan) in enumerate(zip(self.actors, plans, strict=True)):
+            payload_refs = {index: batch.groups[index].payload for index in plan.groups}
+            ref = actor.train.remote(batch.step, batch.step_in_window, plan, payload_refs)
+            calls.append(self._answer(rank, ref, f"train step {batch.step}", self._call_timeout_s, CALL_KEY))
+        reports = await all_of(calls)
+        if is_dump_step(batch.step, self._samples_every_steps):
+            await self._dump(batch)
+        return TrainReport(
+            train_s=max(report.train_s for report in reports),
+            old_logprob_s=max(report.old_logprob_s for report in reports),
+            tokens=reports[0].tokens,
+            metrics=reports[0].metrics,
+            report=await self.report(),
+        )
+
+    async def _dump(self, batch: TrainBatch) -> None:
+        """Samples are written beside training by rank 0; waits for the previous dump, so that none is lost or in error unseen."""
+        await self.finish_dump()
+        refs = [group.payload for group in batch.groups]
+        self._dumping = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
+
+    async def finish_dump(self) -> None:
+        if self._dumping is not None:
+            await self._answer(0, self._dumping, "a dump of samples", self._weights_timeout_s, WEIGHTS_KEY)
+            self._dumping = None
+
+    async def gather(self, version: int) -> GatherReport:
+        seconds = await self._collective("gather", version, call=f"the gather of version {version}")
+        return GatherReport(version=version, gather_s=max(seconds), report=await self.report())
+
+    async def publish(self, version: int) -> Published:
+        began_s = time.monotonic()
+        ref = self.actors[0].publish.remote(version)
+        what = f"the publish of version {version}"
+        handle = await self._answer(0, ref, what, self._weights_timeout_s, WEIGHTS_KEY)
+        return Published(
+            version=version,
+            num_bytes=handle[0].num_bytes,
+            publish_s=time.monotonic() - began_s,
+            handle=handle,
+        )
+
+    async def snapshot(self, step: int) -> float:
+        return max(await self._collective("snapshot", step, call=f"the snapshot of step {step}"))
+
+    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
+        call = f"the checkpoint of step {step}"
+        await self._collective("write", step, _absolute(directory), list(payloads), with_published, call=call)
+
+    async def report(self) -> ExecutorReport:
+        ref = self.actors[0].report.remote()
+        report: ExecutorReport = await self._answer(0, ref, "a report", self._call_timeout_s, CALL_KEY)
+        return report
+
+    async def start(self, device: str, timeout_s: float) -> None:
+        meeting_ref = self.actors[0].meeting_point.remote()
+        init_method = await self._answer(0, meeting_ref, "its start", timeout_s, CALL_KEY)
+        await self._collective("start", init_method, device, call="its start", timeout_s=timeout_s, key=CALL_KEY)
+
+    async def load(self, directory: Path) -> int | None:
+        """Restore a checkpoint. Returns the version of the published weights that came with it, if any did."""
+        call = f"the load of {directory}"
+        versions = await self._collective("load", _absolute(directory), call=call)
+        version: int | None = versions[0]
+        return version
+
+    async def stop(self, timeout_s: float) -> None:
+        await self.finish_dump()
+        await self._collective("stop", call="its end", timeout_s=timeout_s, key=CALL_KEY)
+
+    async def _collective(
+        self, method: str, *args: Any, call: str, timeout_s: float | None = None, key: str = WEIGHTS_KEY
+    ) -> list[Any]:
+        timeout_s = self._weights_timeout_s if timeout_s is None else timeout_s
+        refs = [getattr(actor, method).remote(*args) for actor in self.actors]
+        return await all_of(self._answer(rank, ref, call, timeout_s, key) for rank, ref in enumerate(refs))
+
+    async def _answer(self, rank: int, ref: Any, call: str, timeout_s: float, key: str) -> Any:
+        return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=timeout_s, key=key)
+
+
+def _absolute(path: Path) -> str:
+    """An actor's working directory is not the driver's."""
+    return os.path.abspath(path)
+
+
+def put_payloads(payloads: Sequence[GroupPayload]) -> list[Any]:
+    """Payloads of a checkpoint's finished groups, back in the object store: what `GroupResult.payload` holds."""
+    return [ray.put(payload) for payload in payloads]
+

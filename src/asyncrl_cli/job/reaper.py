@@ -1,0 +1,126 @@
+"""A small process that outlives the driver and ends what the driver has started: even kill -9 leaves nothing behind.
+
+Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait for
+a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe. Every
+second it notes the driver's descendants (pid and start time, so that a reused pid is never hit); when the pipe
+closes, because the session ended or the driver died, it lets them go for `GRACE_S`, kills the rest, and removes the directory.
+
+Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY`. Linux (/proc).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+LOOK_EVERY_S = 1.0
+GRACE_S = 3.0
+GIVE_UP_S = 10.0
+
+Seen = dict[int, int]
+"""Start time by pid, in the kernel's ticks: together they name a process."""
+
+
+def started_at(pid: int) -> int | None:
+    """Start time of a living process; None for one that is gone or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the children of all of a process's threads."""
+    found: list[int] = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found.extend(int(child) for child in (task / "children").read_bytes().split())
+    except OSError:
+        pass  # the process ended while we looked
+    return found
+
+
+def look(root: int, seen: Seen) -> None:
+    """Add the living descendants of `root` to `seen`, leaving out ourselves."""
+    pending = children(root)
+    while pending:
+        pid = pending.pop()
+        start = started_at(pid)
+        if pid == os.getpid() or start is None:
+            continue
+        seen[pid] = start
+        pending.extend(children(pid))
+
+
+def users_of(directory: str) -> Seen:
+    """Python processes of ours with a file open in `directory`: Ray's agents, if the driver died before we saw them."""
+    found: Seen = {}
+    executable = os.readlink("/proc/self/exe")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if os.readlink(entry / "exe") != executable:
+                continue
+            files = [os.readlink(file) for file in (entry / "fd").iterdir()]
+        except OSError:
+            continue  # not ours, or just ended
+        start = started_at(int(entry.name))
+        if start is not None and any(file.startswith(directory + "/") for file in files):
+            found[int(entry.name)] = start
+    return found
+
+
+def living(seen: Seen) -> Seen:
+    return {pid: start for pid, start in seen.items() if started_at(pid) == start}
+
+
+def watch(driver_pid: int) -> Seen:
+    """Look until the pipe on stdin closes; returns everything seen that still lives."""
+    seen: Seen = {}
+    while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
+        seen = living(seen)
+        look(driver_pid, seen)
+    if started_at(driver_pid) is not None:
+        look(driver_pid, seen)
+    return living(seen)
+
+
+def reap(seen: Seen) -> None:
+    """Wait `GRACE_S` for them to go by themselves, then kill them and what they started meanwhile."""
+    end_s = time.monotonic() + GRACE_S
+    while seen and time.monotonic() < end_s:
+        time.sleep(0.1)
+        seen = living(seen)
+    end_s = time.monotonic() + GIVE_UP_S
+    while seen and time.monotonic() < end_s:
+        for pid in list(seen):
+            look(pid, seen)
+        for pid in seen:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.1)
+        seen = living(seen)
+
+
+def main(driver_pid: int, directory: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    driver_started_at = started_at(driver_pid)
+    seen = watch(driver_pid)
+    if driver_started_at is None or started_at(driver_pid) != driver_started_at:
+        seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
+    reap(seen)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

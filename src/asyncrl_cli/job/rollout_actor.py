@@ -1,0 +1,182 @@
+"""The rollout actor: an engine, its group runner and its rewards in one asyncio process.
+
+    generate ─> GroupRunner ─> Engine (slots) ─> RewardPool (child process) ─> (GroupResult, GroupPayload)
+    prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
+
+Who waits for whom: `generate` for slots, the engine and rewards; `prefetch` for the object store, in a thread; `load`
+for the engine's interrupt (with `drain`: for running sequences); `progress` for a change, one second at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from asyncrl_cli.job.meters import Changes, MeteredRewards, RolloutMeter
+from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.loop.ports import (
+    AttemptKey,
+    EvalRequest,
+    EvalResult,
+    GroupRequest,
+    GroupResult,
+    Interrupt,
+    LoadReport,
+    Progress,
+)
+from asyncrl_cli.samples.trajectory import GroupPayload
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl_cli.weights.buckets import Manifest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """The second buffer: one version's weights, checked, waiting for their load."""
+
+    manifest: Manifest
+    weights: Mapping[str, torch.Tensor]
+    send_s: float
+
+
+class RolloutActor:
+    """Methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
+
+    def __init__(self, name: str, settings: RolloutSettings, log_path: Path | None = None) -> None:
+        set_up_process(name, threads=settings.threads, log_path=log_path)
+        self._name = name
+        self._settings = settings
+        self._received: Received | None = None
+        self._finished: dict[AttemptKey, int] = {}
+        self._ended_tokens = 0
+
+    async def start(self) -> None:
+        """Load the model and start the reward process, side by side. May take minutes."""
+        from asyncrl_cli.job.engines import make_engine, make_runner
+        from asyncrl_cli.tasks.rewards import RewardPool
+
+        self._changes = Changes()
+        self._meter = RolloutMeter(self._name, self._settings.slots, time.monotonic, self._changes.note)
+        self._engine = make_engine(self._settings, self._meter.running)
+        self._pool = RewardPool(self._settings.reward, timeout_s=self._settings.reward_timeout_s)
+        self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool, time.monotonic)
+        await asyncio.gather(self._engine.start(), self._pool.start())
+        self._runner = make_runner(self._settings, self._engine, self._rewards)
+        logger.info("%s started: %s", self._name, self._settings)
+
+    async def stop(self) -> None:
+        """End the reward process and the engine. Running groups end with an error."""
+        await asyncio.gather(self._pool.close(), self._engine.close())
+
+    @ray.method(num_returns=2)
+    async def generate(self, request: GroupRequest) -> tuple[GroupResult, GroupPayload]:
+        """Metadata for the driver, arrays for the trainer: two objects, so that the arrays never pass the driver."""
+        self._finished[request.key] = 0
+
+        def on_sequence(finished: int) -> None:
+            self._finished[request.key] = finished
+            self._changes.note()
+
+        try:
+            result, payload = await self._runner.run(request, on_sequence)
+        finally:
+            del self._finished[request.key]
+            self._changes.note()
+        self._ended_tokens += sum(meta.response_tokens for meta in result.trajectories) + result.failed_tokens
+        return result, payload
+
+    async def abort(self, key: AttemptKey) -> None:
+        await self._runner.abort(key)
+
+    async def progress(self, seen: int) -> Progress:
+        seen = await self._changes.after(seen)
+        sampled_tokens = self._engine.sampled_tokens
+        report = self._meter.report(
+            version=self._engine.version,
+            sampled_tokens=sampled_tokens,
+            running_tokens=max(0, sampled_tokens - self._ended_tokens),
+        )
+        return Progress(
+            seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report())
+        )
+
+    async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
+        """Fetch, check and unpack the buckets off the event loop; generation goes on."""
+        began_s = time.monotonic()
+        weights = await asyncio.to_thread(self._receive, manifest, bucket_refs)
+        send_s = time.monotonic() - began_s
+        self._received = Received(manifest=manifest, weights=weights, send_s=send_s)
+        return send_s
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        """Swap the received weights in. Raises, with the old version still loaded, if there are none of `version`."""
+        received = self._received
+        if received is None or received.manifest.version != version:
+            raise ValueError(f"asked to load version {version}, which was not received")
+        self._meter.load_begins(interrupt)
+        try:
+            pause = await self._engine.load(received.weights, version, interrupt)
+        finally:
+            self._meter.load_ended()
+        if self._received is received:
+            self._received = None
+        return LoadReport(
+            version=version,
+            send_s=received.send_s,
+            load_s=pause.load_s,
+            pause_s=pause.pause_s,
+            logprob_abs_diff=await self._probe(received.manifest),
+        )
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        self._meter.evals(+1)
+        try:
+            result = await self._runner.evaluate(request, self._eval_sampling())
+        finally:
+            self._meter.evals(-1)
+        self._ended_tokens += sum(result.response_tokens)
+        return result
+
+    async def pause(self) -> None:
+        self._meter.pause(True)
+
+    async def resume(self) -> None:
+        self._meter.pause(False)
+
+    async def _probe(self, manifest: Manifest) -> float | None:
+        """Mean |difference| between the engine's own logprobs of the probes and the trainer's; None without probes."""
+        from asyncrl_cli.weights.probes import mean_abs_diff
+
+        if not manifest.probe_tokens:
+            return None
+        probes = [list(tokens) for tokens in manifest.probe_tokens]
+        return mean_abs_diff(await self._engine.score(probes, manifest.temperature), manifest.probe_logprobs)
+
+    def _receive(self, manifest: Manifest, bucket_refs: list[Any]) -> dict[str, torch.Tensor]:
+        """In a thread. The object store's memory is read-only, so slices of load-bucket size are copied out of it."""
+        from asyncrl_cli.weights.buckets import split, unpack, verify
+
+        buckets = ray.get(bucket_refs)
+        verify(buckets, manifest)
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in buckets:
+            for part in split(bucket, self._settings.load_bucket_size_bytes):
+                weights |= unpack(part)
+        return weights
+
+    def _eval_sampling(self) -> Any:
+        from asyncrl_cli.job.engines import sampling_of
+
+        return sampling_of(self._settings, self._settings.eval_temperature)

@@ -1,0 +1,269 @@
+"""A run from its profile to its end: prepare, start Ray and the workers, wire the loop, watch, clean up.
+
+    profile -> task -> model -> run directory -> Ray, placement, actors -> Pipeline -> RunResult
+
+What can be refused is refused before anything is started, in that order: nothing is half-written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from asyncrl_cli.errors import AsyncrlError, Interrupted
+from asyncrl_cli.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.checkpoint.find import Checkpoint
+    from asyncrl_cli.checkpoint.run_directory import RunDirectory
+    from asyncrl_cli.job.plan import JobPlan
+    from asyncrl_cli.loop.pipeline import Pipeline
+    from asyncrl_cli.observe.observers import Observers
+    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.tasks.task import Task
+
+log = logging.getLogger("asyncrl")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. `summary` is the last status (what status.json holds); `error` the failure, if it failed."""
+
+    run_dir: Path
+    exit_code: int
+    summary: Mapping[str, Any]
+    error: AsyncrlError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    task: Task
+    model_dir: Path
+
+
+@dataclass
+class Run:
+    """One run: `result = await Run(profile).run()`. `Run.resume(...)` makes one that continues from a checkpoint."""
+
+    profile: Profile
+    origins: Mapping[str, str] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+    runs_dir: Path = Path("runs")
+    name: str | None = None
+    address: str | None = None
+    ui: str = "auto"
+    checkpoint: Checkpoint | None = None
+
+    @classmethod
+    def resume(cls, argument: str, *, runs_dir: Path, ui: str = "auto", address: str | None = None) -> Run:
+        """`argument` is a checkpoint, a run directory or a run's name. Raises RefusedError for a damaged or foreign one."""
+        import json
+
+        from asyncrl_cli.checkpoint.find import load_checkpoint, resolve
+        from asyncrl_cli.profile.resolved import from_document
+
+        checkpoint = load_checkpoint(resolve(argument, runs_dir))
+        text = (checkpoint.directory / "config.resolved.json").read_text(encoding="utf-8")
+        loaded = from_document(json.loads(text))
+        return cls(profile=loaded.profile, origins=loaded.origins, ui=ui, address=address, checkpoint=checkpoint)
+
+    async def run(self) -> RunResult:
+        """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result."""
+        from asyncrl_cli.job.session import ray_session
+        from asyncrl_cli.observe.starting import Starting
+
+        with contextlib.ExitStack() as stack:
+            directory = self._open_directory(stack) if self.checkpoint else None
+            with Starting(self.ui) as say:
+                prepared = await self._prepare(say)
+                say("starting Ray")
+                plan = stack.enter_context(ray_session(self.profile, address=self.address))
+                directory = directory or self._make_directory(stack)
+                attempt_dir = directory.start_attempt()
+                stack.enter_context(_log_to(attempt_dir / "driver.log"))
+                return await self._run_with(directory, attempt_dir, plan, prepared, say)
+
+    async def _prepare(self, say: Starting) -> _Prepared:
+        """Task and model, in a thread that a Ctrl-C can end."""
+        from asyncrl_cli.models.resolve import resolve_model
+        from asyncrl_cli.tasks.task import load_task
+
+        say("loading the task")
+        task = await _interruptible(lambda look: load_task(self.profile))
+        say("loading the model")
+
+        def resolve(look: Callable[[], None]) -> Path:
+            def progress(text: str, done: int, total: int) -> None:
+                look()
+                say(text, done, total)
+
+            return resolve_model(self.profile, task, progress=progress)
+
+        return _Prepared(task=task, model_dir=await _interruptible(resolve))
+
+    async def _run_with(
+        self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: _Prepared, say: Starting
+    ) -> RunResult:
+        from asyncrl_cli.job.workers import started_workers
+
+        async with started_workers(
+            plan,
+            self.profile,
+            prepared.model_dir,
+            prepared.task.reward,
+            log_dir=attempt_dir,
+            run_dir=directory.path,
+            checkpoint=self.checkpoint,
+            progress=say,
+        ) as (trainer, workers, payloads):
+            say.close()
+            observers = self._observers(directory)
+            try:
+                pipeline = self._pipeline(directory, prepared.task, trainer, workers, payloads, observers)
+            except BaseException as failure:
+                observers.close("failed", str(failure))
+                raise
+            for warning in (*self.warnings, *plan.warnings, *prepared.task.notes):
+                observers.warning(warning)
+            return await _to_the_end(pipeline, directory, observers)
+
+    def _pipeline(
+        self,
+        directory: RunDirectory,
+        task: Task,
+        trainer: Any,
+        workers: Sequence[Any],
+        payloads: Sequence[Any],
+        observers: Observers,
+    ) -> Pipeline:
+        from asyncrl_cli.checkpoint.store import CheckpointStore
+        from asyncrl_cli.job.wiring import RunCheckpoints, loop_settings
+        from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+        from asyncrl_cli.tasks.feed import PromptFeed
+
+        store = CheckpointStore(directory.path, keep=self.profile.checkpoint.keep, profile=self.profile.name)
+        resume_from = None
+        if self.checkpoint is not None:
+            store.abandon_newer(self.checkpoint.step)
+            resume_from = ResumeFrom(loop_state=self.checkpoint.loop_state, payloads=payloads)
+        world = World(
+            feed=PromptFeed(task.train, seed=self.profile.run.seed),
+            trainer=trainer,
+            workers=workers,
+            eval_items=task.eval,
+            observers=[observers],
+            checkpoints=RunCheckpoints(store, trainer),
+            resume_from=resume_from,
+        )
+        return Pipeline(loop_settings(self.profile), world)
+
+    def _observers(self, directory: RunDirectory) -> Observers:
+        from asyncrl_cli.job.wiring import run_facts
+        from asyncrl_cli.observe.observers import Observers
+        from asyncrl_cli.observe.screen import make_ui
+        from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
+
+        sinks = [MetricsFile(directory.metrics), EventsFile(directory.events), StatusFile(directory.status)]
+        if self.profile.logging.wandb != "disabled":
+            sinks.append(self._wandb(directory))
+        screen = make_ui(self.ui)
+        if screen is not None:
+            sinks.append(screen)
+        return Observers(run_facts(self.profile, directory.path, directory.attempts), sinks)
+
+    def _wandb(self, directory: RunDirectory) -> Any:
+        from asyncrl_cli.observe.wandb_sink import Wandb
+
+        return Wandb(
+            directory.path,
+            mode=self.profile.logging.wandb,
+            project=self.profile.logging.wandb_project,
+            name=directory.name,
+            config=self.profile.model_dump(mode="json"),
+        )
+
+    def _make_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
+        from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
+        from asyncrl_cli.profile.resolved import to_document, to_toml
+
+        name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
+        directory = RunDirectory.create(
+            self.runs_dir,
+            name,
+            profile_toml=to_toml(self.profile, self.origins),
+            resolved=to_document(self.profile, self.origins),
+        )
+        stack.callback(directory.close)
+        return directory
+
+    def _open_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
+        from asyncrl_cli.checkpoint.run_directory import RunDirectory
+
+        assert self.checkpoint is not None
+        directory = RunDirectory.open(self.checkpoint.directory.parent.parent)
+        stack.callback(directory.close)
+        return directory
+
+
+async def _to_the_end(pipeline: Pipeline, directory: RunDirectory, observers: Observers) -> RunResult:
+    """Run the loop; a stop ends it in order, a second one cancels it."""
+    from asyncrl_cli.job.stopping import StopRequests
+
+    running = asyncio.ensure_future(pipeline.run())
+    requests = StopRequests(pipeline.request_stop, running.cancel)
+    watching = asyncio.ensure_future(requests.watch(directory.stop_requests))
+    error: AsyncrlError | None = None
+    try:
+        with requests.on_signals():
+            await running
+    except asyncio.CancelledError:
+        error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
+    except AsyncrlError as failure:
+        error = failure
+        log.error("the run ended early", exc_info=failure)
+    except Exception as failure:
+        error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
+        log.error("asyncrl itself failed", exc_info=failure)
+    finally:
+        watching.cancel()
+    phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
+    summary = observers.close(phase, "" if phase != "failed" else str(error))
+    exit_code = 0 if error is None else error.exit_code
+    return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
+
+
+async def _interruptible(work: Callable[[Callable[[], None]], T]) -> T:
+    """Run `work(look)` in a thread; if we are cancelled, its next call of `look` raises and ends it."""
+    cancelled = threading.Event()
+
+    def look() -> None:
+        if cancelled.is_set():
+            raise Interrupted("interrupted before the run began")
+
+    try:
+        return await asyncio.to_thread(work, look)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
+
+
+@contextlib.contextmanager
+def _log_to(path: Path) -> Any:
+    """Everything that asyncrl and its libraries log, into the attempt's file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()

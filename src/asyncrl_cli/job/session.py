@@ -1,0 +1,185 @@
+"""Starting and ending Ray: a private local cluster, or an existing one by address. Nothing stays behind.
+
+Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. Install handlers at any time,
+but an asyncio loop's (`loop.add_signal_handler`) after `ray_session` has been entered: the loop's is lost by `ray.init`.
+
+Ends, and who cleans up: a normal end or a failure leave the `with` block, which shuts Ray down; kill -9 leaves it to
+`reaper.py` (within about 5 s). On an existing cluster Ray itself ends the actors of a driver that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job.cluster import ClusterResources, local_cluster
+from asyncrl_cli.job.plan import JobPlan, compile_job
+from asyncrl_cli.profile.schema import Profile
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Shared memory of a local session: two published versions of a small model and the payloads in flight."""
+CONNECT_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 20.0
+LONGEST_DIRECTORY = 40
+"""Characters: below it Ray makes socket paths, which the kernel limits to 107."""
+
+
+@contextlib.contextmanager
+def ray_session(
+    profile: Profile,
+    *,
+    address: str | None = None,
+    cluster: ClusterResources | None = None,
+    object_store_bytes: int = OBJECT_STORE_BYTES,
+) -> Iterator[JobPlan]:
+    """A connected Ray and the plan that fits it. `cluster` replaces what this machine has (tests: logical GPUs).
+
+    Raises ConfigError and PreflightError before anything is started, where it can; PreflightError if Ray does not start
+    or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
+    """
+    if address is None:
+        cluster = cluster or local_cluster()
+        plan = compile_job(profile, cluster)
+        with _local(plan, cluster, object_store_bytes):
+            yield plan
+    else:
+        with _connected(address):
+            from asyncrl_cli.job.placement import ray_cluster
+
+            yield compile_job(profile, ray_cluster())
+
+
+@contextlib.contextmanager
+def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) -> Iterator[None]:
+    directory = _short_directory()
+    with _reaper(directory):
+        try:
+            _init(
+                _node_ip_address="127.0.0.1",
+                num_cpus=max(plan.cpus, cluster.cpus),
+                num_gpus=cluster.gpus,
+                include_dashboard=False,
+                object_store_memory=max(object_store_bytes, 80 * 2**20),
+                _temp_dir=directory,
+                _system_config={"enable_metrics_collection": False},
+            )
+        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+            raise PreflightError(
+                f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
+            ) from error
+        with _shut_down_at_the_end():
+            yield
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[None]:
+    _check_reachable(address)
+    try:
+        _init(address=address)
+    except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+        raise _unreachable(address, str(error)) from error
+    with _shut_down_at_the_end():
+        yield
+
+
+def _init(**options: Any) -> None:
+    """`ray.init`, quiet, with the SIGTERM handler as it was."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # speaks at every start
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(log_to_driver=False, configure_logging=False, logging_level="ERROR", **options)
+    finally:
+        if in_main_thread and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _shut_down_at_the_end() -> Iterator[None]:
+    import ray
+
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """A plain TCP connection first: Ray's own attempts at a dead address take minutes."""
+    if "://" in address:
+        raise ConfigError(
+            f"--address {address}: asyncrl's driver must run inside the cluster",
+            hint="give HOST:PORT of the cluster's GCS (usually port 6379), or `auto` on one of its nodes",
+        )
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--address {address}: not HOST:PORT", hint="for example --address 10.0.0.1:6379, or auto")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
+            return
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, str(error)) from error
+
+
+def _unreachable(address: str, why: str) -> PreflightError:
+    first_line = why.strip().partition("\n")[0]
+    return PreflightError(
+        f"no ray cluster answers at {address}: {first_line}",
+        hint="check `ray status` on that node, or leave --address out to start one here",
+    )
+
+
+def _short_directory() -> str:
+    """A new private directory whose path leaves room for Ray's socket names."""
+    base = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="asyncrl-", dir=base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp")
+
+
+@contextlib.contextmanager
+def _reaper(directory: str) -> Iterator[None]:
+    """The reaper runs while the block does; leaving it waits until everything is gone."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            yield
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        return
+    spec = importlib.util.find_spec("asyncrl_cli.job.reaper")
+    assert spec is not None
+    assert spec.origin is not None
+    process = subprocess.Popen(
+        [sys.executable, "-I", spec.origin, str(os.getpid()), directory],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

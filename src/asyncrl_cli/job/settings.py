@@ -1,0 +1,64 @@
+"""What a rollout actor needs of the profile, as one picklable value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.job.plan import ROLLOUT, JobPlan
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+
+BYTES_PER_MB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """See the profile's fields of the same names. `version` is that of the weights in `model_dir`."""
+
+    model_dir: str
+    engine: str
+    dtype: str
+    trust_remote_code: bool
+    device: str
+    threads: int
+    slots: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: tuple[str, ...]
+    eval_temperature: float
+    seed: int
+    version: int
+    reward: RewardSpec
+    reward_timeout_s: float
+    load_bucket_size_bytes: int
+
+    @classmethod
+    def from_profile(
+        cls, profile: Profile, plan: JobPlan, *, model_dir: Path | str, reward: RewardSpec, version: int
+    ) -> RolloutSettings:
+        rollout = profile.rollout
+        return cls(
+            model_dir=str(model_dir),
+            engine=rollout.engine,
+            dtype=profile.model.dtype,
+            trust_remote_code=profile.model.trust_remote_code,
+            device=plan.device,
+            threads=plan.role(ROLLOUT).threads,
+            slots=rollout.slots,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_response_tokens=rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop=rollout.stop,
+            eval_temperature=profile.eval.temperature,
+            seed=profile.run.seed,
+            version=version,
+            reward=reward,
+            reward_timeout_s=profile.task.reward_timeout_s,
+            load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
+        )

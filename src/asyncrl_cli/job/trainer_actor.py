@@ -1,0 +1,170 @@
+"""The trainer actor: one rank of the policy trainer, in threads.
+
+    group main     one thread: start, load, train, gather, snapshot. All ranks get the same calls in the same order
+    group publish  rank 0: fingerprints and `ray.put` of what gather copied, beside training
+    group write    the snapshot and dumps of samples to disk, beside training
+    group control  report, addresses: answered at once, whatever else runs
+
+Who waits for whom: collectives in `main` for the other ranks' `main`; `write` for the other ranks' `write`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import ray
+
+from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+
+if TYPE_CHECKING:
+    from asyncrl_cli.train.balance import RankPlan
+    from asyncrl_cli.train.policy_trainer import RankReport
+    from asyncrl_cli.train.settings import TrainerSettings
+    from asyncrl_cli.weights.buckets import Manifest
+
+CONCURRENCY_GROUPS = {"main": 1, "publish": 1, "write": 1, "control": 1}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptVersions:
+    """Where published versions are kept on disk, and how many (0: none)."""
+
+    root: Path
+    keep_versions: int | Literal["all"]
+
+
+class TrainerActor:
+    """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        settings: TrainerSettings,
+        log_path: Path | None = None,
+        kept: KeptVersions | None = None,
+    ) -> None:
+        set_up_process(f"trainer-{rank}", threads=settings.threads, log_path=log_path)
+        self._rank = rank
+        self._world_size = world_size
+        self._settings = settings
+        self._kept = kept
+        self._tokenizer: Any = None
+        self._lock = threading.Lock()
+        self._clock = StateClock("trainer", "trainer", time.monotonic)
+        self._clock.waiting_for = "groups"
+
+    @ray.method(concurrency_group="control")
+    def meeting_point(self) -> str:
+        """An address on this rank's node where all ranks can meet."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{host}:{free.getsockname()[1]}"
+
+    @ray.method(concurrency_group="main")
+    def start(self, init_method: str, device: str) -> None:
+        from asyncrl_cli.train.policy_trainer import PolicyTrainer
+
+        self._trainer = PolicyTrainer(
+            self._settings, rank=self._rank, world_size=self._world_size, device=device, init_method=init_method
+        )
+        logger.info("trainer-%d of %d started: %s", self._rank, self._world_size, self._settings)
+
+    @ray.method(concurrency_group="main")
+    def load(self, directory: str) -> int | None:
+        """Restore a checkpoint's trainer state; returns the version whose weights came with it (rank 0)."""
+        with self._in(State.BUSY, "a checkpoint to be read"):
+            self._trainer.load(Path(directory))
+            return self._trainer.published_version
+
+    @ray.method(concurrency_group="main")
+    def train(self, step: int, step_in_window: int, plan: RankPlan, payload_refs: Mapping[int, Any]) -> RankReport:
+        """One train step. The arrays come from the object store, to this rank only."""
+        from asyncrl_cli.train.policy_trainer import RankBatch
+
+        payloads = dict(zip(payload_refs, ray.get(list(payload_refs.values())), strict=True))
+        batch = RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=payloads)
+        began_s = time.monotonic()
+        with self._in(State.BUSY):
+            report = self._trainer.train(batch)
+        with self._lock:
+            self._clock.add("busy_s", time.monotonic() - began_s)
+            self._clock.add("trained_tokens", report.tokens)
+            self._clock.gauges["step"] = step
+        return report
+
+    @ray.method(concurrency_group="main")
+    def gather(self, version: int) -> float:
+        with self._in(State.SYNCING, "weights to be gathered"):
+            return self._trainer.gather(version)
+
+    @ray.method(concurrency_group="main")
+    def snapshot(self, step: int) -> float:
+        with self._in(State.BUSY, "a checkpoint's snapshot"):
+            return self._trainer.snapshot(step)
+
+    @ray.method(concurrency_group="publish")
+    def publish(self, version: int) -> tuple[Manifest, list[Any]]:
+        """Rank 0: the gathered buckets as objects that live as long as somebody holds their refs."""
+        from asyncrl_cli.weights.kept import keep
+
+        manifest, buckets = self._trainer.published(version)
+        refs = [ray.put(bucket) for bucket in buckets]
+        if self._kept is not None:
+            keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
+        return manifest, refs
+
+    @ray.method(concurrency_group="write")
+    def write(self, step: int, directory: str, payload_refs: list[Any], with_published: bool) -> None:
+        """The snapshot of `step`; rank 0 adds the payloads' arrays."""
+        from asyncrl_cli.checkpoint.payloads import write_payloads
+
+        self._trainer.write(step, Path(directory), with_published)
+        if self._rank == 0:
+            write_payloads(Path(directory), ray.get(payload_refs))
+
+    @ray.method(concurrency_group="write")
+    def dump(self, directory: str, step: int, window: int, payload_refs: list[Any]) -> None:
+        """The trajectories of a train step as text lines, beside training (rank 0)."""
+        from asyncrl_cli.samples.dump import dump_samples
+
+        dump_samples(Path(directory), step, ray.get(payload_refs), window=window, decode=self._decode)
+
+    @property
+    def _decode(self) -> Any:
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._settings.model_dir)
+        return self._tokenizer.decode
+
+    @ray.method(concurrency_group="control")
+    def report(self) -> ExecutorReport:
+        with self._lock:
+            return self._clock.report()
+
+    @ray.method(concurrency_group="main")
+    def stop(self) -> None:
+        self._trainer.close()
+
+    @contextmanager
+    def _in(self, state: State, waiting_for: str = "") -> Iterator[None]:
+        with self._lock:
+            self._clock.enter(state, waiting_for)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._clock.enter(State.STARVED, "groups")

@@ -1,0 +1,84 @@
+"""A profile's numbers in the form that each room takes them: the loop's settings, the observers' facts, the checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.checkpoint.store import CheckpointStore
+    from asyncrl_cli.loop.ports import Cut, Interrupt, Trainer
+    from asyncrl_cli.observe.live_status import RunFacts
+
+
+def loop_settings(profile: Profile) -> LoopSettings:
+    schedule, training = Schedule.of(profile), profile.async_training
+    return LoopSettings(
+        seed=profile.run.seed,
+        step_groups=schedule.step_groups,
+        window_steps=schedule.window_steps,
+        train_steps=schedule.train_steps,
+        eta=Fraction(schedule.eta),
+        max_staleness=schedule.max_staleness,
+        n=profile.rollout.n,
+        colocate=profile.placement.colocate,
+        partial_rollout=training.partial_rollout,
+        interrupt=interrupt_of(profile),
+        on_stale=training.on_stale,
+        max_requeues=training.max_requeues,
+        on_exhausted=training.on_exhausted,
+        prefetch_groups=profile.rollout.prefetch_groups,
+        max_failed_ratio=profile.task.max_failed_ratio,
+        max_logprob_diff=profile.weights.max_logprob_diff,
+        checkpoint_every_steps=profile.checkpoint.every_steps,
+        eval_every_versions=profile.eval.every_versions,
+        eval_timeout_s=profile.eval.timeout_s,
+        sync_timeout_s=profile.weights.timeout_s,
+        stop_grace_s=profile.run.stop_grace_s,
+        stall_timeout_s=profile.run.stall_timeout_s,
+    )
+
+
+def interrupt_of(profile: Profile) -> Interrupt:
+    """What a load does to a worker's running rollouts: without partial rollouts they finish first."""
+    return (profile.rollout.interrupt or "keep-kv") if profile.async_training.partial_rollout else "drain"
+
+
+def run_facts(profile: Profile, run_dir: Path, attempt: int) -> RunFacts:
+    from asyncrl_cli.observe.live_status import RunFacts
+
+    schedule = Schedule.of(profile)
+    return RunFacts(
+        name=run_dir.name,
+        profile=profile.name,
+        mode=schedule.mode,
+        run_dir=str(run_dir),
+        train_steps=schedule.train_steps,
+        step_groups=schedule.step_groups,
+        window_groups=schedule.window_groups,
+        trigger_parameter_sync_step=schedule.window_steps,
+        max_staleness=schedule.max_staleness,
+        on_stale=profile.async_training.on_stale,
+        attempt=attempt,
+    )
+
+
+class RunCheckpoints:
+    """Implements `loop.ports.CheckpointWriter`: the store's directory, the trainer's part written by the trainer."""
+
+    def __init__(self, store: CheckpointStore, trainer: Trainer) -> None:
+        self._store = store
+        self._trainer = trainer
+
+    async def write(self, cut: Cut) -> Path:
+        return await self._store.write(cut, self._write_trainer(cut))
+
+    def _write_trainer(self, cut: Cut) -> Callable[[Path], Awaitable[Any]]:
+        with_published = not cut.at_window_boundary
+        return lambda directory: self._trainer.write(cut.step, directory, cut.payloads, with_published)

@@ -1,0 +1,149 @@
+"""Starting and ending the actors of a job: all at once, each in its bundle, with one deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from asyncrl_cli.checkpoint.find import Checkpoint
+from asyncrl_cli.checkpoint.payloads import read_payloads
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.job.calls import all_of
+from asyncrl_cli.job.placement import Placement, place
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer, put_payloads
+from asyncrl_cli.job.rollout_actor import RolloutActor
+from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, KeptVersions, TrainerActor
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.train.settings import TrainerSettings
+
+START_TIMEOUT_S = 600.0
+"""Imports, a large model's weights from a slow disk, an engine's memory profiling."""
+STOP_TIMEOUT_S = 1.0
+"""Nothing of value is lost by a kill: checkpoints and publishes have been awaited. A second Ctrl-C must be out in 5 s."""
+NEVER_AGAIN = {"max_restarts": 0, "max_task_retries": 0}
+MAX_CALLS = 100_000
+"""Concurrent calls of a rollout actor: every running group is one, so slots and prefetch set the real limit."""
+
+Say = Callable[[str], None]
+
+
+@asynccontextmanager
+async def started_workers(
+    plan: JobPlan,
+    profile: Profile,
+    model_dir: Path,
+    reward: RewardSpec,
+    *,
+    run_dir: Path,
+    log_dir: Path | None = None,
+    checkpoint: Checkpoint | None = None,
+    progress: Say = lambda text: None,
+    timeout_s: float = START_TIMEOUT_S,
+) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any]]]:
+    """All trainer ranks and rollout workers, placed and ready, and the payloads of the checkpoint's finished groups.
+
+    Workers hold the weights of `model_dir` until the loop has published a version. `log_dir`: where each actor writes `<name>.log`.
+    Leaving the block ends the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
+
+    Raises:
+        PreflightError: no room for the plan within `placement.timeout_s`.
+        ExecutorFailed: an actor failed to start, or not all were ready within `timeout_s`.
+        RefusedError: the checkpoint is of another model.
+    """
+    progress("placing the job")
+    placement = await place(plan, timeout_s=profile.placement.timeout_s)
+    try:
+        crew = _Crew(plan=plan, profile=profile, model_dir=model_dir, run_dir=run_dir, log_dir=log_dir)
+        trainer = RayTrainer(_trainer_actors(crew, placement), profile, samples_dir=run_dir / "samples")
+        workers = _rollout_workers(crew, placement, reward, checkpoint.version if checkpoint else 0)
+        try:
+            progress(f"starting {plan}")
+            starts = [_started(trainer.start(plan.device, timeout_s), "trainer", progress)]
+            starts += [_started(worker.start(timeout_s), worker.name, progress) for worker in workers]
+            await all_of(starts)
+            yield trainer, workers, await _restore(trainer, checkpoint, progress) if checkpoint else []
+        finally:
+            await stop_workers(trainer, workers)
+    finally:
+        placement.remove()
+
+
+async def _restore(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
+    """The trainer's state, and the finished groups' arrays; the loop publishes the checkpoint's version to the workers."""
+    progress(f"restoring {checkpoint.directory.name}")
+    await trainer.load(checkpoint.directory)
+    return put_payloads(await asyncio.to_thread(read_payloads, checkpoint.directory))
+
+
+async def stop_workers(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> None:
+    """End the actors: asked first, for `STOP_TIMEOUT_S` together; killed then. Never raises for a dead one."""
+    stops = [trainer.stop(STOP_TIMEOUT_S), *(worker.stop(STOP_TIMEOUT_S) for worker in workers)]
+    outcomes = await asyncio.gather(*stops, return_exceptions=True)
+    for actor in [*trainer.actors, *(worker.actor for worker in workers)]:
+        ray.kill(actor)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, AsyncrlError):
+            raise outcome
+
+
+async def _started(start: Coroutine[Any, Any, None], name: str, say: Say) -> None:
+    await start
+    say(f"{name} is ready")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crew:
+    """What all actors of a job have in common."""
+
+    plan: JobPlan
+    profile: Profile
+    model_dir: Path
+    run_dir: Path
+    log_dir: Path | None
+
+    def log_path(self, name: str) -> Path | None:
+        return None if self.log_dir is None else (self.log_dir / f"{name}.log").absolute()
+
+
+def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
+    role = crew.plan.role(TRAINER)
+    optimizer_steps = Schedule.of(crew.profile).optimizer_steps
+    settings = replace(
+        TrainerSettings.from_profile(crew.profile, crew.model_dir.absolute(), optimizer_steps), threads=role.threads
+    )
+    kept = None
+    if crew.profile.weights.keep_versions != 0:
+        root = (crew.run_dir / "versions").absolute()
+        kept = KeptVersions(root=root, keep_versions=crew.profile.weights.keep_versions)
+    actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **NEVER_AGAIN)(TrainerActor)
+    return [
+        actor_class.options(**placement.options(TRAINER, rank)).remote(
+            rank, role.workers, settings, crew.log_path(f"trainer-{rank}"), kept
+        )
+        for rank in range(role.workers)
+    ]
+
+
+def _rollout_workers(
+    crew: _Crew, placement: Placement, reward: RewardSpec, version: int
+) -> list[RayRolloutWorker]:
+    settings = RolloutSettings.from_profile(
+        crew.profile, crew.plan, model_dir=crew.model_dir.absolute(), reward=reward, version=version
+    )
+    actor_class = ray.remote(max_concurrency=MAX_CALLS, **NEVER_AGAIN)(RolloutActor)
+    workers = []
+    for index in range(crew.plan.role(ROLLOUT).workers):
+        name = f"rollout-{index}"
+        actor = actor_class.options(**placement.options(ROLLOUT, index)).remote(name, settings, crew.log_path(name))
+        workers.append(RayRolloutWorker(name, actor, crew.profile))
+    return workers

@@ -1,0 +1,227 @@
+"""Who may start, and who may be trained next: one pure state machine, no I/O (design: section 4).
+
+Three layers have to agree before a group starts:
+
+    slots       a worker has room for the group's n sequences                  protects the KV cache
+    window      running + finished + taken_in_window < floor((1 + eta) * W)    bounds the work ahead
+    deadlines   every untaken group can still be taken in time                 bounds staleness, strictly
+
+A group's deadline is the last version in which it may be trained: the version of the worker that it starts on, plus
+`max_staleness`. With `takes_left` groups still to be taken in this window and W in each later one, a set of untaken groups
+can be served in time exactly if (earliest deadline first) for every d >= 0
+
+    number of untaken groups with a deadline <= version + d   <=   takes_left + d * W        (*)
+
+Admission checks (*) with the candidate, a take checks (*) without the taken group. Both are needed: checking takes
+alone lets admission fill the future with groups that cannot all be served, and the trainer waits for ever.
+
+Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group of deadline 6 may be taken:
+what is left, [5, 6], has one group due now for one take left. A second one of deadline 6 may not: [5] would be due with
+no take left. So the trainer waits for the urgent group, and only for that one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from fractions import Fraction
+
+from asyncrl_cli.loop.ports import AttemptKey
+
+
+class Closed(StrEnum):
+    """Why nothing more is admitted at the moment."""
+
+    OPEN = ""
+    STOPPING = "stopping"
+    END = "end"
+    WINDOW = "window"
+    LOADING = "loading"
+    SLOTS = "slots"
+    DEADLINES = "deadlines"
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerSlots:
+    """What admission knows of one worker. `unfinished` counts sequences per running group; evals take slots too."""
+
+    name: str
+    slots: int
+    version: int = 0
+    loading: bool = False
+    eval_sequences: int = 0
+    unfinished: dict[AttemptKey, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        return sum(self.unfinished.values()) + self.eval_sequences
+
+
+def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int, window_groups: int) -> bool:
+    """Inequality (*) of the module's docstring; `deadlines` counts untaken groups per deadline."""
+    due = 0
+    for deadline in sorted(deadlines):
+        due += deadlines[deadline]
+        ahead = deadline - version
+        if ahead < 0 or due > takes_left + ahead * window_groups:
+            return False
+    return True
+
+
+class Admission:
+    """Admission and take. Every method is O(workers + deadlines); nothing here waits."""
+
+    def __init__(
+        self,
+        *,
+        window_groups: int,
+        total_groups: int,
+        eta: Fraction,
+        max_staleness: int,
+        strict: bool = True,
+        n: int,
+        prefetch_groups: int = 0,
+        workers: Iterable[WorkerSlots],
+    ) -> None:
+        """`strict` False switches the deadline layer off (on_stale other than "wait"); `publish` then tells who is late."""
+        self.window_groups = window_groups
+        self.total_groups = total_groups
+        self.budget = math.floor((1 + eta) * window_groups)
+        self.max_staleness = max_staleness
+        self.strict = strict
+        self.n = n
+        self.prefetch_groups = prefetch_groups
+        self.workers = {worker.name: worker for worker in workers}
+        self.version = 0
+        self.taken_in_window = 0
+        self.trained_groups = 0
+        self.running: dict[AttemptKey, int] = {}
+        self.finished: dict[AttemptKey, int] = {}
+        self.taken: set[AttemptKey] = set()
+        self.stopping = False
+
+    @property
+    def window_size(self) -> int:
+        """Groups of the current window: W, or what is left of the run in its last window."""
+        consumed_before = self.trained_groups + len(self.taken) - self.taken_in_window
+        return min(self.window_groups, self.total_groups - consumed_before)
+
+    @property
+    def takes_left(self) -> int:
+        return self.window_size - self.taken_in_window
+
+    def closed(self) -> Closed:
+        """Why no group can start now, `Closed.OPEN` if one can."""
+        return self._choose()[1]
+
+    def choose(self) -> WorkerSlots | None:
+        """The worker that the next group starts on (newest weights first, then most room), None if closed."""
+        return self._choose()[0]
+
+    def admit(self, key: AttemptKey, worker: WorkerSlots) -> None:
+        assert key not in self.running
+        assert key not in self.finished
+        self.running[key] = self.deadline_on(worker)
+        worker.unfinished[key] = self.n
+
+    def deadline_on(self, worker: WorkerSlots) -> int:
+        return worker.version + self.max_staleness
+
+    def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
+        """Free the slots of sequences that ended inside running groups; true if any did."""
+        unfinished = self.workers[worker].unfinished
+        freed = False
+        for key, finished in counts.items():
+            if key in unfinished and unfinished[key] > self.n - finished:
+                unfinished[key] = self.n - finished
+                freed = True
+        return freed
+
+    def finish(self, key: AttemptKey, worker: str) -> None:
+        """A running group has its trajectories and rewards."""
+        self.finished[key] = self.running.pop(key)
+        self.workers[worker].unfinished.pop(key, None)
+
+    def discard(self, key: AttemptKey, worker: str | None = None) -> None:
+        """A running or finished group leaves untrained; its place in the window is free again."""
+        if self.running.pop(key, None) is None:
+            self.finished.pop(key)
+        if worker is not None:
+            self.workers[worker].unfinished.pop(key, None)
+
+    def takeable(self, num_groups: int) -> list[AttemptKey]:
+        """Up to `num_groups` finished groups that may be taken together now, in finish order where (*) allows.
+
+        One pass is enough: the slack of (*) at any deadline never grows by a take, so what was refused stays refused.
+        """
+        takes_left, chosen = self.takes_left, list[AttemptKey]()
+        if takes_left <= 0:
+            return chosen
+        untaken = Counter(self.running.values()) + Counter(self.finished.values())
+        refused: set[int] = set()
+        for key, deadline in self.finished.items():
+            if len(chosen) == num_groups:
+                break
+            if deadline in refused:
+                continue
+            untaken[deadline] -= 1
+            if self._in_time(untaken, takes_left - 1):
+                chosen.append(key)
+                takes_left -= 1
+            else:
+                untaken[deadline] += 1
+                refused.add(deadline)
+        return chosen
+
+    def take(self, keys: Iterable[AttemptKey]) -> None:
+        for key in keys:
+            del self.finished[key]
+            self.taken.add(key)
+            self.taken_in_window += 1
+        assert self.taken_in_window <= self.window_size
+
+    def trained(self, keys: Iterable[AttemptKey]) -> None:
+        for key in keys:
+            self.taken.remove(key)
+            self.trained_groups += 1
+
+    def publish(self) -> list[AttemptKey]:
+        """The version rises and a window begins. Returns untaken groups whose deadline has passed (never under "wait")."""
+        self.version += 1
+        self.taken_in_window = 0
+        late = [
+            key for pool in (self.finished, self.running) for key, deadline in pool.items() if deadline < self.version
+        ]
+        assert not (late and self.strict), f"passed the staleness bound: {late}"
+        return late
+
+    def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
+        if not self.strict:
+            return True
+        counts = {deadline: count for deadline, count in untaken.items() if count}
+        return takeable_in_time(counts, self.version, takes_left, self.window_groups)
+
+    def _choose(self) -> tuple[WorkerSlots | None, Closed]:
+        if self.stopping:
+            return None, Closed.STOPPING
+        live = len(self.running) + len(self.finished)
+        if live + len(self.taken) + self.trained_groups >= self.total_groups:
+            return None, Closed.END
+        if live + self.taken_in_window >= self.budget:
+            return None, Closed.WINDOW
+        awake = [worker for worker in self.workers.values() if not worker.loading]
+        if not awake:
+            return None, Closed.LOADING
+        room = [worker for worker in awake if worker.used + self.n <= worker.slots + self.n * self.prefetch_groups]
+        if not room:
+            return None, Closed.SLOTS
+        untaken = Counter(self.running.values()) + Counter(self.finished.values())
+        for worker in sorted(room, key=lambda worker: (-worker.version, worker.used - worker.slots)):
+            untaken[self.deadline_on(worker)] += 1
+            if self._in_time(untaken, self.takes_left):
+                return worker, Closed.OPEN
+            untaken[self.deadline_on(worker)] -= 1
+        return None, Closed.DEADLINES

@@ -1,0 +1,100 @@
+"""What the parts of the loop share: settings, state machines, and who watches."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.loop.admission import Closed
+from asyncrl_cli.loop.evals import Evaluator
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.ports import AttemptKey, EvalSummary, Event, Observer, RolloutWorker, Snapshot, Trainer
+from asyncrl_cli.loop.reports import ReportBook
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.signal import Changes
+from asyncrl_cli.loop.states import StateClock
+from asyncrl_cli.loop.sync import WeightSync
+
+
+@dataclass(slots=True, kw_only=True)
+class Board:
+    """One per run. Only the event loop's thread touches it."""
+
+    settings: LoopSettings
+    trainer: Trainer
+    workers: Sequence[RolloutWorker]
+    groups: Groups
+    sync: WeightSync
+    evaluator: Evaluator
+    feed_clock: StateClock
+    observers: Sequence[Observer] = ()
+    changes: Changes = field(default_factory=Changes)
+    reports: ReportBook = field(default_factory=ReportBook)
+    evals_ended: list[EvalSummary] = field(default_factory=list)
+    step: int = 0
+    time_before_s: float = 0.0
+    phase: str = "starting"
+    checkpoint: str = ""
+    last_version: int | None = None
+    stopping: bool = False
+    failure: AsyncrlError | None = None
+
+    @property
+    def version(self) -> int:
+        return self.groups.admission.version
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def event(self, name: str, *, key: AttemptKey | None = None, **fields: Any) -> None:
+        """Tell the observers; `version` and `step` default to the run's."""
+        event = Event(
+            time_s=self.time_before_s + self.now_s(),
+            name=name,
+            key=key,
+            version=fields.pop("version", self.version),
+            step=fields.pop("step", self.step),
+            fields=fields,
+        )
+        for observer in self.observers:
+            observer.event(event)
+
+    def stop(self, failure: AsyncrlError | None = None) -> None:
+        """Close admission and let the trainer finish its step; the first failure is the run's."""
+        if failure is not None and self.failure is None:
+            self.failure = failure
+            self.event("failed", error=str(failure))
+        self.stopping = True
+        self.groups.admission.stopping = True
+        self.changes.notify()
+
+    def snapshot(self) -> Snapshot:
+        admission = self.groups.admission
+        running_eval = self.evaluator.running
+        closed = admission.closed()
+        return Snapshot(
+            phase=self.phase if not self.stopping else "stopping",
+            time_s=self.time_before_s + self.now_s(),
+            step=self.step,
+            version=self.version,
+            groups_trained=admission.trained_groups,
+            admission=closed.value if closed is not Closed.OPEN else "",
+            window_taken=admission.taken_in_window,
+            window_groups=admission.window_groups,
+            window_budget=admission.budget,
+            ledger=self.groups.ledger.totals(),
+            reports=dict(self.reports.latest),
+            worker_versions=dict(self.sync.held),
+            eval_running=str(running_eval) if running_eval else "",
+            checkpoint=self.checkpoint,
+        )
+
+    def observer_states(self) -> list[dict[str, Any]]:
+        return [observer.state() for observer in self.observers]
+
+    def restore_observers(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for observer, state in zip(self.observers, states, strict=True):
+            observer.restore(state)

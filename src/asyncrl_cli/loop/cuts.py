@@ -1,0 +1,86 @@
+"""Checkpoints of the loop: a cut between an optimizer step and the next take, written beside training.
+
+The trainer's state is copied to the host (that stalls it), the loop's state is frozen in one turn of the event loop, and
+a background task writes both. One write at a time: the next cut waits for the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.ports import CheckpointWriter, Cut, EvalSummary
+
+STATE_SCHEMA_VERSION = 1
+
+
+class Checkpointer:
+    def __init__(self, board: Board, tasks: asyncio.TaskGroup, writer: CheckpointWriter | None) -> None:
+        self._board = board
+        self._tasks = tasks
+        self._writer = writer
+        self._last_step: int | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    async def cut(self) -> None:
+        """Make a checkpoint of this moment (nothing is in training), unless this step has one."""
+        board = self._board
+        if self._writer is None or self._last_step == board.step:
+            return
+        await self.finish()
+        await board.trainer.snapshot(board.step)
+        cut = freeze(board)
+        self._last_step = board.step
+        self._writing = self._tasks.create_task(self._write(self._writer, cut), name=f"checkpoint {board.step}")
+
+    def mark_resumed(self) -> None:
+        """The step that a run resumes at has its checkpoint already."""
+        self._last_step = self._board.step
+
+    async def finish(self) -> None:
+        """Waits for the write in progress, bounded by the port's own timeout."""
+        if self._writing is not None:
+            with self._board.changes.waiting("trainer (checkpoint)", "the previous checkpoint to be written"):
+                await self._writing
+
+    async def _write(self, writer: CheckpointWriter, cut: Cut) -> None:
+        path = await writer.write(cut)
+        self._board.checkpoint = path.name
+        self._board.event("checkpointed", step=cut.step, version=cut.version, path=path.name)
+
+
+def freeze(board: Board) -> Cut:
+    """The loop's state as JSON, and the payloads that have to be kept. Nothing may be in training."""
+    assert not board.groups.admission.taken, "a cut lies between two train steps"
+    running_tokens = sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values())
+    state = {
+        "schema_version": STATE_SCHEMA_VERSION,
+        "step": board.step,
+        "time_s": board.time_before_s + board.now_s(),
+        "groups": board.groups.state(),
+        "running_tokens": int(running_tokens),
+        "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
+        "evals_ended": [asdict(summary) for summary in board.evals_ended],
+        "observers": board.observer_states(),
+    }
+    return Cut(
+        step=board.step,
+        version=board.version,
+        at_window_boundary=board.step == 0 or board.settings.ends_window(board.step),
+        loop_state=state,
+        payloads=board.groups.payloads(),
+    )
+
+
+def thaw(board: Board, state: Mapping[str, Any], payloads: Sequence[Any]) -> None:
+    """Continue where `freeze` was called."""
+    board.step = state["step"]
+    board.time_before_s = state["time_s"] - board.now_s()
+    board.evaluator.last_version = state["last_eval_version"]
+    board.evals_ended = [EvalSummary(**summary) for summary in state["evals_ended"]]
+    board.restore_observers(state["observers"])
+    board.groups.restore(state["groups"], payloads, state["running_tokens"])
+    board.event("resumed", from_step=board.step)

@@ -1,0 +1,123 @@
+"""Evals: one version, held-out prompts, on the workers that hold it (design: section 8).
+
+A worker that has loaded a version whose eval is due helps until its prompts are gone; its next load waits meanwhile. Evals
+take slots but no window budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncrl_cli.loop.admission import WorkerSlots
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalSummary, RolloutWorker
+
+_CALLS_IN_FLIGHT = 4
+"""Calls per worker at once, each of an eighth of its slots (a quarter when nothing else will run), so that a chunk's
+long tail does not leave the eval's share of the slots empty."""
+
+
+class Evaluator:
+    """Decides when an eval is due, runs it, and integrates the time during which one runs."""
+
+    def __init__(
+        self,
+        items: Sequence[Mapping[str, Any]],
+        *,
+        every_versions: int,
+        timeout_s: float,
+        seed: int,
+        now: Callable[[], float],
+        on_end: Callable[[EvalSummary | None, int], None],
+    ) -> None:
+        """`on_end(summary, version)` is called once per eval; summary None if it timed out or scored nothing."""
+        self.items = list(items)
+        self.every_versions = every_versions
+        self.timeout_s = timeout_s
+        self.seed = seed
+        self.last_version: int | None = None
+        self.running: _Eval | None = None
+        self._now = now
+        self._on_end = on_end
+        self._ended_s = 0.0
+
+    @property
+    def active_s(self) -> float:
+        """Seconds during which an eval ran, so far."""
+        return self._ended_s + (self._now() - self.running.started_s if self.running else 0.0)
+
+    def due(self, version: int, is_last: bool) -> bool:
+        if not self.items or version == self.last_version:
+            return False
+        if version == 0 or is_last:
+            return True
+        return self.every_versions > 0 and version - (self.last_version or 0) >= self.every_versions
+
+    async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
+        """Called by a worker's sync loop when the worker holds `slots.version`: run or help its eval."""
+        if self.running is None and self.due(slots.version, is_last):
+            self.running = _Eval(slots.version, self.items, self._now())
+            self.last_version = slots.version
+        current = self.running
+        if current is None or current.version != slots.version:
+            return
+        chunk = max(1, slots.slots // (_CALLS_IN_FLIGHT if is_last else 2 * _CALLS_IN_FLIGHT))
+        current.helpers += 1
+        try:
+            async with asyncio.timeout_at(current.started_s + self.timeout_s), asyncio.TaskGroup() as calls:
+                for _ in range(_CALLS_IN_FLIGHT):
+                    calls.create_task(self._score(current, worker, slots, chunk))
+        except TimeoutError:
+            current.timed_out = True
+        finally:
+            current.helpers -= 1
+        if current.helpers == 0 and self.running is current:
+            self._end(current)
+
+    async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
+        while current.queue and not current.timed_out:
+            items = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
+            slots.eval_sequences += len(items)
+            try:
+                request = EvalRequest(version=current.version, items=items, seed=self.seed)
+                current.results.append(await worker.evaluate(request))
+            finally:
+                slots.eval_sequences -= len(items)
+
+    def _end(self, current: _Eval) -> None:
+        self.running = None
+        eval_s = self._now() - current.started_s
+        self._ended_s += eval_s
+        self._on_end(current.summary(eval_s), current.version)
+
+
+class _Eval:
+    def __init__(self, version: int, items: Sequence[Mapping[str, Any]], started_s: float) -> None:
+        self.version = version
+        self.num_prompts = len(items)
+        self.queue = deque(items)
+        self.started_s = started_s
+        self.helpers = 0
+        self.timed_out = False
+        self.results: list[EvalResult] = []
+
+    def __str__(self) -> str:
+        scored = sum(len(result.rewards) + len(result.failures) for result in self.results)
+        return f"version {self.version}: {scored} of {self.num_prompts} prompts"
+
+    def summary(self, eval_s: float) -> EvalSummary | None:
+        rewards = [reward for result in self.results for reward in result.rewards]
+        lengths = [tokens for result in self.results for tokens in result.response_tokens]
+        if self.timed_out or not rewards:
+            return None
+        return EvalSummary(
+            version=self.version,
+            reward_mean=statistics.fmean(rewards),
+            num_prompts=len(rewards),
+            response_tokens_median=statistics.median(lengths),
+            eval_s=eval_s,
+            num_failed=sum(len(result.failures) for result in self.results),
+        )

@@ -1,0 +1,207 @@
+"""The asynchronous RL loop: the map.
+
+    feed --prompt--> ADMIT --request--> worker (generate, reward) --result--> BATCH --R groups--> trainer
+      ^                ^                  ^     |                               |                   |
+      |                |                  |     +-- sequences that ended        |                gather
+      |                +- slots, window, deadlines (admission.py) --------------+                   |
+      +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <------------+
+                       +---------------------- version rises when the gather has ended
+
+    part (task)          consumes                waits for                               unblocked by
+    -------------------  ----------------------  --------------------------------------  ---------------------------------
+    admit                prompts (feed, again)   admission open                          _follow (slots), _run_group (a drop),
+                                                                                         _keep_in_sync (a load), training (publish)
+    group (one each)     a request               its worker's engine and rewards         the worker; bounded by rollout.call_timeout_s
+    follow (per worker)  progress reports        the worker's next change                the worker, at most one second
+    sync (per worker)    the newest version      a version newer than the worker's       publish; then the worker's prefetch and load,
+                                                                                         and the version's eval, each bounded
+    training             R finished groups       R takeable groups                       group tasks; colocate: also the eval's end
+                         -                       at most one older version being loaded  sync tasks (before a gather)
+                         -                       the previous checkpoint written         the checkpoint task
+    publish              gathered buckets        the trainer's publish                   the trainer, bounded
+    checkpoint           a cut                   the writer                              disk, bounded
+    tick                 -                       one second                              the clock
+
+Why nothing waits in a circle: training waits for groups; groups run on workers whatever training does; admission is closed
+by slots (freed by groups), by the window (reopened by training's publish, which needs only groups that are admitted already:
+`takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a load, which waits for a publish and, under
+`drain`, for running groups). A worker's failure stops the run in good order; the trainer's fails it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.errors import AsyncrlError, Interrupted, StallError
+from asyncrl_cli.loop.admission import Admission, WorkerSlots
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.cuts import Checkpointer, thaw
+from asyncrl_cli.loop.evals import Evaluator
+from asyncrl_cli.loop.failures import own_error
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.ledger import Account
+from asyncrl_cli.loop.ports import (
+    AttemptKey,
+    CheckpointWriter,
+    EvalSummary,
+    Feed,
+    Observer,
+    RolloutWorker,
+    Trainer,
+)
+from asyncrl_cli.loop.rollouts import Rollouts
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.states import State, StateClock
+from asyncrl_cli.loop.sync import WeightSync
+from asyncrl_cli.loop.training import Training
+
+_TICK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFrom:
+    """What a checkpoint holds for the loop: its state and the payload handles of its finished groups, in order."""
+
+    loop_state: Mapping[str, Any]
+    payloads: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ports that a run is wired to."""
+
+    feed: Feed
+    trainer: Trainer
+    workers: Sequence[RolloutWorker]
+    eval_items: Sequence[Mapping[str, Any]] = ()
+    observers: Sequence[Observer] = ()
+    checkpoints: CheckpointWriter | None = None
+    resume_from: ResumeFrom | None = field(default=None)
+
+
+class Pipeline:
+    """One run of the loop. `await run()` returns after the last version was loaded and scored."""
+
+    def __init__(self, settings: LoopSettings, world: World) -> None:
+        """Call inside the running event loop: its clock is the run's."""
+        self._settings = settings
+        self._world = world
+        self.board = self._make_board()
+        if world.resume_from is not None:
+            thaw(self.board, world.resume_from.loop_state, world.resume_from.payloads)
+            held = {worker.name: self.board.version - 1 for worker in world.workers}
+            self.board.sync.held.update(held)
+
+    async def run(self) -> None:
+        """Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
+        board = self.board
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                rollouts = Rollouts(board, tasks)
+                checkpointer = Checkpointer(board, tasks, self._world.checkpoints)
+                if self._world.resume_from is not None:
+                    checkpointer.mark_resumed()
+                ticking = tasks.create_task(self._tick(), name="tick")
+                rollouts.start()
+                await Training(board, tasks, rollouts, checkpointer).run()
+                rollouts.cancel()
+                ticking.cancel()
+        except* AsyncrlError as group:
+            error = own_error(group)
+            assert error is not None
+            self._end("failed")
+            raise error from group
+        self._end("failed" if board.failure else "done")
+        if board.failure is not None:
+            raise board.failure
+        if board.stopping:
+            raise Interrupted(f"stopped after step {board.step} of {self._settings.train_steps}")
+
+    def request_stop(self) -> None:
+        """Finish the train step, checkpoint, end: all within `stop_grace_s`."""
+        self.board.stop()
+
+    def _end(self, phase: str) -> None:
+        self.board.phase = phase
+        snapshot = self.board.snapshot()
+        for observer in self.board.observers:
+            observer.tick(snapshot)
+
+    def _make_board(self) -> Board:
+        settings, world = self._settings, self._world
+        admission = Admission(
+            window_groups=settings.window_groups,
+            total_groups=settings.total_groups,
+            eta=settings.eta,
+            max_staleness=settings.max_staleness,
+            strict=settings.on_stale == "wait",
+            n=settings.n,
+            prefetch_groups=settings.prefetch_groups,
+            workers=[WorkerSlots(name=worker.name, slots=worker.slots, loading=True) for worker in world.workers],
+        )
+        now = asyncio.get_running_loop().time
+        evaluator = Evaluator(
+            world.eval_items,
+            every_versions=settings.eval_every_versions,
+            timeout_s=settings.eval_timeout_s,
+            seed=settings.seed,
+            now=now,
+            on_end=self._eval_ended,
+        )
+        return Board(
+            settings=settings,
+            trainer=world.trainer,
+            workers=world.workers,
+            groups=Groups(settings, admission, world.feed, self._transition),
+            sync=WeightSync({worker.name: -1 for worker in world.workers}),
+            evaluator=evaluator,
+            feed_clock=StateClock("feed", "feed", now, State.STARVED),
+            observers=world.observers,
+            time_before_s=-now(),
+        )
+
+    def _transition(self, key: AttemptKey, account: Account, fields: Mapping[str, Any]) -> None:
+        self.board.event(account.value, key=key, **fields)
+
+    def _eval_ended(self, summary: EvalSummary | None, version: int) -> None:
+        board = self.board
+        if summary is None:
+            message = f"the eval of version {version} gave no result within eval.timeout_s = {board.settings.eval_timeout_s:g}"
+            board.event("warning", message=message)
+        else:
+            board.evals_ended.append(summary)
+            board.event("eval", version=version, reward_mean=summary.reward_mean, num_prompts=summary.num_prompts)
+        board.changes.notify()
+
+    async def _tick(self) -> None:
+        """Once a second: a snapshot for the observers, and a look at whether anything moves."""
+        board, settings = self.board, self._settings
+        progress, moved_s, stop_s = -1, board.now_s(), None
+        while True:
+            board.reports.add(board.feed_clock.report(), board.now_s())
+            board.reports.add(await board.trainer.report(), board.now_s())
+            snapshot = board.snapshot()
+            for observer in board.observers:
+                observer.tick(snapshot)
+            if board.changes.progress != progress or "trainer" not in board.changes.waits:
+                progress, moved_s = board.changes.progress, board.now_s()
+            if board.now_s() - moved_s > settings.stall_timeout_s:
+                raise StallError(self._who_waits(), hint="the run's log has the last thing that each executor said")
+            if board.stopping:
+                stop_s = stop_s if stop_s is not None else board.now_s()
+                if board.now_s() - stop_s > settings.stop_grace_s:
+                    raise board.failure or StallError(
+                        f"the stop took longer than run.stop_grace_s = {settings.stop_grace_s:g}"
+                    )
+            await asyncio.sleep(_TICK_S)
+
+    def _who_waits(self) -> str:
+        board = self.board
+        waits = [f"{who} waits for {what}" for who, what in board.changes.waits.items()]
+        states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
+        return f"nothing moved for run.stall_timeout_s = {board.settings.stall_timeout_s:g}: " + "; ".join(
+            waits + states
+        )

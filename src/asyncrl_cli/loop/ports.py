@@ -1,0 +1,345 @@
+"""The ports of the loop: what it asks of the world, and the values that cross.
+
+Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
+`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. Values are small: token
+payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from asyncrl_cli.loop.states import ExecutorReport
+
+Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
+
+
+class AttemptKey(NamedTuple):
+    """One try at one prompt of one epoch: the unit of the ledger."""
+
+    uid: str
+    epoch: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.uid}@{self.epoch}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One dataset item. `item` is JSON-like: `prompt` (text), `answer`, `metadata`: what engine and verifier need."""
+
+    uid: str
+    epoch: int
+    item: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """Generate and reward `n` trajectories of one prompt. `seed` makes the group's sampling reproducible."""
+
+    key: AttemptKey
+    item: Mapping[str, Any]
+    n: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryMeta:
+    """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
+
+    `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
+    """
+
+    prompt_tokens: int
+    response_tokens: int
+    reward: float
+    finish_reason: str
+    version_tokens: tuple[tuple[int, int], ...]
+
+    @property
+    def oldest(self) -> int:
+        return self.version_tokens[0][0]
+
+    @property
+    def newest(self) -> int:
+        return self.version_tokens[-1][0]
+
+    @property
+    def span(self) -> int:
+        return self.newest - self.oldest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """A finished group. Failed trajectories are not in `trajectories`; `failures` says why, one string each."""
+
+    key: AttemptKey
+    trajectories: tuple[TrajectoryMeta, ...]
+    failures: tuple[str, ...]
+    failed_tokens: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalRequest:
+    """Score `items` once each with the weights of `version`; part of one eval."""
+
+    version: int
+    items: tuple[Mapping[str, Any], ...]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    version: int
+    rewards: tuple[float, ...]
+    response_tokens: tuple[int, ...]
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What changed on a worker. `seen` goes into the next call; `finished_sequences` counts per running group."""
+
+    seen: int
+    finished_sequences: Mapping[AttemptKey, int]
+    reports: tuple[ExecutorReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One version's weights, ready to be sent. `handle` is the transport's (Ray object refs and a manifest)."""
+
+    version: int
+    num_bytes: int
+    publish_s: float
+    handle: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One worker's load. `pause_s`: how long no sequence ran; `logprob_abs_diff`: of the probe sequences, if scored."""
+
+    version: int
+    send_s: float
+    load_s: float
+    pause_s: float
+    logprob_abs_diff: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """The R groups of one train step, in take order. `window` is the version they are trained in."""
+
+    step: int
+    window: int
+    step_in_window: int
+    groups: tuple[GroupResult, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """What a train step says. Seconds are the trainer's own; `metrics` are ready keys (`correction/...`, `train/...`)."""
+
+    train_s: float
+    old_logprob_s: float
+    tokens: int
+    metrics: Mapping[str, float]
+    report: ExecutorReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherReport:
+    version: int
+    gather_s: float
+    report: ExecutorReport
+
+
+class RolloutWorker(Protocol):
+    """One rollout worker: an engine, its group runner and its rewards."""
+
+    name: str
+    slots: int
+
+    async def generate(self, request: GroupRequest) -> GroupResult:
+        """Run a group to its end (through any number of weight loads). An aborted group returns what it has: no trajectories."""
+
+    async def abort(self, key: AttemptKey) -> None:
+        """Stop a running group; its `generate` returns soon after. Unknown keys are ignored."""
+
+    async def progress(self, seen: int) -> Progress:
+        """Return when something changed since `seen` (at most every 20 ms), or after one second at the latest."""
+
+    async def prefetch(self, published: Published) -> float:
+        """Receive and check the buckets into the second buffer while generation goes on. Returns seconds."""
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        """Interrupt, copy the prefetched weights in, resume, score the probes. The old version stays on failure."""
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        """Generate one answer per item beside the running groups and reward it."""
+
+    async def pause(self) -> None:
+        """Colocate: give the resources to the trainer (nothing is running)."""
+
+    async def resume(self) -> None:
+        """Colocate: take the resources back."""
+
+
+class Trainer(Protocol):
+    """All trainer ranks as one."""
+
+    async def train(self, batch: TrainBatch) -> TrainReport:
+        """`require_batches` optimizer steps on the groups of one train step."""
+
+    async def gather(self, version: int) -> GatherReport:
+        """Copy the full parameters into host buckets as `version` and score the probes; stalls training."""
+
+    async def publish(self, version: int) -> Published:
+        """Hand out the gathered buckets; runs beside training."""
+
+    async def snapshot(self, step: int) -> float:
+        """Copy what a checkpoint needs to the host (stalls training). Returns seconds."""
+
+    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
+        """Write the snapshot of `step` beside training: trainer state, the payloads' arrays in the order given, and
+        (`with_published`) the weights of the last gathered version as they were at the snapshot."""
+
+    async def report(self) -> ExecutorReport: ...
+
+
+class Feed(Protocol):
+    """Prompts in the order of training: shuffled per epoch, endless, never repeating or skipping one on resume."""
+
+    def next(self) -> Prompt: ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON; `restore` of it continues after exactly the prompts that `next` has returned."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class CheckpointWriter(Protocol):
+    """Makes a directory of a cut. Called once at a time, beside training; raises on failure."""
+
+    async def write(self, cut: Cut) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """The run between an optimizer step and the next take, frozen in one turn of the event loop.
+
+    `loop_state` is JSON. `finished` are the finished, untrained groups: metas are in `loop_state`, in the same order;
+    `payloads` are their handles, pinned until written.
+    """
+
+    step: int
+    version: int
+    at_window_boundary: bool
+    loop_state: Mapping[str, Any]
+    payloads: tuple[Any, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of events.jsonl. `name` is a ledger state or one of: published, loaded, checkpointed, failed, resumed,
+    warning, eval, sequence. `fields` are further JSON values."""
+
+    time_s: float
+    name: str
+    key: AttemptKey | None = None
+    version: int | None = None
+    step: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSummary:
+    """The last version that every worker loaded or skipped; maxima over workers."""
+
+    version: int
+    gather_s: float
+    send_s: float
+    load_s: float
+    pause_s: float
+    logprob_abs_diff: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSummary:
+    version: int
+    reward_mean: float
+    num_prompts: int
+    response_tokens_median: float
+    eval_s: float
+    num_failed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """All facts of one train step, for whoever turns them into metrics (design: section 8).
+
+    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
+    executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
+    the driver's clock. `ended_s` is the driver's clock.
+    """
+
+    step: int
+    version: int
+    window: int
+    ended_s: float
+    groups: tuple[GroupResult, ...]
+    timing_s: Mapping[str, float]
+    train: TrainReport
+    reports: Mapping[str, ExecutorReport]
+    spans: Mapping[str, tuple[Any, ...]]
+    sync: SyncSummary | None
+    evals: tuple[EvalSummary, ...]
+    ledger: Mapping[str, int]
+    tokens_discarded: int
+    groups_trained: int
+    tokens_trained: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
+
+    `phase`: starting, running, stopping, evaluating, done, failed. `admission`: why nothing more is admitted ("" if
+    open): slots, window, deadlines, end. `windows`: taken, groups (W), budget. `worker_versions`: by worker name.
+    """
+
+    phase: str
+    time_s: float
+    step: int
+    version: int
+    groups_trained: int
+    admission: str
+    window_taken: int
+    window_groups: int
+    window_budget: int
+    ledger: Mapping[str, int]
+    reports: Mapping[str, ExecutorReport]
+    worker_versions: Mapping[str, int]
+    eval_running: str
+    checkpoint: str
+
+
+class Observer(Protocol):
+    """Someone who watches. Called from the event loop: must return at once."""
+
+    def event(self, event: Event) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def tick(self, snapshot: Snapshot) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON for the checkpoint; `{}` if nothing has to survive."""
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...

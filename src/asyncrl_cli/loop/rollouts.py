@@ -1,0 +1,135 @@
+"""The rollout side of the loop: admitting, running groups, following progress, keeping workers in sync.
+
+Failures of a worker end the run in good order (`Board.stop`): the trainer finishes its step and checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.loop.admission import Closed
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.failures import own_error
+from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, RolloutWorker
+from asyncrl_cli.loop.states import State
+
+
+class Rollouts:
+    def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
+        self._board = board
+        self._tasks = tasks
+        self._started: list[asyncio.Task[None]] = []
+        self._by_name = {worker.name: worker for worker in board.workers}
+
+    def start(self) -> None:
+        self._spawn(self._admit(), "admit")
+        for worker in self._board.workers:
+            self._spawn(self._follow(worker), f"progress of {worker.name}")
+            self._spawn(self._keep_in_sync(worker), f"sync of {worker.name}")
+
+    def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
+        for name, key in aborts:
+            self._spawn(self._by_name[name].abort(key), f"abort of {key}")
+
+    def cancel(self) -> None:
+        for task in self._started:
+            task.cancel()
+
+    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+        self._started = [task for task in self._started if not task.done()]
+        self._started.append(self._tasks.create_task(self._guard(work), name=name))
+
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except (AsyncrlError, ExceptionGroup) as error:
+            found = own_error(error)
+            if found is None:
+                raise
+            self._board.stop(found)
+
+    async def _admit(self) -> None:
+        """Consumes prompts; waits for admission, which groups, loads and publishes reopen."""
+        board, admission, clock = self._board, self._board.groups.admission, self._board.feed_clock
+        while True:
+            clock.enter(State.BUSY)
+            while (started := board.groups.start()) is not None:
+                name, request = started
+                self._spawn(self._run_group(self._by_name[name], request), f"group {request.key}")
+            clock.enter(State.BLOCKED, f"admission: {admission.closed()}")
+            await board.changes.until(
+                lambda: admission.closed() is Closed.OPEN, "feed", lambda: f"admission ({admission.closed()})"
+            )
+
+    async def _run_group(self, worker: RolloutWorker, request: GroupRequest) -> None:
+        """Consumes a request; waits for the worker's engine and rewards."""
+        self._board.groups.finish(await worker.generate(request))
+        self._board.changes.notify()
+
+    async def _follow(self, worker: RolloutWorker) -> None:
+        """Frees the slots of sequences that end inside running groups, and collects reports."""
+        board, seen = self._board, 0
+        while True:
+            progress = await worker.progress(seen)
+            seen = progress.seen
+            arrived_s = board.now_s()
+            active = [board.reports.add(report, arrived_s) for report in progress.reports]
+            freed = board.groups.admission.sequences_finished(worker.name, progress.finished_sequences)
+            if freed:
+                board.changes.notify()
+            elif any(active):
+                board.changes.progress += 1
+
+    async def _keep_in_sync(self, worker: RolloutWorker) -> None:
+        """Consumes published versions: prefetch beside generation, then load; then the version's eval, if one is due."""
+        board, sync = self._board, self._board.sync
+        slots = board.groups.admission.workers[worker.name]
+        while True:
+            await board.changes.until(
+                lambda: sync.wanted(worker.name) is not None,
+                f"{worker.name} (weights)",
+                "a new version from the trainer",
+            )
+            published = sync.wanted(worker.name)
+            assert published is not None
+            sync.begin(worker.name, published.version)
+            with board.changes.waiting(f"{worker.name} (weights)", f"prefetch and load of version {published.version}"):
+                send_s = await worker.prefetch(published)
+                slots.loading = True
+                report = await worker.load(published.version, board.settings.interrupt)
+            slots.loading = False
+            slots.version = published.version
+            self._loaded(worker.name, report, send_s)
+            is_last = published.version == board.last_version
+            if not board.stopping:
+                await board.evaluator.work(worker, slots, is_last=is_last)
+            board.changes.notify()
+
+    def _loaded(self, name: str, report: LoadReport, send_s: float) -> None:
+        board = self._board
+        report = LoadReport(
+            version=report.version,
+            send_s=send_s,
+            load_s=report.load_s,
+            pause_s=report.pause_s,
+            logprob_abs_diff=report.logprob_abs_diff,
+        )
+        board.sync.loaded(name, report)
+        board.event(
+            "loaded",
+            version=report.version,
+            worker=name,
+            send_s=send_s,
+            load_s=report.load_s,
+            pause_s=report.pause_s,
+            logprob_abs_diff=report.logprob_abs_diff,
+        )
+        diff = report.logprob_abs_diff
+        if diff is not None and not diff <= board.settings.max_logprob_diff:
+            message = f"{name} disagrees with the trainer after loading version {report.version}: mean logprob difference {diff:.2e}"
+            board.event(
+                "warning", message=f"{message}, above weights.max_logprob_diff = {board.settings.max_logprob_diff:g}"
+            )
+        board.changes.notify()

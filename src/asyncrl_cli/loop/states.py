@@ -1,0 +1,101 @@
+"""What an executor is doing, integrated over time where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """An executor is in exactly one of these at any moment (design: section 3)."""
+
+    STARVED = "starved"
+    BUSY = "busy"
+    BLOCKED = "blocked"
+    LOADING = "loading"
+    SYNCING = "syncing"
+    PAUSED = "paused"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stay in one state, in seconds of the executor's own clock."""
+
+    state: State
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorReport:
+    """What an executor says of itself. All sums are cumulative since it started, so a lost report loses nothing.
+
+    `now_s` is the executor's clock when the report was made: the driver maps spans to its own clock with it.
+    `spans` are the stays that ended since the previous report, plus the current one up to `now_s`.
+    `sums` are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`, `trained_tokens`.
+    `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
+    """
+
+    name: str
+    role: str
+    now_s: float
+    state: State
+    waiting_for: str
+    state_s: dict[State, float]
+    spans: tuple[Span, ...]
+    sums: dict[str, float]
+    gauges: dict[str, float]
+
+
+class StateClock:
+    """Integrates one executor's time in states on the clock it is given (`loop.time` or `time.monotonic`).
+
+    Not thread-safe: call it from one thread, or under the caller's lock.
+    """
+
+    def __init__(self, name: str, role: str, now: Callable[[], float], state: State = State.STARVED) -> None:
+        self.name = name
+        self.role = role
+        self.state = state
+        self.waiting_for = ""
+        self.sums: dict[str, float] = {}
+        self.gauges: dict[str, float] = {}
+        self._now = now
+        self._since_s = now()
+        self._state_s: dict[State, float] = {}
+        self._spans: list[Span] = []
+
+    def enter(self, state: State, waiting_for: str = "") -> None:
+        """Leave the current state and enter `state`; `waiting_for` says on what (or whom) it waits."""
+        if state is not self.state:
+            self._close(self._now())
+            self.state = state
+        self.waiting_for = waiting_for
+
+    def add(self, name: str, amount: float) -> None:
+        self.sums[name] = self.sums.get(name, 0.0) + amount
+
+    def report(self) -> ExecutorReport:
+        now_s = self._now()
+        self._close(now_s)
+        spans, self._spans = tuple(self._spans), []
+        return ExecutorReport(
+            name=self.name,
+            role=self.role,
+            now_s=now_s,
+            state=self.state,
+            waiting_for=self.waiting_for,
+            state_s=dict(self._state_s),
+            spans=spans,
+            sums=dict(self.sums),
+            gauges=dict(self.gauges),
+        )
+
+    def _close(self, now_s: float) -> None:
+        if now_s > self._since_s:
+            self._state_s[self.state] = self._state_s.get(self.state, 0.0) + now_s - self._since_s
+            self._spans.append(Span(state=self.state, start_s=self._since_s, end_s=now_s))
+        self._since_s = now_s

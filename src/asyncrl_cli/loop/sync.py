@@ -1,0 +1,73 @@
+"""Weights on their way to the workers: send beside generation, load worker by worker (design: section 5).
+
+    trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
+
+At most two published versions exist: the one being loaded and the newest. A newer one replaces one that no worker has
+begun; where two are begun, the next gather waits (`room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from asyncrl_cli.loop.ports import LoadReport, Published, SyncSummary
+
+
+class WeightSync:
+    """Which version each worker holds, which it has begun, and what the last complete sync cost. Pure state."""
+
+    def __init__(self, workers: Mapping[str, int]) -> None:
+        """`workers`: the version that each worker holds, -1 if none yet."""
+        self.held = dict(workers)
+        self.begun: dict[str, int] = {}
+        self.newest: Published | None = None
+        self.summary: SyncSummary | None = None
+        self._gather_s: dict[int, float] = {}
+        self._reports: dict[int, list[LoadReport]] = {}
+
+    @property
+    def room(self) -> bool:
+        """Whether one more version may be published."""
+        return len(set(self.begun.values())) < 2
+
+    def gathered(self, version: int, gather_s: float) -> None:
+        self._gather_s[version] = gather_s
+
+    def offer(self, published: Published) -> None:
+        assert self.newest is None or published.version > self.newest.version, "versions only rise"
+        self.newest = published
+
+    def wanted(self, worker: str) -> Published | None:
+        """What `worker` should begin now."""
+        if self.newest is not None and self.newest.version > self.held[worker]:
+            return self.newest
+        return None
+
+    def begin(self, worker: str, version: int) -> None:
+        self.begun[worker] = version
+
+    def loaded(self, worker: str, report: LoadReport) -> None:
+        del self.begun[worker]
+        self.held[worker] = report.version
+        self._reports.setdefault(report.version, []).append(report)
+        self._summarise()
+
+    def _summarise(self) -> None:
+        """The last version that every worker loaded or skipped; figures are the worst over the workers that loaded it."""
+        complete = [version for version in self._reports if all(held >= version for held in self.held.values())]
+        if not complete:
+            return
+        version = max(complete)
+        reports = self._reports[version]
+        diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
+        self.summary = SyncSummary(
+            version=version,
+            gather_s=self._gather_s.get(version, 0.0),
+            send_s=max(report.send_s for report in reports),
+            load_s=max(report.load_s for report in reports),
+            pause_s=max(report.pause_s for report in reports),
+            logprob_abs_diff=max(diffs) if diffs else None,
+        )
+        for kept in (self._reports, self._gather_s):
+            for old in [key for key in kept if key < version]:
+                del kept[old]

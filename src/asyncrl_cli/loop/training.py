@@ -1,0 +1,218 @@
+"""The training side of the loop: wait, take, train, gather, publish, checkpoint; and where the trainer's time goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.errors import StallError
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.cuts import Checkpointer
+from asyncrl_cli.loop.ports import EvalSummary, GroupResult, StepRecord, TrainBatch, TrainReport
+from asyncrl_cli.loop.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
+
+
+class Training:
+    def __init__(self, board: Board, tasks: asyncio.TaskGroup, rollouts: Rollouts, checkpointer: Checkpointer) -> None:
+        self._board = board
+        self._tasks = tasks
+        self._rollouts = rollouts
+        self._checkpointer = checkpointer
+        self._publishing: asyncio.Task[None] | None = None
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
+        self._step_began_s = board.now_s()
+
+    async def run(self) -> None:
+        """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
+        board = self._board
+        await self._publish_first()
+        await self._checkpoint()
+        board.phase = "running"
+        while board.step < board.settings.train_steps:
+            groups = await self._next_groups()
+            if groups is None:
+                break
+            report = await self._train(groups)
+            await self._close_step(groups, report)
+        if board.stopping:
+            await self._checkpoint()
+        await self._checkpointer.finish()
+
+    async def _publish_first(self) -> None:
+        """Version `board.version` for the workers: a fresh run's 0, or the one that a resumed run was at."""
+        board = self._board
+        if board.step == 0 or board.settings.ends_window(board.step):
+            gathered = await board.trainer.gather(board.version)
+            board.sync.gathered(gathered.version, gathered.gather_s)
+        self._publish_beside()
+
+    async def _next_groups(self) -> tuple[GroupResult, ...] | None:
+        """Waits for R takeable groups, which workers finish; None on a stop."""
+        board, settings = self._board, self._board.settings
+        began_s, eval_began_s = board.now_s(), board.evaluator.active_s
+        await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing)
+        eval_s = board.evaluator.active_s - eval_began_s
+        self._spent_s["eval"] += eval_s
+        self._spent_s["wait_data"] += board.now_s() - began_s - eval_s
+        if board.stopping:
+            return None
+        if settings.colocate and self._step_in_window == 0:
+            await asyncio.gather(*(worker.pause() for worker in board.workers))
+        return board.groups.take(settings.step_groups)
+
+    def _may_take(self) -> bool:
+        board, settings, admission = self._board, self._board.settings, self._board.groups.admission
+        if settings.colocate and self._step_in_window == 0:
+            whole_window = len(admission.finished) == admission.window_size
+            return whole_window and board.evaluator.running is None and not board.sync.begun
+        return board.groups.takeable(settings.step_groups)
+
+    def _missing(self) -> str:
+        admission = self._board.groups.admission
+        return (
+            f"{self._board.settings.step_groups} takeable groups: {len(admission.finished)} finished, "
+            f"{len(admission.running)} running, admission closed by: {admission.closed() or 'nothing'}"
+        )
+
+    @property
+    def _step_in_window(self) -> int:
+        return self._board.step % self._board.settings.window_steps
+
+    async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
+        board = self._board
+        batch = TrainBatch(
+            step=board.step + 1, window=board.version, step_in_window=self._step_in_window, groups=groups
+        )
+        report = await board.trainer.train(batch)
+        board.step += 1
+        board.reports.add(report.report, board.now_s())
+        board.groups.trained(groups)
+        self._spent_s["train"] += report.train_s
+        self._spent_s["old_logprob"] += report.old_logprob_s
+        board.changes.notify()
+        return report
+
+    async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
+        """Publish where a window ends, write the step's line, then checkpoint where it is due.
+
+        In that order the checkpoint holds the line's counters; its stall is part of the next step's time.
+        """
+        board, settings = self._board, self._board.settings
+        window = board.version
+        if settings.ends_window(board.step):
+            await self._end_window()
+        is_last = board.step == settings.train_steps
+        if is_last:
+            await self._wait_for_last_version()
+        self._record(window, groups, report)
+        every = settings.checkpoint_every_steps
+        if is_last or (every and board.step % every == 0):
+            await self._checkpoint()
+
+    async def _end_window(self) -> None:
+        """Gather; the version rises; workers get it beside the next step."""
+        board = self._board
+        if board.step == board.settings.train_steps:
+            board.phase = "evaluating"
+            board.last_version = board.version + 1
+        with self._spending("gather"), board.changes.waiting("trainer (gather)", "workers to finish older loads"):
+            async with asyncio.timeout(board.settings.sync_timeout_s):
+                await self._room_to_publish()
+        gathered = await board.trainer.gather(board.version + 1)
+        self._spent_s["gather"] += gathered.gather_s
+        board.reports.add(gathered.report, board.now_s())
+        board.sync.gathered(gathered.version, gathered.gather_s)
+        self._rollouts.abort(board.groups.publish())
+        if board.settings.colocate:
+            await asyncio.gather(*(worker.resume() for worker in board.workers))
+        self._publish_beside()
+        board.changes.notify()
+
+    async def _room_to_publish(self) -> None:
+        if self._publishing is not None:
+            await self._publishing
+        board = self._board
+        await board.changes.until(
+            lambda: board.sync.room or board.stopping, "trainer (gather)", "workers to finish older loads"
+        )
+
+    def _publish_beside(self) -> None:
+        self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
+
+    async def _publish(self, version: int) -> None:
+        board = self._board
+        published = await board.trainer.publish(version)
+        board.sync.offer(published)
+        board.event("published", version=version, num_bytes=published.num_bytes, publish_s=published.publish_s)
+        board.changes.notify()
+
+    async def _checkpoint(self) -> None:
+        with self._spending("checkpoint"):
+            await self._checkpointer.cut()
+
+    async def _wait_for_last_version(self) -> None:
+        """The run ends when every worker holds the last version and its eval has ended."""
+        board = self._board
+        began_s, eval_began_s = board.now_s(), board.evaluator.active_s
+        held, evaluator = board.sync.held, board.evaluator
+
+        def ended() -> bool:
+            loaded = all(version == board.last_version for version in held.values())
+            scored = not evaluator.items or evaluator.last_version == board.last_version
+            return board.stopping or (loaded and scored and evaluator.running is None)
+
+        limit_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
+        try:
+            async with asyncio.timeout(limit_s):
+                await board.changes.until(ended, "run", f"every worker to load and score version {board.last_version}")
+        except TimeoutError:
+            raise StallError(
+                f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}"
+            ) from None
+        self._spent_s["eval"] += board.evaluator.active_s - eval_began_s
+        self._spent_s["wait_load"] += board.now_s() - began_s - (board.evaluator.active_s - eval_began_s)
+
+    def _record(self, window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
+        board, now_s = self._board, self._board.now_s()
+        step_s = now_s - self._step_began_s
+        timing_s = {part: self._spent_s[part] for part in _PARTS}
+        timing_s["other"] = step_s - sum(timing_s.values())
+        timing_s["step"] = step_s
+        self._step_began_s = now_s
+        self._spent_s.clear()
+        evals: tuple[EvalSummary, ...] = tuple(board.evals_ended)
+        board.evals_ended.clear()
+        record = StepRecord(
+            step=board.step,
+            version=board.version,
+            window=window,
+            ended_s=now_s,
+            groups=groups,
+            timing_s=timing_s,
+            train=report,
+            reports=dict(board.reports.latest),
+            spans=board.reports.take_spans(),
+            sync=board.sync.summary,
+            evals=evals,
+            ledger=board.groups.ledger.totals(),
+            tokens_discarded=board.groups.tokens_discarded,
+            groups_trained=board.groups.admission.trained_groups,
+            tokens_trained=board.groups.tokens_trained,
+        )
+        for observer in board.observers:
+            observer.step(record)
+
+    @contextmanager
+    def _spending(self, part: str) -> Iterator[None]:
+        began_s = self._board.now_s()
+        try:
+            yield
+        finally:
+            self._spent_s[part] += self._board.now_s() - began_s

@@ -1,0 +1,119 @@
+"""builtin:tiny, built once: the directory's name is a hash of everything that made it, and it appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.models.lessons import Lesson, characters_of, make_lessons
+from asyncrl_cli.models.tiny import tiny_config, tiny_model, tiny_tokenizer
+from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import Task
+
+RECIPE_VERSION = 1
+"""Raised when this code would make another model from the same inputs."""
+
+DESCRIPTION = "asyncrl-recipe.json"
+PHASE = "warm start"
+
+
+def built_tiny(profile: Profile, task: Task, *, progress: Callable[[str, int, int], None] | None = None) -> Path:
+    """The directory of this profile's warm-started model; built, with `progress`, if it is not in the cache."""
+    recipe = Recipe(steps=profile.model.warm_start_steps)
+    seed = profile.run.seed
+    num_lessons = recipe.steps * recipe.batch_size
+    lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
+    characters = characters_of(task, lessons)
+    description = _describe(recipe, characters, lessons, seed)
+    directory = cache_directory(profile) / f"tiny-{_digest(description)[:16]}"
+    if not (directory / DESCRIPTION).is_file():
+        _build(directory, description, recipe, characters, lessons, seed, progress)
+    return directory
+
+
+def cache_directory(profile: Profile) -> Path:
+    """`model.cache_dir`, else `asyncrl/models` in the user's cache directory."""
+    if profile.model.cache_dir is not None:
+        return Path(profile.model.cache_dir).expanduser().resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "asyncrl" / "models"
+
+
+def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
+    """All that the weights depend on. Library versions too: another torch may start from other random numbers."""
+    import torch
+    import transformers
+
+    return {
+        "recipe_version": RECIPE_VERSION,
+        "config": tiny_config(len(characters)).to_diff_dict(),
+        "characters": "".join(characters),
+        "recipe": asdict(recipe),
+        "lessons": _digest([[lesson.prompt, lesson.response] for lesson in lessons]),
+        "seed": seed,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _build(
+    directory: Path,
+    description: dict[str, Any],
+    recipe: Recipe,
+    characters: Sequence[str],
+    lessons: Sequence[Lesson],
+    seed: int,
+    progress: Callable[[str, int, int], None] | None,
+) -> None:
+    tokenizer = tiny_tokenizer(characters)
+    model = tiny_model(len(tokenizer), seed=seed)
+    pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
+    report = None if progress is None else lambda done, total: progress(PHASE, done, total)
+    losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
+    temporary = _temporary_beside(directory)
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        content = {**description, "losses": [round(loss, 4) for loss in losses]}
+        (temporary / DESCRIPTION).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
+        _put_in_place(temporary, directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _encoded(tokenizer: Any, lesson: Lesson) -> Pair:
+    return tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
+
+
+def _temporary_beside(directory: Path) -> Path:
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    except OSError as error:
+        raise PreflightError(
+            f"model.cache_dir: {directory.parent} cannot be written: {error.strerror}",
+            hint="set model.cache_dir to a directory of yours",
+        ) from error
+
+
+def _put_in_place(temporary: Path, directory: Path) -> None:
+    """One rename. Another run may have built the same model meanwhile: then its copy stays."""
+    temporary.chmod(0o755)
+    try:
+        temporary.rename(directory)
+    except OSError:
+        if not (directory / DESCRIPTION).is_file():
+            raise

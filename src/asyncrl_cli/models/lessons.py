@@ -1,0 +1,45 @@
+"""What builtin:tiny is taught: prompts of the training split with responses, a given share of which has a slip in it.
+
+The slips are the room that RL has: a model taught without any would begin near its end, and one taught by nothing would begin
+at 0, where no reward tells a good response from a bad one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.tasks.task import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    prompt: str
+    response: str
+
+
+def make_lessons(task: Task, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
+    """`num` lessons: the training items in random order, again and again. Raises ConfigError if the task shows no working."""
+    if task.demonstration is None or task.flawed_demonstration is None:
+        raise ConfigError(
+            f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} has none in this form',
+            hint='task.source = "reasoning-gym:number_sorting" has, or name a pretrained model',
+        )
+    rng = Random(f"lessons {seed}")
+    items = list(task.train)
+    lessons: list[Lesson] = []
+    while len(lessons) < num:
+        rng.shuffle(items)
+        for item in items[: num - len(lessons)]:
+            teach = task.flawed_demonstration if rng.random() < label_noise else task.demonstration
+            lessons.append(Lesson(prompt=item["prompt"], response=teach(item, rng)))
+    return lessons
+
+
+def characters_of(task: Task, lessons: Sequence[Lesson]) -> list[str]:
+    """Every character of any prompt or lesson, sorted: the tokenizer's vocabulary."""
+    texts = [item["prompt"] for split in (task.train, task.eval) for item in split]
+    texts += [text for lesson in lessons for text in (lesson.prompt, lesson.response)]
+    return sorted(set().union(*texts))

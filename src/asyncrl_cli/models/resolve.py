@@ -1,0 +1,136 @@
+"""`model.path` -> a local Hugging Face directory: a directory that is there, a snapshot from the hub, or builtin:tiny."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.models.build import built_tiny
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import Task
+
+BUILTIN = "builtin:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+WEIGHTS = "model.safetensors"
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done so far, of how many)."""
+
+
+def resolve_model(profile: Profile, task: Task, *, progress: Progress | None = None) -> Path:
+    """A directory from which AutoModelForCausalLM and AutoTokenizer load without the network.
+
+    Raises ConfigError if there is no such builtin, PreflightError if the model is not there or not whole.
+    """
+    path = profile.model.path
+    if path.startswith(BUILTIN):
+        if path != "builtin:tiny":
+            raise ConfigError(f'model.path: there is no "{path}"', hint='the only built-in model is "builtin:tiny"')
+        return built_tiny(profile, task, progress=progress)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        check_model_directory(local)
+        return local.resolve()
+    if local.exists():
+        raise PreflightError(f"model.path: {path} is a file", hint="name the directory that holds config.json")
+    if _looks_like_a_path(path):
+        raise PreflightError(f"model.path: directory {path} does not exist", hint=f"paths are relative to {Path.cwd()}")
+    return _from_hub(path, trust_remote_code=profile.model.trust_remote_code)
+
+
+def check_model_directory(directory: Path) -> None:
+    """PreflightError naming what is missing or damaged: configuration, weights (every shard), tokenizer."""
+    config = _read_json(directory / "config.json", "a configuration")
+    if not config.get("model_type"):
+        raise PreflightError(
+            f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained"
+        )
+    _check_weights(directory)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        raise PreflightError(
+            f"model.path: {directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
+            hint=f"save one beside the weights: tokenizer.save_pretrained({str(directory)!r})",
+        )
+
+
+def _check_weights(directory: Path) -> None:
+    index = directory / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        wanted = sorted(set(_read_json(index, "an index of weights").get("weight_map", {}).values()))
+    else:
+        wanted = [WEIGHTS]
+    missing = [name for name in wanted if not (directory / name).is_file()]
+    if not wanted or missing:
+        what = f"{missing[0]} is missing" if missing else f"{index.name} names no file"
+        raise PreflightError(
+            f"model.path: {directory} holds no weights: {what}",
+            hint="asyncrl reads safetensors: model.save_pretrained(directory) writes them",
+        )
+    for name in wanted:
+        _check_safetensors(directory / name)
+
+
+def _check_safetensors(path: Path) -> None:
+    """A header that can be read and the length that it promises; not the numbers themselves."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as weights:
+            num_tensors = len(list(weights.keys()))
+    except (SafetensorError, OSError) as error:
+        raise PreflightError(f"model.path: {path} is damaged: {error}", hint="copy or download it again") from error
+    if not num_tensors:
+        raise PreflightError(f"model.path: {path} holds no tensors", hint="copy or download it again")
+
+
+def _read_json(path: Path, what: str) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PreflightError(
+            f"model.path: {path.parent} holds no {path.name}", hint="name a directory written by save_pretrained"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise PreflightError(f"model.path: {path} cannot be read: {error}", hint="copy or download it again") from error
+    if not isinstance(content, dict):
+        raise PreflightError(f"model.path: {path} is not {what}", hint="copy or download it again")
+    return content
+
+
+def _looks_like_a_path(path: str) -> bool:
+    """A hub name is `name` or `owner/name`, of letters, digits, dots, dashes and underscores."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/") or "\\" in path
+
+
+def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    patterns = HUB_PATTERNS if trust_remote_code else [pattern for pattern in HUB_PATTERNS if pattern != "*.py"]
+    try:
+        directory = Path(snapshot_download(name, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise PreflightError(f"model.path: the hub gives {name} only to those it knows", hint="hf auth login") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise PreflightError(
+            f'model.path: "{name}" is neither a directory here nor a model on the hub',
+            hint='a hub name is like "Qwen/Qwen3-0.6B"',
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PreflightError(
+            f'model.path: "{name}" is not a directory here, and the hub cannot be asked for it: {reason}',
+            hint="check the name and the network, or give the path of a local directory",
+        ) from error
+    check_model_directory(directory)
+    return directory

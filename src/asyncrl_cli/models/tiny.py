@@ -1,0 +1,66 @@
+"""builtin:tiny before it has learned anything: a small Qwen3 and a tokenizer whose tokens are single characters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
+"""Their ids are 0, 1, 2; the characters follow."""
+
+MAX_POSITIONS = 2048
+
+
+def tiny_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
+    """One token per character, in the order given. Adds no special tokens; decoding gives the text back unchanged."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+
+
+def tiny_config(vocab_size: int) -> Qwen3Config:
+    """0.6 M parameters at 64 tokens; `vocab_size` is rounded up to a multiple of 64."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=-(-vocab_size // 64) * 64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        # Untied: an engine that keeps a packed copy of a tied head goes on with old weights after an update (facts.md's trap).
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=SPECIAL_TOKENS.index(EOS),
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        dtype="float32",
+    )
+
+
+def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
+    """Random float32 weights from `seed`; the caller's random state stays as it was."""
+    import torch
+    from transformers import Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(tiny_config(vocab_size)).float()

@@ -1,0 +1,59 @@
+"""Figures for people: durations, counts, shares, bars and sparklines as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SPARKS = "▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+NOTHING = "-"
+
+
+def duration(seconds: float | None) -> str:
+    """`1:02:03` for long ones, `4.2 s` and `12 ms` for short ones."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.0995:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 9.95e-3 or seconds == 0 else f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
+
+
+def clock(seconds: float | None) -> str:
+    """`0:01:34`, `3:02:03`."""
+    if seconds is None:
+        return NOTHING
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
+
+
+def share(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.0%}"
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def count(value: float | None) -> str:
+    """`12,345`."""
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def bar(fraction: float, width: int) -> str:
+    """A bar of `width` cells, in eighths of a cell."""
+    eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
+    whole, rest = divmod(eighths, 8)
+    return ("█" * whole + (EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
+    """The last values, at most `width` of them, between `low` and `high` (their own extremes if not given)."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low = min(shown) if low is None else low
+    high = max(shown) if high is None else high
+    if high <= low:
+        return SPARKS[3] * len(shown)
+    steps = [(min(high, max(low, value)) - low) / (high - low) for value in shown]
+    return "".join(SPARKS[round(step * (len(SPARKS) - 1))] for step in steps)

@@ -1,0 +1,237 @@
+"""The run at a glance, as one JSON object: what `status.json`, the screen and `asyncrl status` show.
+
+Lines, events and snapshots go in; `picture` comes out. Figures of utilization cover the last seconds, so that the
+screen also moves in the middle of a long train step; the rest is of the last metrics line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from asyncrl_cli.loop.ports import Snapshot
+from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.observe.executors import stretches, utilization
+from asyncrl_cli.observe.values import Scalar, shown
+
+SCHEMA_VERSION = 1
+RECENT_S = 10.0
+HISTORY_STEPS = 60
+HISTORY_EVALS = 60
+RATE_STEPS = 30
+NOTES = 8
+WARNINGS = 20
+UTILIZATION = (
+    "rollouter/slot_utilization",
+    "rollouter/idle_ratio",
+    "trainer/idle_ratio",
+    "rollouter/tokens_per_s",
+    "trainer/tokens_per_s",
+    "overlap_ratio",
+)
+ENDED = ("done", "failed", "stopped")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What does not change during an attempt. Group counts as in design section 1: R = `step_groups`, W, K."""
+
+    name: str
+    profile: str
+    mode: str
+    run_dir: str
+    train_steps: int
+    step_groups: int
+    window_groups: int
+    trigger_parameter_sync_step: int
+    max_staleness: int
+    on_stale: str = "wait"
+    attempt: int = 1
+
+
+class LiveStatus:
+    def __init__(self, facts: RunFacts, *, wall_s: Callable[[], float] = time.time) -> None:
+        self._facts = facts
+        self._wall_s = wall_s
+        self._started_at = wall_s()
+        self._phase = "starting"
+        self._error = ""
+        self._line: Mapping[str, Scalar] = {}
+        self._totals: Mapping[str, Scalar] = {}
+        self._snapshot: Snapshot | None = None
+        self._recent: deque[tuple[float, Mapping[str, ExecutorReport]]] = deque()
+        self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
+        self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._slots: deque[float] = deque(maxlen=HISTORY_STEPS)
+        self._evals: list[dict[str, Any]] = []
+        self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES)
+        self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
+        self._num_warnings = 0
+
+    def line(self, line: Mapping[str, Scalar], totals: Mapping[str, Scalar]) -> None:
+        """A train step ended."""
+        self._line, self._totals = line, totals
+        self._pace.append((_number(line["time_s"]), int(_number(line["step"]))))
+        if "reward/mean" in line:
+            self._rewards.append(_number(line["reward/mean"]))
+        if "rollouter/slot_utilization" in line:
+            self._slots.append(_number(line["rollouter/slot_utilization"]))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Keep what people want to read: evals, checkpoints, resumes, warnings, failures."""
+        name = event["event"]
+        if name == "eval" and event.get("reward_mean") is not None:
+            ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts") if key in event}
+            self._evals = [*self._evals, ended][-HISTORY_EVALS:]
+        text = _TEXTS[name](event) if name in _TEXTS else None
+        if text is not None:
+            self._notes.append({"time_s": event["time_s"], "event": name, "text": text})
+        if name == "warning":
+            self._num_warnings += 1
+            self._warnings.append({"time_s": event["time_s"], "text": text})
+
+    def snapshot(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._phase = snapshot.phase
+        self._recent.append((snapshot.time_s, snapshot.reports))
+        while len(self._recent) > 2 and snapshot.time_s - self._recent[1][0] >= RECENT_S:
+            self._recent.popleft()
+
+    def phase(self, phase: str, error: str = "") -> None:
+        self._phase, self._error = phase, error
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "rewards": list(self._rewards),
+            "slots": list(self._slots),
+            "evals": self._evals,
+            "num_warnings": self._num_warnings,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._rewards.extend(state["rewards"])
+        self._slots.extend(state["slots"])
+        self._evals = list(state["evals"])
+        self._num_warnings = state["num_warnings"]
+
+    def picture(self) -> dict[str, Any]:
+        """The whole status; JSON."""
+        snapshot = self._snapshot
+        return {
+            "schema_version": SCHEMA_VERSION,
+            **asdict(self._facts),
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started_at": self._started_at,
+            "updated_at": self._wall_s(),
+            "phase": self._phase,
+            "error": self._error,
+            "progress": self._progress(),
+            "admission": _admission(snapshot) if snapshot else {},
+            "executors": [_executor(report) for report in _ordered(snapshot)] if snapshot else [],
+            "utilization": self._utilization() | {"slot_history": [round(share, 4) for share in self._slots]},
+            "staleness": self._keys("staleness/") | {"bound": self._facts.max_staleness},
+            "partial": self._keys("fully_async/partial/"),
+            "versions": dict(snapshot.worker_versions) if snapshot else {},
+            "reward": self._keys("reward/") | {"history": [round(reward, 4) for reward in self._rewards]},
+            "eval": {"running": snapshot.eval_running if snapshot else "", "history": self._evals},
+            "sync": self._keys("sync/"),
+            "timing": self._keys("timing/"),
+            "ledger": dict(snapshot.ledger) if snapshot else self._keys("ledger/"),
+            "tokens_discarded": self._line.get("waste/tokens_discarded", 0),
+            "checkpoint": snapshot.checkpoint if snapshot else "",
+            "notes": list(self._notes),
+            "warnings": list(self._warnings),
+            "num_warnings": self._num_warnings,
+            "totals": dict(self._totals),
+        }
+
+    def _progress(self) -> dict[str, Any]:
+        snapshot, facts = self._snapshot, self._facts
+        step = max(snapshot.step if snapshot else 0, self._pace[-1][1] if self._pace else 0)
+        groups_total = facts.train_steps * facts.step_groups
+        time_s = max(snapshot.time_s if snapshot else 0.0, self._pace[-1][0] if self._pace else 0.0)
+        progress: dict[str, Any] = {
+            "step": step,
+            "train_steps": facts.train_steps,
+            "version": max(snapshot.version if snapshot else 0, int(_number(self._line.get("version", 0)))),
+            "groups_trained": max(snapshot.groups_trained if snapshot else 0, step * facts.step_groups),
+            "groups_total": groups_total,
+            "time_s": time_s,
+            "fraction": step / facts.train_steps,
+        }
+        if "tokens_trained" in self._line:
+            progress["tokens_trained"] = self._line["tokens_trained"]
+        pace_s = self._pace_s()
+        if pace_s is not None:
+            progress["step_s"] = pace_s
+            progress["eta_s"] = max(0.0, (facts.train_steps - step) * pace_s - (time_s - self._pace[-1][0]))
+        return progress
+
+    def _pace_s(self) -> float | None:
+        """Seconds per step of late; of this attempt only, for a resumed run may stand on another machine."""
+        if len(self._pace) >= 2:
+            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
+            return (last_s - first_s) / (last - first)
+        step_s = self._line.get("timing/step_s")
+        return None if step_s is None else _number(step_s)
+
+    def _utilization(self) -> dict[str, Any]:
+        """Of the last seconds where two snapshots tell them; else of the last line."""
+        known: dict[str, Scalar] = {name: self._line[name] for name in UTILIZATION if name in self._line}
+        if len(self._recent) >= 2:
+            live = shown(utilization(stretches(self._recent[0][1], self._recent[-1][1])))
+            known |= {name: live[name] for name in UTILIZATION if name in live}
+        return {name.replace("/", "_"): value for name, value in known.items()}
+
+    def _keys(self, prefix: str) -> dict[str, Scalar]:
+        return {key.removeprefix(prefix): value for key, value in self._line.items() if key.startswith(prefix)}
+
+
+_TEXTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "warning": lambda event: str(event.get("message", "")),
+    "failed": lambda event: f"failed: {event.get('error', '')}",
+    "resumed": lambda event: f"resumed from step {event.get('from_step')}",
+    "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
+    "eval": lambda event: (
+        f"eval of version {event.get('version')}: {event['reward_mean']:.3f}"
+        if event.get("reward_mean") is not None
+        else f"eval of version {event.get('version')} is absent"
+    ),
+}
+
+
+def _ordered(snapshot: Snapshot) -> list[ExecutorReport]:
+    """In the order of the flow."""
+    order = {"feed": 0, "rollout": 1, "reward": 2, "trainer": 3}
+    return sorted(snapshot.reports.values(), key=lambda report: (order.get(report.role, 9), report.name))
+
+
+def _executor(report: ExecutorReport) -> dict[str, Any]:
+    return {
+        "name": report.name,
+        "role": report.role,
+        "state": report.state.value,
+        "waiting_for": report.waiting_for,
+        "state_s": {state.value: round(seconds, 3) for state, seconds in report.state_s.items()},
+        "gauges": dict(report.gauges),
+    }
+
+
+def _admission(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "closed_by": snapshot.admission,
+        "window_taken": snapshot.window_taken,
+        "window_groups": snapshot.window_groups,
+        "window_budget": snapshot.window_budget,
+    }
+
+
+def _number(value: Scalar) -> float:
+    assert not isinstance(value, list), value
+    return float(value)

@@ -1,0 +1,101 @@
+"""Everyone who watches a run, behind the loop's one Observer port: metrics are worked out once and shared.
+
+loop --StepRecord--> StepMetrics --line--+
+loop --Event-------> JSON ---------event-+--> sinks: metrics.jsonl, events.jsonl, status.json, screen, W&B
+loop --Snapshot----> LiveStatus --status-+
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
+from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.observe.sinks import Sink
+
+log = logging.getLogger("asyncrl")
+
+
+class Observers:
+    """A loop.ports.Observer. A sink that fails is left out from then on, with a warning: watching never ends a run.
+
+    `clock` is the driver's clock (the event loop's, by default); time 0 of a new run is when this is made.
+    """
+
+    def __init__(self, facts: RunFacts, sinks: Sequence[Sink], *, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock or asyncio.get_running_loop().time
+        self._time_before_s = -self._clock()
+        self._sinks = list(sinks)
+        self._closed = False
+        self.metrics = StepMetrics(
+            trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock()
+        )
+        self.live = LiveStatus(facts)
+        self._each("status", self.live.picture())
+
+    def event(self, event: Event) -> None:
+        self._align(event.time_s)
+        self._tell(_event_line(event))
+
+    def step(self, record: StepRecord) -> None:
+        line = self.metrics.update(record)
+        self.live.line(line, self.metrics.totals())
+        self._each("line", line)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        self._align(snapshot.time_s)
+        self.live.snapshot(snapshot)
+        self._each("status", self.live.picture())
+
+    def warning(self, message: str) -> None:
+        """Something that people should know, from outside the loop (it has its own `warning` events)."""
+        self._tell({"time_s": self._time_before_s + self._clock(), "event": "warning", "message": message})
+
+    def state(self) -> dict[str, Any]:
+        return {"metrics": self.metrics.state(), "live": self.live.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.metrics.restore(state["metrics"])
+        self.live.restore(state["live"])
+
+    def close(self, phase: str, error: str = "") -> dict[str, Any]:
+        """The run has ended: `done`, `stopped` or `failed`. Returns the last status. Sinks close once."""
+        self.live.phase(phase, error)
+        status = self.live.picture()
+        if not self._closed:
+            self._closed = True
+            self._each("close", status)
+        return status
+
+    def _align(self, time_s: float) -> None:
+        """The loop stamps events and snapshots with the run's own time, which goes on over resumes; lines follow it."""
+        clock_s = self._clock()
+        self._time_before_s = time_s - clock_s
+        self.metrics.align(time_s, clock_s)
+
+    def _tell(self, line: Mapping[str, Any]) -> None:
+        if line["event"] == "warning":
+            log.warning("%s", line.get("message", ""))
+        self.live.event(line)
+        self._each("event", line)
+
+    def _each(self, call: str, content: Mapping[str, Any]) -> None:
+        for sink in list(self._sinks):
+            try:
+                getattr(sink, call)(content)
+            except OSError as error:
+                self._sinks.remove(sink)
+                self.warning(f"{type(sink).__name__} is left out from now on: {error}")
+
+
+def _event_line(event: Event) -> dict[str, Any]:
+    """As in events.jsonl: absent is what does not apply."""
+    line: dict[str, Any] = {"time_s": event.time_s, "event": event.name}
+    if event.key is not None:
+        line |= {"group": str(event.key), **event.key._asdict()}
+    line |= {key: value for key, value in (("version", event.version), ("step", event.step)) if value is not None}
+    return line | dict(event.fields)

@@ -1,0 +1,279 @@
+"""One status as lines of coloured text: the live screen, `asyncrl status` and its `--watch` all show these.
+
+What leads is what a run is about: how full the slots are, who idles and why, how stale the data is. Sections stand
+side by side on a wide terminal and below each other on a narrow one; where lines run out, the least important go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl_cli.observe.format import bar, clock, count, duration, number, share, sparkline
+from asyncrl_cli.observe.live_status import ENDED
+from asyncrl_cli.observe.summary import ledger_line, summary_rows
+
+WIDE = 84
+LABEL = 11
+STATE_STYLES = {
+    "busy": "green",
+    "starved": "yellow",
+    "blocked": "magenta",
+    "loading": "cyan",
+    "syncing": "cyan",
+    "paused": "blue",
+    "done": "dim",
+    "failed": "bold red",
+}
+PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold yellow", "done": "bold green"}
+
+Status = Mapping[str, Any]
+
+
+def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
+    """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
+    utilization = _utilization(status, width)
+    executors = _executors(status, width, max_rows=max(1, height - 21))
+    details = _beside(_staleness(status), _learning(status, width), width)
+    costs = [*_sync(status, width), *_ledger(status, width)]
+    top = _header(status, width) + ([_styled(remark, "bold red")] if remark else [])
+    blank = [Text()]
+    lines = [*top, *utilization, *blank, *executors, *blank, *details, *blank, *costs]
+    lines += _notes(status, max(1, height - len(lines)))
+    if len(lines) > height:
+        lines = [line for line in lines if line.plain]
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return Text("\n", no_wrap=True, overflow="crop").join(lines[:height])
+
+
+def render_summary(status: Status) -> Table:
+    """The totals of an ended run, wrapped in their column."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(width=LABEL - 1, no_wrap=True, style="dim bold")
+    table.add_column(overflow="fold")
+    for what, figures in summary_rows(status):
+        table.add_row(what, Text(figures, style="bold red" if what == "error" else ""))
+    return table
+
+
+def _header(status: Status, width: int) -> list[Text]:
+    progress, admission = status["progress"], status["admission"]
+    title = Text.assemble(("━━ asyncrl ", "bold"), (status["name"], "bold cyan"), f" · {status['profile']} ")
+    phase = Text(f" {status['phase']} ━━", style=PHASE_STYLES.get(status["phase"], "bold"))
+    title.truncate(max(0, width - phase.cell_len), overflow="ellipsis")
+    title.append("━" * (width - title.cell_len - phase.cell_len), "dim")
+    left = f"step {progress['step']}/{progress['train_steps']} "
+    times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])}"
+    if "eta_s" in progress and status["phase"] == "running":
+        times += f"  {clock(progress['eta_s'])} left"
+    done = Text(left, style="bold")
+    done.append_text(_meter(progress["fraction"], width - len(left) - len(times), "cyan")).append(times)
+    counts = [
+        f"version {progress['version']}",
+        f"groups {count(progress['groups_trained'])}/{count(progress['groups_total'])}",
+    ]
+    if admission and status["phase"] not in ENDED:
+        taken, groups = admission["window_taken"], admission["window_groups"]
+        counts.append(f"window {taken}/{groups} taken, budget {admission['window_budget']}")
+        counts.append(f"admission {'waits: ' + admission['closed_by'] if admission['closed_by'] else 'open'}")
+    return [title + phase, done, *_wrapped(Text(), counts, " · ", width, "dim")]
+
+
+def _utilization(status: Status, width: int) -> list[Text]:
+    figures = status["utilization"]
+    slots = figures.get("rollouter_slot_utilization")
+    meter = max(10, min(30, width // 4))
+    first = _label("slots used").append_text(_meter(slots or 0.0, meter, _good_high(slots)))
+    first.append(f" {share(slots):>4}  ", style=f"bold {_good_high(slots)}")
+    first.append(sparkline(figures["slot_history"], max(0, min(30, width - meter - 42)), low=0, high=1), "cyan")
+    first.append("  overlap ", "dim").append(share(figures.get("overlap_ratio")), "bold")
+    sides = [("rollouter", "rollout", "rollouter_idle_ratio"), ("trainer", "trainer", "trainer_idle_ratio")]
+    return [first, *(_side(status, name, role, figures.get(key)) for name, role, key in sides)]
+
+
+def _side(status: Status, name: str, role: str, idle: float | None) -> Text:
+    line = _label(name).append("idle ", "dim").append(f"{share(idle):>4}  ", style=f"bold {_good_low(idle)}")
+    mine = [executor for executor in status["executors"] if executor["role"] == role]
+    waiting = [executor for executor in mine if executor["state"] != "busy"] or mine[:1]
+    if waiting:
+        first = waiting[0]
+        line.append(first["state"], STATE_STYLES.get(first["state"], ""))
+        if first["waiting_for"]:
+            line.append(f"  waits for {first['waiting_for']}", "dim")
+    return line
+
+
+def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
+    shown = status["executors"][:max_rows]
+    lines = [_executor(executor, status["versions"], width) for executor in shown]
+    if len(status["executors"]) > len(shown):
+        lines.append(_styled(f"... and {len(status['executors']) - len(shown)} more executors", "dim"))
+    return lines
+
+
+def _executor(executor: Mapping[str, Any], versions: Mapping[str, int], width: int) -> Text:
+    """Name, state, strip of its time in states, its version and sequences."""
+    line = _label(executor["name"]).append(f"{executor['state']:<9}", STATE_STYLES.get(executor["state"], ""))
+    total_s = sum(executor["state_s"].values())
+    line.append_text(_strip(executor["state_s"], total_s, max(8, min(24, width // 5))))
+    if total_s > 0:
+        line.append(f" busy {executor['state_s'].get('busy', 0.0) / total_s:>4.0%}", "dim")
+        others = {state: seconds / total_s for state, seconds in executor["state_s"].items() if state != "busy"}
+        state = max(others, key=lambda name: others[name], default="")
+        line.append(f"  {state} {others[state]:.0%}" if state and others[state] >= 0.005 else "", "dim")
+    if executor["name"] in versions:
+        line.append(f"  v{versions[executor['name']]}", "bold")
+    gauges = executor["gauges"]
+    if "running_sequences" in gauges:
+        line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} sequences", "dim")
+    elif executor["waiting_for"] and executor["role"] != "trainer":  # the trainer has a line of its own above
+        line.append(f"  waits for {executor['waiting_for']}", "dim")
+    return line
+
+
+def _strip(state_s: Mapping[str, float], total_s: float, width: int) -> Text:
+    """Time in states as coloured cells; every state that took time keeps its order of size."""
+    strip = Text()
+    if total_s <= 0:
+        return strip.append("·" * width, "dim")
+    filled, reached_s = 0, 0.0
+    for state, seconds in sorted(state_s.items(), key=lambda entry: -entry[1]):
+        reached_s += seconds
+        end = round(reached_s / total_s * width)
+        strip.append("█" * (end - filled), STATE_STYLES.get(state, ""))
+        filled = end
+    return strip
+
+
+def _staleness(status: Status) -> list[Text]:
+    figures, partial = status["staleness"], status["partial"]
+    top = _label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', '-')}")
+    top.append(
+        f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim"
+    )
+    histogram: Sequence[int] = figures.get("histogram", [])
+    largest = max(histogram, default=0) or 1
+    lines = [top]
+    for age, trajectories in list(enumerate(histogram))[:4]:
+        row = Text(f"{age:>{LABEL - 2}}  ", style="dim")
+        row.append(bar(trajectories / largest, 16), "magenta" if age else "green").append(f" {count(trajectories)}")
+        lines.append(row)
+    if len(histogram) > 4:
+        lines[-1].append(f"  (+{count(sum(histogram[4:]))} older)", "dim")
+    spans = _label("partial").append(share(partial.get("partial_ratio")))
+    return [*lines, spans.append(f"  max span {partial.get('max_partial_span', '-')}", "dim")]
+
+
+def _learning(status: Status, width: int) -> list[Text]:
+    reward, evals, figures = status["reward"], status["eval"], status["utilization"]
+    lines = [_label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold")]
+    lines[0].append(sparkline(reward["history"], 30), "green")
+    history = evals["history"]
+    held_out = _label("eval")
+    if history:
+        scores = [entry["reward_mean"] for entry in history]
+        held_out.append(f"{scores[-1]:.3f} ", "bold").append(sparkline(scores, 18), "green")
+        held_out.append(f" from {scores[0]:.3f} (v{history[0]['version']}..{history[-1]['version']})", "dim")
+    lines.append(held_out)
+    if evals["running"]:
+        lines.append(_label("").append(f"now {evals['running']}", "yellow"))
+    speed = _label("tokens/s").append(f"rollouter {count(figures.get('rollouter_tokens_per_s'))}")
+    lines.append(speed.append(f"  trainer {count(figures.get('trainer_tokens_per_s'))}"))
+    timing = status["timing"]
+    step = [
+        f"{'' if name == 'step' else name + ' '}{duration(timing.get(f'{name}_s'))}"
+        for name in _PARTS
+        if timing.get(f"{name}_s", 0.0) >= 5e-4
+    ]
+    room = width if width < WIDE else width - _half(width)
+    return [*lines, *_wrapped(_label("step"), step, "  ", room)]
+
+
+def _sync(status: Status, width: int) -> list[Text]:
+    sync = status["sync"]
+    if not sync:
+        return []
+    parts = [f"v{sync['version']}", *(f"{phase} {duration(sync.get(f'{phase}_s'))}" for phase in _PHASES)]
+    if "logprob_abs_diff" in sync:
+        parts.append(f"|logprob diff| {sync['logprob_abs_diff']:.1e}")
+    return _wrapped(_label("sync"), parts, "  ", width)
+
+
+def _ledger(status: Status, width: int) -> list[Text]:
+    lines = _wrapped(_label("ledger"), ledger_line(status["ledger"]).split(" + "), " + ", width)
+    if status["checkpoint"] or status["tokens_discarded"]:
+        last = _label("checkpoint").append(status["checkpoint"] or "-")
+        lines.append(last.append(f"  tokens discarded {count(status['tokens_discarded'])}", "dim"))
+    return lines
+
+
+def _notes(status: Status, room: int) -> list[Text]:
+    """The newest log lines, and the error of a failed run above all."""
+    styles = {"warning": "yellow", "failed": "bold red"}
+    notes = [
+        Text(f"{clock(note['time_s']):>9}  ", style="dim").append(note["text"], styles.get(note["event"], ""))
+        for note in status["notes"][-room:]
+    ]
+    if status["error"]:
+        notes = [_styled(f"failed: {status['error'].splitlines()[0]}", "bold red"), *notes[1:]]
+    return notes[:room]
+
+
+def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
+    if width < WIDE:
+        return left + right
+    half = _half(width)
+    joined = []
+    for index in range(max(len(left), len(right))):
+        line = left[index].copy() if index < len(left) else Text()
+        line.truncate(half - 2, pad=True)
+        joined.append(line.append("  ").append_text(right[index] if index < len(right) else Text()))
+    return joined
+
+
+def _half(width: int) -> int:
+    return max(36, width // 2 - 8)
+
+
+def _wrapped(label: Text, parts: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
+    """Parts after a label, broken between parts where the line is full; further lines are indented like the first."""
+    indent = " " * label.cell_len
+    lines = [label]
+    for index, part in enumerate(parts):
+        piece = part + (separator if index + 1 < len(parts) else "")
+        if lines[-1].cell_len + len(piece.rstrip()) > width and lines[-1].cell_len > len(indent):
+            lines.append(Text(indent))
+        lines[-1].append(piece, style)
+    return lines
+
+
+def _label(name: str) -> Text:
+    text = Text()
+    text.append(f"{name[: LABEL - 1]:<{LABEL}}", "dim bold")
+    return text
+
+
+def _styled(text: str, style: str) -> Text:
+    return Text(text, style=style)
+
+
+def _meter(fraction: float, width: int, style: str) -> Text:
+    width = max(4, width)
+    filled = round(min(1.0, max(0.0, fraction)) * width)
+    return Text("━" * filled, style=style).append("─" * (width - filled), "dim")
+
+
+def _good_high(value: float | None) -> str:
+    return "" if value is None else "green" if value >= 0.7 else "yellow" if value >= 0.4 else "red"
+
+
+def _good_low(value: float | None) -> str:
+    return "" if value is None else "green" if value <= 0.15 else "yellow" if value <= 0.4 else "red"
+
+
+_PHASES = ("gather", "send", "load", "pause")
+_PARTS = ("step", "train", "wait_data", "old_logprob", "gather", "checkpoint", "eval", "other")

@@ -1,0 +1,124 @@
+"""Files that a run leaves behind while it goes: metrics.jsonl, events.jsonl, status.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from asyncrl_cli.checkpoint.files import repair_lines, replace_text
+
+
+class Sink(Protocol):
+    """Someone who writes or shows what `Observers` has worked out. Called from the event loop: returns at once."""
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """The metrics of a train step."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """One event, as it stands in events.jsonl."""
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        """The run at a glance, once a second."""
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        """The run has ended with this status."""
+
+
+class NullSink:
+    """A sink that ignores everything; others override what they care for."""
+
+    def line(self, line: Mapping[str, Any]) -> None: ...
+
+    def event(self, event: Mapping[str, Any]) -> None: ...
+
+    def status(self, status: Mapping[str, Any]) -> None: ...
+
+    def close(self, status: Mapping[str, Any]) -> None: ...
+
+
+class MetricsFile(NullSink):
+    """metrics.jsonl: one line per train step. A resume takes back the lines of steps that will happen again."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = _LineFile(path)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        self._lines.append(line)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "resumed":
+            self._lines.cut_after_step(event["from_step"])
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        self._lines.close()
+
+
+class EventsFile(NullSink):
+    """events.jsonl: nothing is ever taken back; `resumed` says which events were lost with a crash."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = _LineFile(path)
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._lines.append(event)
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        self._lines.close()
+
+
+class StatusFile(NullSink):
+    """status.json, replaced whole. Not flushed to the disk: a second later there is a newer one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        replace_text(self._path, to_json(status), durable=False)
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        replace_text(self._path, to_json(status))
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    """Strict JSON: a figure that is not finite becomes a string ("nan", "inf"), for it was measured and it matters."""
+    try:
+        return json.dumps(content, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(content), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return value
+
+
+class _LineFile:
+    """Appends JSON lines, each handed to the system at once, so that a killed process loses at most a half last one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        repair_lines(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def append(self, content: Mapping[str, Any]) -> None:
+        self._file.write(to_json(content) + "\n")
+
+    def cut_after_step(self, step: int) -> None:
+        kept_bytes = 0
+        with self._path.open("rb") as file:
+            for line in file:
+                if json.loads(line)["step"] > step:
+                    break
+                kept_bytes += len(line)
+        self._file.truncate(kept_bytes)
+
+    def close(self) -> None:
+        self._file.close()

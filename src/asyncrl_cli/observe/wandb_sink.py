@@ -1,0 +1,128 @@
+"""Weights & Biases. A thread of its own does all the talking: the loop only puts lines into a queue."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from asyncrl_cli.checkpoint.files import replace_text
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.observe.sinks import NullSink
+
+log = logging.getLogger("asyncrl")
+
+RUN_ID = "wandb-run-id"
+QUEUED_LINES = 10_000
+"""Lines that may wait for a slow network: hours of steps, a few MB."""
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 60.0
+
+
+class Wandb(NullSink):
+    """Logs every metrics line under the names of metrics.jsonl, over `step`, into `run_dir/wandb`.
+
+    Construct it before the loop starts: it waits (at most a minute) for W&B to start, and raises PreflightError if it
+    does not. A resumed run continues the same W&B run: its id is kept in the run's directory.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        mode: Literal["offline", "online"],
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+    ) -> None:
+        self._settings: dict[str, Any] = {
+            "mode": mode,
+            "project": project,
+            "name": name,
+            "id": _run_id(run_dir),
+            "dir": str(run_dir),
+            "config": dict(config),
+        }
+        self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S):
+            raise PreflightError(f"W&B did not start within {START_TIMEOUT_S:g} s", hint=_OTHER_MODES)
+        if self._error is not None:
+            raise PreflightError(f"W&B did not start: {self._error}", hint=_OTHER_MODES)
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        try:
+            self._queue.put_nowait(dict(line))
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        """Waits for the queue to be written, within a limit. metrics.jsonl has every line in any case."""
+        if self._dropped:
+            log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
+        try:
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+        except queue.Full:
+            log.warning("W&B takes nothing any more; it is left behind")
+            return
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("W&B did not finish within %g s; it is left behind", CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        try:
+            run = self._start()
+        except Exception as error:  # whatever W&B raises, the constructor tells the user
+            self._error = error
+            return
+        finally:
+            self._started.set()
+        try:
+            while (line := self._queue.get()) is not None:
+                run.log({key: _chart(value) for key, value in line.items()})
+            run.finish()
+        except Exception:  # a run never ends for W&B's sake
+            log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
+
+    def _start(self) -> Any:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        if self._settings["mode"] == "online" and not wandb.login(prompt=False):
+            raise RuntimeError("nobody is logged in")
+        settings = wandb.Settings(
+            console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S
+        )
+        run = wandb.init(**self._settings, resume="allow", settings=settings)
+        run.define_metric("*", step_metric="step")
+        return run
+
+
+_OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"
+
+
+def _run_id(run_dir: Path) -> str:
+    """Made once per run; names are not unique among the runs of a project."""
+    path = run_dir / RUN_ID
+    if not path.exists():
+        replace_text(path, uuid.uuid4().hex[:12])
+    return path.read_text(encoding="utf-8")
+
+
+def _chart(value: Any) -> Any:
+    """A list is a histogram over 0, 1, 2, ..."""
+    if isinstance(value, list):
+        import numpy as np
+        import wandb
+
+        return wandb.Histogram(np_histogram=(np.array(value), np.arange(len(value) + 1) - 0.5))
+    return value

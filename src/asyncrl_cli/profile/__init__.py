@@ -1,0 +1,1 @@
+"""TOML layers become one frozen, validated `Profile`; the arithmetic of modes."""

@@ -1,0 +1,124 @@
+"""The numbers that follow from a profile: groups, windows, the admission budget, the staleness bound, the mode.
+
+    R = require_batches * B        groups per train step
+    W = K * R                      groups per window, that is between two weight syncs
+    budget = floor((1 + eta) * W)  groups admitted per window, running and finished ones included
+    bound = max_staleness, by default ceil(eta)
+
+All of it is exact: eta is a decimal, so (1 + 0.15) * 100 is 115 and not 114.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile, RunSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The schedule of one run. Groups are the unit of everything; the names are those of design section 1."""
+
+    mini_batch_groups: int
+    """B"""
+    step_groups: int
+    """R"""
+    window_steps: int
+    """K"""
+    window_groups: int
+    """W"""
+    eta: Decimal
+    budget_groups: int
+    """Groups admitted per window, at most."""
+    max_staleness: int
+    """Strict bound in versions, if `on_stale` is `wait`."""
+    train_steps: int
+    optimizer_steps: int
+    groups: int
+    """Groups trained by the whole run."""
+    syncs: int
+    """Weight syncs, which is windows: one at the end of each, the last one's for the final eval."""
+    last_window_groups: int
+    mode: str
+
+    @classmethod
+    def of(cls, profile: Profile) -> Schedule:
+        """Raises ConfigError if the length of the run is missing, contradictory or no whole number of train steps."""
+        training, mini_batch = profile.async_training, profile.trainer.ppo_mini_batch_size
+        step_groups = training.require_batches * mini_batch
+        window_steps = training.trigger_parameter_sync_step
+        steps = train_steps_of(profile.run, step_groups)
+        syncs = -(-steps // window_steps)
+        return cls(
+            mini_batch_groups=mini_batch,
+            step_groups=step_groups,
+            window_steps=window_steps,
+            window_groups=window_steps * step_groups,
+            eta=training.staleness_threshold,
+            budget_groups=budget_groups(training.staleness_threshold, window_steps * step_groups),
+            max_staleness=staleness_bound(profile),
+            train_steps=steps,
+            optimizer_steps=steps * training.require_batches,
+            groups=steps * step_groups,
+            syncs=syncs,
+            last_window_groups=(steps - (syncs - 1) * window_steps) * step_groups,
+            mode=mode_of(profile),
+        )
+
+
+def budget_groups(eta: Decimal, window_groups: int) -> int:
+    """floor((1 + eta) * W), exactly."""
+    return math.floor((1 + Fraction(eta)) * window_groups)
+
+
+def staleness_bound(profile: Profile) -> int:
+    """`max_staleness`, or ceil(eta) if it is not given."""
+    given = profile.async_training.max_staleness
+    return math.ceil(profile.async_training.staleness_threshold) if given is None else given
+
+
+def mode_of(profile: Profile) -> str:
+    """The mode's name follows from (colocate, K, eta, partial_rollout) and is declared nowhere."""
+    training = profile.async_training
+    if profile.placement.colocate:
+        return "colocate"
+    if training.staleness_threshold == 0:
+        return "on-policy-pipeline" if training.trigger_parameter_sync_step == 1 else "stream-off-policy"
+    if training.partial_rollout:
+        return "partial-rollout"
+    if training.staleness_threshold == 1 and training.trigger_parameter_sync_step == 1:
+        return "one-step-off"
+    return "stale-samples"
+
+
+def train_steps_of(run: RunSection, step_groups: int) -> int:
+    """The run's length in train steps, whichever way it was given."""
+    steps, groups = run.train_steps, run.total_rollout_steps
+    if groups is None:
+        if steps is None:
+            raise ConfigError(
+                "the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)"
+            )
+        return steps
+    if groups < step_groups:
+        raise ConfigError(
+            f"run.total_rollout_steps = {groups} is less than one train step, which takes R = {step_groups} groups",
+            hint=f"--set run.total_rollout_steps={step_groups} or more, or a smaller trainer.ppo_mini_batch_size",
+        )
+    if groups % step_groups:
+        below = groups - groups % step_groups
+        raise ConfigError(
+            f"run.total_rollout_steps = {groups} is not a multiple of R = {step_groups} groups per train step",
+            hint=f"--set run.total_rollout_steps={below} or {below + step_groups}",
+        )
+    if steps is not None and steps != groups // step_groups:
+        raise ConfigError(
+            f"run.train_steps = {steps} and run.total_rollout_steps = {groups} disagree: {groups} groups are "
+            f"{groups // step_groups} train steps of R = {step_groups} groups",
+            hint="give one of the two",
+        )
+    return groups // step_groups

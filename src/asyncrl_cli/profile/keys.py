@@ -1,0 +1,88 @@
+"""The names of all keys, what each expects, and the nearest one to a misspelt name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any
+
+from asyncrl_cli.profile.schema import Profile, Section
+
+PARAMS = "task.params"
+"""The one free-form table: its entries are keys of their own, `task.params.<name>`."""
+
+
+@cache
+def sections() -> Mapping[str, type[Section]]:
+    kinds = {name: field.annotation for name, field in Profile.model_fields.items()}
+    return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+
+@cache
+def keys() -> Mapping[str, str]:
+    """Every dotted key with its one line of help, in the order of the schema."""
+    return {
+        f"{section}.{key}": " ".join((field.description or "").split())
+        for section, kind in sections().items()
+        for key, field in kind.model_fields.items()
+    }
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that was probably meant: closest in its section, then by its last part, then as a whole."""
+    section, _, last = name.rpartition(".")
+    by_last: dict[str, str] = {}
+    for candidate in known:
+        by_last.setdefault(candidate.rpartition(".")[2], candidate)
+    in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    for pool, wanted in ((in_section, last), (by_last, last), ({key: key for key in known}, name)):
+        found = difflib.get_close_matches(wanted, pool, n=1, cutoff=0.7)
+        if found:
+            return pool[found[0]]
+    return None
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return Profile.model_json_schema()
+
+
+def expected(key: str) -> str:
+    """What a value of `key` has to be, in words: `an integer of at least 1`."""
+    section, _, name = key.partition(".")
+    if not name:
+        return "a string"
+    definition = _schema()["$defs"][sections()[section].__name__]
+    return _describe(definition["properties"][name.split(".")[0]])
+
+
+def _describe(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_describe(option) for option in schema["anyOf"] if option.get("type") != "null")
+    if "enum" in schema or "const" in schema:
+        choices = [f'"{choice}"' for choice in schema.get("enum", [schema.get("const")])]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if schema.get("type") == "array":
+        items = schema.get("prefixItems")
+        return f"{len(items)} numbers, each {_describe(items[0])}" if items else "an array of strings"
+    return _NAMES[schema["type"]] + _limits(schema)
+
+
+_NAMES = {
+    "integer": "an integer",
+    "number": "a number",
+    "string": "a string",
+    "boolean": "true or false",
+    "object": "a table",
+}
+_LIMITS = {
+    "minimum": " of at least {}",
+    "exclusiveMinimum": " above {}",
+    "maximum": " and at most {}",
+    "pattern": " like 1:1",
+}
+
+
+def _limits(schema: Mapping[str, Any]) -> str:
+    return "".join(text.format(schema[name]) for name, text in _LIMITS.items() if name in schema)

@@ -1,0 +1,230 @@
+"""Layers of configuration become one validated `Profile`, and of every value it is known where it came from.
+
+    defaults  <  profile chain (`extends`)  <  ASYNCRL_SECTION__KEY  <  --set  <  flags
+
+A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key; some keys also
+clear others below them (`CLEARS`), because the two say one thing: a run has one length, and a new task source has
+parameters of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import create_model
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.check import check, combine
+from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.sources import ProfileFile, chain
+from asyncrl_cli.profile.values import parse_value, validate
+
+ENV_PREFIX = "ASYNCRL_"
+DEFAULT = "default"
+ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
+
+CLEARS = {
+    "run.train_steps": ("run.total_rollout_steps",),
+    "run.total_rollout_steps": ("run.train_steps",),
+    "task.source": (PARAMS,),
+    ALIAS: (ALIASED,),
+    ALIASED: (ALIAS,),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """Values by dotted key, all from one place; `origins` says it per key where the place is not one."""
+
+    origin: str
+    values: Mapping[str, Any]
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A validated profile, the origin of every value by dotted key, and what is worth a warning."""
+
+    profile: Profile
+    origins: Mapping[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def load(
+    reference: str,
+    sets: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Read the profile NAME or FILE and lay environment, `--set a.b=c` and flags (dotted keys) over it.
+
+    Raises ConfigError for anything wrong in any layer, and PreflightError for an engine that is not there.
+    """
+    files = chain(reference)
+    layers = [
+        *(file_layer(file) for file in files),
+        environment_layer(os.environ if environ is None else environ),
+        set_layer(sets),
+        Layer(origin="flag", values=dict(flags or {})),
+    ]
+    values, origins = merge(layers)
+    _apply_alias(values, origins)
+    profile = validate(values, origins, files[-1])
+    return Loaded(profile=profile, origins=_all_origins(profile, origins, files[-1]), warnings=tuple(check(profile)))
+
+
+def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Lowest layer first. Returns values and origins by dotted key."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for layer in layers:
+        cleared = [other for key in layer.values for other in CLEARS.get(key, ())]
+        for key in [key for key in values if any(key == other or key.startswith(f"{other}.") for other in cleared)]:
+            del values[key], origins[key]
+        for key, value in layer.values.items():
+            values[key] = value
+            origins[key] = layer.origins.get(key, layer.origin)
+    return values, origins
+
+
+def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Nested tables as dotted keys; raises ConfigError for all that are unknown, naming the nearest known ones."""
+    flat: dict[str, Any] = {}
+    problems: list[ConfigError] = []
+    for section, table in content.items():
+        if section not in sections():
+            problems.append(_unknown(section, where, [*sections(), *keys()]))
+        elif not isinstance(table, Mapping):
+            problems.append(
+                ConfigError(f"{where}: {section} is a section, not a value", hint=f"{section}.<key> = {table!r}")
+            )
+        else:
+            for key, value in table.items():
+                dotted = f"{section}.{key}"
+                if dotted not in keys():
+                    problems.append(_unknown(dotted, where, keys()))
+                flat.update(_entries(dotted, value))
+    if problems:
+        raise combine(problems)
+    return flat
+
+
+def _entries(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if dotted == PARAMS and isinstance(value, Mapping):
+        yield from ((f"{PARAMS}.{name}", item) for name, item in value.items())
+    else:
+        yield dotted, value
+
+
+def _unknown(key: str, where: str, known: Any) -> ConfigError:
+    guess = nearest(key, list(known))
+    hint = f"did you mean {guess}?" if guess else f"sections: {', '.join(sections())}"
+    return ConfigError(f"{where}: unknown key {key}", hint=hint)
+
+
+def file_layer(file: ProfileFile) -> Layer:
+    content = {key: value for key, value in file.content.items() if key not in ("extends", "name", "purpose")}
+    values = _anchored(flatten(content, str(file.path)), file.path.parent)
+    return Layer(origin=f"profile {file.name} ({file.path})", values=values)
+
+
+def environment_layer(environ: Mapping[str, str]) -> Layer:
+    """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key: a mistyped one must not be ignored."""
+    ours = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
+    names = {_env_key(name): name for name in ours}
+    problems = []
+    for key, name in names.items():
+        if key not in keys() and not key.startswith(f"{PARAMS}."):
+            guess = nearest(key, keys())
+            hint = (
+                f"did you mean {_env_name(guess)}?"
+                if guess
+                else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
+            )
+            problems.append(ConfigError(f"environment: unknown name {name}", hint=hint))
+    if problems:
+        raise combine(problems)
+    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
+    model = create_model("Environment", __base__=BaseSettings, **tables)
+    source = EnvSettingsSource(model, env_prefix=ENV_PREFIX, env_nested_delimiter="__")
+    source.env_vars = {name.lower(): value for name, value in ours.items()}
+    flat = {
+        key: parse_value(text) if isinstance(text, str) else text
+        for key, text in flatten(source(), "environment").items()
+    }
+    origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in flat}
+    return Layer(origin="environment", values=_anchored(flat, Path.cwd()), origins=origins)
+
+
+def _env_key(name: str) -> str:
+    return name[len(ENV_PREFIX) :].lower().replace("__", ".")
+
+
+def _env_name(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
+
+
+def set_layer(sets: Sequence[str]) -> Layer:
+    """`--set a.b=c`; of several for one key the last one counts."""
+    flat: dict[str, Any] = {}
+    for text in sets:
+        key, equals, value = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"--set {text}: expected section.key=value", hint="--set run.train_steps=20")
+        nested: Any = parse_value(value.strip())
+        for part in reversed(parts):
+            nested = {part: nested}
+        if len(parts) == 1 and parts[0] not in sections():
+            raise _unknown(parts[0], "--set", keys())
+        flat.update(flatten(nested, "--set"))
+    return Layer(origin="--set", values=_anchored(flat, Path.cwd()))
+
+
+def _anchored(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A relative path is meant relative to the file (or the shell) that says it; made absolute it survives a resume."""
+    anchored = dict(values)
+    for key in ("task.source", "task.eval_path", "model.path", "model.cache_dir"):
+        value = anchored.get(key)
+        if isinstance(value, str) and value:
+            anchored[key] = _anchor(key, value, directory)
+    return anchored
+
+
+def _anchor(key: str, value: str, directory: Path) -> str:
+    scheme, colon, rest = value.partition(":")
+    if key == "task.source":
+        return (
+            f"{scheme}:{directory / Path(rest).expanduser()}"
+            if colon and scheme in ("jsonl", "parquet") and rest
+            else value
+        )
+    path = directory / Path(value).expanduser()
+    if key == "model.path" and not path.exists() and not value.startswith((".", "~")):
+        return value
+    return str(path)
+
+
+def _apply_alias(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """verl's use_rollout_log_probs decides algorithm.old_logprobs where nothing else does."""
+    if isinstance(values.get(ALIAS), bool) and ALIASED not in values:
+        values[ALIASED] = "rollout" if values[ALIAS] else "recompute"
+        origins[ALIASED] = f"{ALIAS} ({origins[ALIAS]})"
+
+
+def _all_origins(profile: Profile, given: Mapping[str, str], file: ProfileFile) -> dict[str, str]:
+    """One entry per key of the schema and per entry of task.params; what no layer gave is a default."""
+    own = f"profile {file.name} ({file.path})"
+    origins = {"name": own, "purpose": own if "purpose" in file.content else DEFAULT}
+    for key in keys():
+        if key == PARAMS and profile.task.params:
+            origins.update({f"{PARAMS}.{name}": given[f"{PARAMS}.{name}"] for name in profile.task.params})
+        else:
+            origins[key] = given.get(key, DEFAULT)
+    return origins

@@ -1,0 +1,310 @@
+"""The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
+
+Types are strict: "8" is no integer, 1 is no boolean. TOML floats arrive as decimals, so that eta is exact; every other
+number becomes a float here.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+
+def _plain(value: Any) -> Any:
+    """Decimals become floats, also inside the tables and arrays of `task.params`."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _plain_tuple(value: Any) -> Any:
+    return tuple(_plain(value)) if isinstance(value, list) else value
+
+
+def _exact(value: Any) -> Any:
+    """Integers and floats become the decimal that they are written as; anything else is left to be refused."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Decimal(str(value))
+    return value
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_plain)]
+NonNegativeFloat = Annotated[float, Field(ge=0), BeforeValidator(_plain)]
+Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(_plain)]
+TopP = Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)]
+Eta = Annotated[
+    Decimal,
+    Field(ge=0, le=100),
+    BeforeValidator(_exact),
+    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100}),
+]
+Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
+Params = Annotated[dict[str, Any], BeforeValidator(_plain)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, field docstrings become descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
+
+
+class RunSection(Section):
+    """How long the run is and how it ends."""
+
+    name: str | None = None
+    """Directory of the run below the runs directory; made from profile and time if not given."""
+    seed: NonNegativeInt = 0
+    """Seed of prompts, sampling and initial weights."""
+    train_steps: PositiveInt | None = None
+    """Length of the run in train steps."""
+    total_rollout_steps: PositiveInt | None = None
+    """Length of the run in trained groups (verl's meaning); a multiple of require_batches * ppo_mini_batch_size."""
+    stop_grace_s: PositiveFloat = 60.0
+    """Seconds a stop may take to finish the train step and write a checkpoint."""
+    stall_timeout_s: PositiveFloat = 300.0
+    """Seconds without any progress after which the watchdog fails the run and names who waits for whom."""
+
+
+class ModelSection(Section):
+    """The model that is trained."""
+
+    path: str = "builtin:tiny"
+    """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on
+    the task's demonstrations."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32)."""
+    trust_remote_code: bool = False
+    """Let a hub model run code of its own."""
+    warm_start_steps: NonNegativeInt = 300
+    """builtin:tiny: supervised steps on demonstrations before RL begins."""
+    warm_start_label_noise: Ratio = 0.3
+    """builtin:tiny: share of demonstrations with a wrong answer; sets the starting reward."""
+    cache_dir: str | None = None
+    """Where built models are kept; the user's cache directory if not given."""
+
+
+class TaskSection(Section):
+    """Prompts and their rewards."""
+
+    source: str = "reasoning-gym:number_sorting"
+    """`reasoning-gym:<dataset>`, `jsonl:<path>` or `parquet:<path>`."""
+    params: Params = Field(default_factory=dict)
+    """Parameters of the reasoning-gym dataset; a layer that sets `source` starts without those of lower layers."""
+    adapter: Literal["auto", "plain", "worked"] = "auto"
+    """How a dataset item becomes a prompt: `plain` is its question; `worked` is the compact form with demonstrations
+    that write their working first; `auto` takes `worked` where there is one and the model is builtin:tiny."""
+    train_prompts: PositiveInt = 4096
+    """Number of training prompts made (reasoning-gym) or read at most (files)."""
+    prompt_column: str = "prompt"
+    """Column of the prompt in a file."""
+    answer_column: str = "answer"
+    """Column of the answer in a file."""
+    eval_path: str | None = None
+    """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
+    reward: str = "auto"
+    """`auto` (the dataset's own verifier; exact match for files), `exact-match`, `math-verify` or `module:function`."""
+    reward_timeout_s: PositiveFloat = 10.0
+    """Seconds one reward may take before its trajectory counts as failed."""
+    max_failed_ratio: Ratio = 0.1
+    """Share of failed trajectories (reward raised or hung) above which the run fails."""
+
+
+class AlgorithmSection(Section):
+    """Advantages and loss."""
+
+    normalize_advantages: bool = True
+    """GRPO: divide by the group's standard deviation."""
+    clip_ratio_low: PositiveFloat = 0.2
+    """eps_low of the clipped ratio."""
+    clip_ratio_high: PositiveFloat = 0.28
+    """eps_high of the clipped ratio."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """The proximal policy: `rollout` takes the sampler's logprobs (w = 1), `recompute` those of the
+    window's first weights."""
+    max_importance_weight: PositiveFloat | None = None
+    """Tokens whose w = exp(prox - mu) lies above this are masked; none if not given."""
+
+
+class TrainerSection(Section):
+    """The policy trainer."""
+
+    ppo_mini_batch_size: PositiveInt = 16
+    """B: groups per optimizer step, over all ranks."""
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Token budget of one forward/backward on one rank (padded tokens)."""
+    lr: PositiveFloat = 2e-4
+    """Peak learning rate of AdamW."""
+    betas: Betas = (0.9, 0.99)
+    """AdamW's betas."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate after the warm-up, down to zero at the run's last optimizer step."""
+
+
+class RolloutSection(Section):
+    """Rollout workers and sampling."""
+
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """The inference engine in each rollout worker."""
+    workers: PositiveInt | None = None
+    """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
+    slots: PositiveInt = 64
+    """Sequences that one worker generates at once."""
+    n: Annotated[int, Field(ge=2)] = 8
+    """Trajectories per prompt: the size of a group."""
+    prefetch_groups: NonNegativeInt = 0
+    """Groups admitted beyond the free slots, to wait in the engines' queues."""
+    max_prompt_tokens: PositiveInt = 256
+    """Longest prompt; a longer one fails the run before it starts."""
+    max_response_tokens: PositiveInt = 256
+    """Longest response."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the trainer applies the same."""
+    top_p: TopP = 1.0
+    """Nucleus sampling; below 1 the trained distribution is not the sampled one, and asyncrl warns."""
+    top_k: NonNegativeInt = 0
+    """Top-k sampling; 0 is off; above 0 asyncrl warns."""
+    stop: Strings = ()
+    """Strings that end a response."""
+    interrupt: Literal["keep-kv", "recompute-kv"] | None = None
+    """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
+    call_timeout_s: PositiveFloat = 600.0
+    """Longest time one call to a worker may take."""
+
+
+class AsyncTrainingSection(Section):
+    """The asynchronous schedule; verl's `async_training` names."""
+
+    trigger_parameter_sync_step: PositiveInt = 1
+    """K: train steps between two weight syncs."""
+    staleness_threshold: Eta = Decimal(0)
+    """eta: groups admitted ahead, as a share of a window's groups."""
+    require_batches: PositiveInt = 1
+    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups."""
+    partial_rollout: bool = False
+    """Running rollouts are frozen at a weight sync and go on with the new weights."""
+    max_staleness: NonNegativeInt | None = None
+    """Strict bound, in versions, on the staleness of any trained token; ceil(eta) if not given, never less."""
+    on_stale: Literal["wait", "accept", "drop", "requeue"] = "wait"
+    """What happens to a group that would pass the bound; `wait` keeps any from doing so."""
+    max_requeues: NonNegativeInt = 2
+    """How often one prompt is requeued for staleness."""
+    on_exhausted: Literal["fail", "drop"] = "drop"
+    """What happens to a prompt requeued more often than that."""
+    use_rollout_log_probs: bool | None = None
+    """verl's name: true is algorithm.old_logprobs = "rollout", false is "recompute"."""
+
+
+class PlacementSection(Section):
+    """Which resources the roles get."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda if the Ray cluster has GPUs, else cpu."""
+    colocate: bool = False
+    """Trainer and rollout share all resources in turns (the baseline)."""
+    trainer_workers: PositiveInt | None = None
+    """Trainer ranks, one device each; from `gpus` and `ratio` if not given."""
+    gpus: PositiveInt | None = None
+    """GPUs of the whole job; all of the cluster's if not given."""
+    ratio: Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = "1:1"
+    """trainer : rollout share of `gpus`."""
+    gpus_per_rollout_worker: PositiveInt = 1
+    """GPUs of one rollout worker (tensor parallel size)."""
+    cpus_per_worker: PositiveInt = 1
+    """CPU cores (and compute threads) of each trainer rank and rollout worker."""
+    timeout_s: PositiveFloat = 60.0
+    """Longest wait for the placement groups."""
+
+
+class WeightsSection(Section):
+    """How published weights reach the rollout workers."""
+
+    transport: Literal["object-store"] = "object-store"
+    """Buckets as Ray objects."""
+    gather_bucket_size_mb: PositiveInt = 2048
+    """Bucket size on the trainer's side."""
+    load_bucket_size_mb: PositiveInt = 128
+    """Bucket size on the rollout side: a load's extra memory."""
+    probe_sequences: NonNegativeInt = 4
+    """Fixed sequences scored by trainer and worker after each load; 0 turns the check off."""
+    max_logprob_diff: PositiveFloat = 1e-3
+    """Mean absolute difference of the probes' logprobs above which a sync is alarmed."""
+    keep_versions: NonNegativeInt | Literal["all"] = 0
+    """Published versions kept on disk (safetensors), for audits."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest time a gather, a send or a load may take."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and how many stay."""
+
+    every_steps: NonNegativeInt = 50
+    """Train steps between checkpoints; 0: only step 0, the last step and stops."""
+    keep: PositiveInt = 3
+    """Newest checkpoints kept."""
+
+
+class EvalSection(Section):
+    """Held-out evaluation on the rollout workers."""
+
+    every_versions: NonNegativeInt = 50
+    """Versions between evals; version 0 and the last one always; 0: those two only."""
+    prompts: NonNegativeInt = 512
+    """Held-out prompts per eval, never among the training prompts; 0: no eval."""
+    temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of the eval; 0 is greedy."""
+    timeout_s: PositiveFloat = 300.0
+    """Longest time of an eval; one that takes longer is reported absent."""
+
+
+class LoggingSection(Section):
+    """What is written beside metrics.jsonl and events.jsonl."""
+
+    samples_every_steps: NonNegativeInt = 0
+    """Dump the trajectories of every so many train steps; 0 is off."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Weights & Biases mode."""
+    wandb_project: str = "asyncrl"
+    """Weights & Biases project."""
+
+
+class Profile(Section):
+    """A run, fully described. Made by `profile.layers.load`, never by hand."""
+
+    name: str = "custom"
+    """Name of the profile."""
+    purpose: str = ""
+    """One line: what the profile is for."""
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    task: TaskSection = TaskSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    trainer: TrainerSection = TrainerSection()
+    rollout: RolloutSection = RolloutSection()
+    async_training: AsyncTrainingSection = AsyncTrainingSection()
+    placement: PlacementSection = PlacementSection()
+    weights: WeightsSection = WeightsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    logging: LoggingSection = LoggingSection()

@@ -1,0 +1,92 @@
+"""The engine port: what a rollout worker asks of an inference engine, and the values that cross."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from asyncrl_cli.loop.ports import Interrupt
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How responses are sampled.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off; `stop` strings end a response and stay in it.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_response_tokens < 1:
+            raise ValueError(f"sampling out of range: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Response tokens only; the three lists have the same length.
+
+    `logprobs` are of the temperature-scaled, untruncated distribution (of the unscaled one if greedy). `versions` are
+    those of the weights that sampled each token.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseReport:
+    """`load_s`: copying the weights; `pause_s`: how long no sequence ran."""
+
+    load_s: float
+    pause_s: float
+
+
+class Engine(Protocol):
+    """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now."""
+
+    slots: int
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def running(self) -> int:
+        """Sequences now generating."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled since the start."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None:
+        """Ends all requests with an error."""
+
+    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        """Wait for a free slot (first come, first served) and sample a response."""
+
+    async def abort(self, request_id: str) -> None:
+        """Its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+
+    async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
+        """Swap the weights in place; ValueError before anything has changed if they do not fit. Always resumes.
+
+        `drain`: start nothing, wait for the running ones. `keep-kv`: freeze, go on with the old KV cache.
+        `recompute-kv`: freeze, go on with a cache rebuilt by the new weights.
+        """
+
+    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        """Logprobs of the tokens 1, 2, ... of each sequence by the current weights."""

@@ -1,0 +1,174 @@
+"""Samples the next token of every running sequence, and writes down its logprob and the version that sampled it.
+
+It is a logits processor of transformers' continuous batching, which calls it once per forward pass, in the generation
+thread, between the weights that made the logits and the choice of the token. That is the one place where the
+untruncated distribution, the version and the token are all known, so nothing has to be inferred from timestamps
+afterwards. It returns scores in which only the chosen token is high; continuous batching itself takes the argmax.
+
+Random numbers are a function of (seed of the request, position in the response), not of who else is in the batch: the
+same prompt, seed and weights give the same response, as long as the batch's arithmetic gives the same probabilities (it
+differs in the last bits with the batch's shape, which matters when a random number falls on the border of two tokens).
+
+Legend: N = sequences that get a token in this pass, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers.generation.continuous_batching.requests import FutureRequestState
+
+from asyncrl_cli.rollout.engine import Completion, FinishReason, Sampling
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One response in the making. The generation thread appends; the event loop reads when `done` is set."""
+
+    request_id: str
+    prompt_tokens: list[int]
+    sampling: Sampling
+    stream: int
+    done: asyncio.Future[FinishReason]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finished: FinishReason | None = None
+    submitted_as: str = ""
+    num_submits: int = 0
+
+    @property
+    def tokens_left(self) -> int:
+        return self.sampling.max_response_tokens - len(self.tokens)
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        """An aborted response may still be growing: `versions` grows last, so the others are at least as long."""
+        count = len(self.versions)
+        return Completion(
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            finish_reason=finish_reason,
+        )
+
+
+class TokenSampler(ContinuousBatchingLogitsProcessor):
+    """`tracks` maps continuous batching's request ids to responses; a row without one is sampled and forgotten.
+
+    `on_stop(track)` is called in the generation thread when a stop string has ended a response. `eos_tokens` and
+    `tail_text` (tokens -> text) belong to the model and are set when it is there.
+    """
+
+    supported_kwargs: dict[str, type] = {}  # noqa: RUF012  (the base class declares it so)
+    ignored_kwargs: tuple[str, ...] = ()
+
+    def __init__(self, *, version: int, on_stop: Callable[[Track], None]) -> None:
+        self.version = version
+        self.sampled_tokens = 0
+        self.tracks: dict[str, Track] = {}
+        self.eos_tokens: frozenset[int] = frozenset()
+        self.tail_text: Callable[[list[int]], str] = str
+        self._on_stop = on_stop
+        self._rows: list[Track | None] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token: list[FutureRequestState]) -> torch.Tensor:
+        self._rows = [self.tracks.get(request.state.request_id) for request in requests_with_new_token]
+        return torch.zeros(len(self._rows), dtype=torch.int32)
+
+    def __call__(self, scores: torch.FloatTensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """scores: at least N rows of V logits (float32); rows beyond N belong to unfinished prefills."""
+        rows = self._rows
+        logits_NV = scores[: len(rows)]
+        logprobs_NV = torch.log_softmax(_scaled(logits_NV, rows), dim=-1)
+        tokens_N = self._choose(logprobs_NV, rows)
+        chosen = torch.zeros_like(scores)
+        chosen[: len(rows)].scatter_(1, tokens_N[:, None], 1.0)
+        logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+        for track, token, logprob in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
+            if track is not None and track.finished is None:
+                self._record(track, token, logprob)
+        return chosen
+
+    def _choose(self, logprobs_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:
+        """Inverse transform sampling: one uniform number per row, so that rows do not depend on each other. (N,)"""
+        probs_NV = _truncated(logprobs_NV, rows).exp()
+        cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
+        uniform_N1 = torch.from_numpy(_uniform(rows)).to(probs_NV.device)[:, None]
+        tokens_N = torch.searchsorted(cumulative_NV, uniform_N1 * cumulative_NV[:, -1:], right=True)[:, 0]
+        greedy = [track is not None and track.sampling.temperature == 0 for track in rows]
+        if any(greedy):
+            tokens_N = torch.where(torch.tensor(greedy, device=tokens_N.device), logprobs_NV.argmax(dim=-1), tokens_N)
+        return tokens_N
+
+    def _record(self, track: Track, token: int, logprob: float) -> None:
+        track.tokens.append(token)
+        track.logprobs.append(logprob)
+        track.versions.append(self.version)
+        self.sampled_tokens += 1
+        if token in self.eos_tokens:
+            track.finished = "stop"
+        elif track.sampling.stop and self._ends_in_stop(track):
+            track.finished = "stop"
+            self._on_stop(track)
+        elif track.tokens_left == 0:
+            track.finished = "length"
+
+    def _ends_in_stop(self, track: Track) -> bool:
+        longest = max(len(stop) for stop in track.sampling.stop)
+        text = self.tail_text(track.tokens[-4 * longest - 4 :])  # a character has at most 4 tokens (its bytes)
+        return any(stop in text for stop in track.sampling.stop)
+
+
+def stream_of(seed: int) -> int:
+    """Start of a request's stream of random numbers: a scrambled seed, so that neighbouring seeds share nothing."""
+    return int(_mix(np.array([seed % 2**64], dtype=np.uint64))[0])
+
+
+def _uniform(rows: list[Track | None]) -> NDArray[np.float64]:
+    """In [0, 1), 32 bits: less than 1 even when multiplied by a rounded sum of probabilities."""
+    streams = np.array([track.stream if track is not None else 0 for track in rows], dtype=np.uint64)
+    positions = np.array([len(track.tokens) + 1 if track is not None else 0 for track in rows], dtype=np.uint64)
+    return (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The output function of splitmix64 (Steele, Lea, Flood 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def _scaled(logits_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:
+    temperatures = [track.sampling.temperature or 1.0 if track is not None else 1.0 for track in rows]
+    if all(temperature == 1.0 for temperature in temperatures):
+        return logits_NV
+    return logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
+
+
+def _truncated(logprobs_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:
+    """Top-k, then top-p among the kept ones; the most likely token always stays. Untouched where both are off."""
+    limits = [(track.sampling.top_k, track.sampling.top_p) if track is not None else (0, 1.0) for track in rows]
+    if all(limit == (0, 1.0) for limit in limits):
+        return logprobs_NV
+    vocabulary = logprobs_NV.shape[1]
+    top_k_N1 = torch.tensor([[k or vocabulary] for k, _ in limits], device=logprobs_NV.device)
+    top_p_N1 = torch.tensor([[p] for _, p in limits], device=logprobs_NV.device)
+    sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True)
+    ranks_V = torch.arange(vocabulary, device=logprobs_NV.device)
+    sorted_NV = sorted_NV.masked_fill(ranks_V >= top_k_N1, float("-inf"))
+    probs_NV = sorted_NV.softmax(dim=-1)
+    before_NV = probs_NV.cumsum(dim=-1) - probs_NV
+    outside_NV = (before_NV >= top_p_N1) & (top_p_N1 < 1.0) & (ranks_V > 0)
+    sorted_NV = sorted_NV.masked_fill(outside_NV, float("-inf"))
+    return torch.empty_like(logprobs_NV).scatter_(1, order_NV, sorted_NV)

@@ -1,0 +1,294 @@
+"""The engine `transformers`: its own continuous batching in a background thread, behind the asyncio port of engine.py.
+
+    generate() -> SlotGate -> add_request -> [generation thread: forward, TokenSampler] -> result handler -> returns
+                                                        ^
+    load(), score() -> worker thread -> manager.pause() -> parks the generation thread between two forwards
+
+Who waits for whom: `generate` waits for a slot (given by `leave` of another, or by the end of a drain), then for its
+result (the generation thread calls back once per batch of finished responses; there is no polling and no cost per token
+in the event loop). `load` with `drain` waits for the running responses. A pause waits for at most one forward pass. If
+the generation thread dies, continuous batching fails every request and every pause.
+
+What is reproducible: see token_sampler.py. What is not done here: CUDA graphs and asynchronous batching, since the
+sampler reads each token on the host; on GPUs this engine is correct rather than fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils import logging
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.rollout import batching, scoring
+from asyncrl_cli.rollout.engine import Completion, FinishReason, PauseReport, Sampling
+from asyncrl_cli.rollout.slot_gate import SlotGate
+from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
+from asyncrl_cli.rollout.weights_check import check_fit
+
+CLOSE_TIMEOUT_S = 30.0
+
+
+class TransformersEngine:
+    """See `engine.Engine`. `model_dir` is a local Hugging Face directory; `dtype` is `float32` or `bfloat16`.
+
+    `on_running(running)` is called in the event loop whenever the number of generating sequences changes.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        device: str = "cpu",
+        dtype: str = "float32",
+        threads: int = 1,
+        seed: int = 0,
+        version: int = 0,
+        trust_remote_code: bool = False,
+        on_running: Callable[[int], None] = lambda running: None,
+    ) -> None:
+        self.slots = slots
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_response_tokens = max_response_tokens
+        self._model_dir = str(model_dir)
+        self._device = torch.device(device)
+        self._dtype = getattr(torch, dtype)
+        self._threads = threads
+        self._seed = seed
+        self._sampler = TokenSampler(version=version, on_stop=self._on_stop)
+        self._manager: ContinuousBatchingManager
+        self._loop: asyncio.AbstractEventLoop
+        self._trust_remote_code = trust_remote_code
+        self._gate = SlotGate(slots, on_running)
+        self._tracks: dict[str, Track] = {}
+        self._turns: dict[str, asyncio.Future[None]] = {}
+        self._weights_lock = asyncio.Lock()
+        self._started = False
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        return self._sampler.version
+
+    @property
+    def running(self) -> int:
+        return self._gate.running
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self._sampler.sampled_tokens
+
+    async def start(self) -> None:
+        """Load the model, allocate the cache, start the generation thread and wait until it is ready."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._start)
+
+    def _start(self) -> None:
+        torch.set_num_threads(self._threads)
+        logging.disable_progress_bar()
+        tokenizer = AutoTokenizer.from_pretrained(self._model_dir, trust_remote_code=self._trust_remote_code)
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self._model_dir, dtype=self._dtype, trust_remote_code=self._trust_remote_code
+        )
+        self._model.to(self._device).requires_grad_(False).eval()
+        self._sampler.eos_tokens = batching.eos_tokens(self._model, tokenizer)
+        self._sampler.tail_text = partial(tokenizer.decode, skip_special_tokens=False)
+        self._manager = batching.make_manager(
+            self._model,
+            self._sampler,
+            slots=self.slots,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
+            seed=self._seed,
+        )
+        self._manager.start()
+        self._started = True
+        with self._manager.pause():  # raises if the thread could not allocate its cache
+            pass
+
+    async def close(self) -> None:
+        self._closed = True
+        self._gate.close()
+        if self._started:
+            self._started = False
+            await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
+        for turn in list(self._turns.values()):
+            turn.cancel()
+        for track in list(self._tracks.values()):
+            _fail(track, ExecutorFailed(f"the rollout engine was closed while {track.request_id} was generating"))
+
+    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        self._check(request_id, prompt_tokens, sampling)
+        track = Track(
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            sampling=sampling,
+            stream=stream_of(seed),
+            done=asyncio.get_running_loop().create_future(),
+        )
+        self._tracks[request_id] = track
+        try:
+            if not await self._got_slot(track):
+                return track.completion(await track.done)
+            try:
+                self._submit(track)
+                return track.completion(await track.done)
+            finally:
+                self._withdraw(track)
+                self._gate.leave()
+        finally:
+            del self._tracks[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        track = self._tracks.get(request_id)
+        if track is not None and not track.done.done():
+            track.done.set_result("abort")
+            if turn := self._turns.get(request_id):
+                turn.cancel()
+
+    async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
+        async with self._weights_lock:
+            check_fit(self._model, weights, version)
+            if interrupt == "drain":
+                self._gate.close()
+            try:
+                if interrupt == "drain":
+                    await self._gate.idle()
+                report, interrupted = await asyncio.to_thread(self._swap, weights, version, interrupt)
+                for track in interrupted:
+                    if not track.done.done():
+                        self._submit(track)
+                return report
+            finally:
+                if not self._closed:
+                    self._gate.open()
+
+    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        async with self._weights_lock:
+            return await asyncio.to_thread(self._score, sequences, temperature)
+
+    def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
+        if self._closed:
+            raise ExecutorFailed("the rollout engine is closed")
+        if request_id in self._tracks:
+            raise ValueError(f"request {request_id} is running already")
+        if not 0 < len(prompt_tokens) <= self.max_prompt_tokens:
+            raise ValueError(
+                f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {self.max_prompt_tokens}"
+            )
+        if sampling.max_response_tokens > self.max_response_tokens:
+            asked = sampling.max_response_tokens
+            raise ValueError(f"{asked} response tokens asked, the engine was made for {self.max_response_tokens}")
+
+    async def _got_slot(self, track: Track) -> bool:
+        """False if it was aborted, or the engine closed, while it waited."""
+        turn = self._turns[track.request_id] = self._gate.enter()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._gate.leave()
+            task = asyncio.current_task()
+            if not turn.cancelled() or (task is not None and task.cancelling()):
+                raise
+            return False
+        finally:
+            del self._turns[track.request_id]
+        return True
+
+    def _submit(self, track: Track) -> None:
+        """Hand prompt and tokens so far to continuous batching; the budget counts the earlier tokens."""
+        if track.done.done():
+            return
+        track.num_submits += 1
+        track.submitted_as = f"{track.request_id}#{track.num_submits}"
+        self._sampler.tracks[track.submitted_as] = track
+        self._manager.register_result_handler(track.submitted_as, partial(self._on_result, track))
+        accepted = self._manager.add_request(
+            track.prompt_tokens + track.tokens,
+            request_id=track.submitted_as,
+            max_new_tokens=track.tokens_left,
+            eos_token_id=sorted(self._sampler.eos_tokens),
+        )
+        if accepted is None:
+            cause = self._manager.background_thread_status.fatal_error
+            raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
+
+    def _withdraw(self, track: Track) -> None:
+        """Forget a submitted request, and stop it if it still runs."""
+        self._sampler.tracks.pop(track.submitted_as, None)
+        if self._manager.output_router.result_handlers.pop(track.submitted_as, None) is not None:
+            self._manager.cancel_request(track.submitted_as)
+
+    def _on_result(self, track: Track, output: GenerationOutput) -> None:
+        """In the event loop. A result of an earlier submit can not arrive: its handler was removed."""
+        if output.error is not None:
+            _fail(track, ExecutorFailed(f"continuous batching failed {track.request_id}: {output.error}"))
+        elif track.finished is not None:
+            _finish(track, track.finished)
+        else:
+            ended = f"continuous batching ended {track.request_id} after {len(track.tokens)} tokens, without a reason"
+            _fail(track, ExecutorFailed(ended))
+
+    def _on_stop(self, track: Track) -> None:
+        """In the generation thread: a stop string is nothing that continuous batching knows of."""
+        self._loop.call_soon_threadsafe(_finish, track, "stop")
+
+    def _swap(
+        self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt
+    ) -> tuple[PauseReport, list[Track]]:
+        """In a worker thread. Returns the responses that have to be submitted again."""
+        with self._manager.pause():
+            paused_s = time.perf_counter()
+            with torch.no_grad():
+                own = self._model.state_dict()
+                for name, tensor in weights.items():
+                    own[name].copy_(tensor)
+            self._sampler.version = version
+            loaded_s = time.perf_counter()
+            interrupted = self._interrupt() if interrupt == "recompute-kv" else []
+        ended_s = time.perf_counter()
+        return PauseReport(load_s=loaded_s - paused_s, pause_s=ended_s - paused_s), interrupted
+
+    def _interrupt(self) -> list[Track]:
+        """Inside a pause: end all unfinished requests in continuous batching, so that their cache is freed.
+
+        The scheduler's own mark takes effect before its next batch; the queued one catches a request that the
+        scheduler has not seen yet.
+        """
+        assert self._manager.batch_processor is not None
+        interrupted = []
+        for submitted_as, track in list(self._sampler.tracks.items()):
+            if track.finished is None:
+                del self._sampler.tracks[submitted_as]
+                self._manager.output_router.result_handlers.pop(submitted_as, None)
+                self._manager.batch_processor.scheduler.set_request_cancellation(submitted_as)
+                self._manager.cancel_request(submitted_as)
+                interrupted.append(track)
+        return interrupted
+
+    def _score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+        with self._manager.pause():
+            return scoring.score(self._model, sequences, temperature)
+
+
+def _finish(track: Track, reason: FinishReason) -> None:
+    if not track.done.done():
+        track.done.set_result(reason)
+
+
+def _fail(track: Track, error: ExecutorFailed) -> None:
+    if not track.done.done():
+        track.done.set_exception(error)

@@ -1,0 +1,27 @@
+"""Whether received weights fit a model: looked at before anything is copied, so that a failed load changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+NAMES_SHOWN = 3
+
+
+def check_fit(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    """ValueError unless `weights` has every parameter (tied ones once or more), nothing else, and the same shapes."""
+    own = model.state_dict()
+    required = {name for name, _ in model.named_parameters()}
+    problems = [
+        _listed("missing", sorted(required - weights.keys())),
+        _listed("unknown", sorted(weights.keys() - own.keys())),
+        _listed("wrong shape", [name for name in weights if name in own and weights[name].shape != own[name].shape]),
+    ]
+    if found := "; ".join(problem for problem in problems if problem):
+        raise ValueError(f"weights of version {version} do not fit the engine's model: {found}")
+
+
+def _listed(what: str, names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{what} {', '.join(names[:NAMES_SHOWN])}{more}" if names else ""

@@ -1,0 +1,1 @@
+"""What a rollout produces: trajectories, their arrays and how they are stored."""

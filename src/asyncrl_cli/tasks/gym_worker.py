@@ -1,0 +1,140 @@
+"""Entries of a reasoning-gym dataset, all with different prompts, made in a process of their own.
+
+`make_entries` starts it (`python -m asyncrl_cli.tasks.gym_worker PARENT_PID`). Some datasets iterate over sets of
+strings, so that the same seed gives other entries in another process: this one has a fixed PYTHONHASHSEED. A resumed
+run must find the prompts that it began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asyncrl_cli.errors import AsyncrlError, ConfigError
+from asyncrl_cli.tasks.child import ChildFailed, become_child, call_once
+from asyncrl_cli.tasks.frames import pack, read_frame
+from asyncrl_cli.tasks.gym import Dataset, Entry, make_dataset, refused_params
+from asyncrl_cli.tasks.worked import WORKED
+
+GENERATE_TIMEOUT_S = 600.0
+MAX_TRIES_PER_PROMPT = 50
+MIN_TRIES = 500
+
+Made = list[tuple[str, Entry]]
+"""Prompts and the entries they were made from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """`num_prompts` by stream: an independent, reproducible sequence of entries. Streams share no prompt."""
+
+    dataset: str
+    params: Mapping[str, Any]
+    adapter: Literal["plain", "worked"]
+    num_prompts: Mapping[str, int]
+
+
+def make_entries(order: Order) -> dict[str, Made]:
+    """By stream. Raises what is wrong with the order, ConfigError mostly."""
+    try:
+        made: dict[str, Made] | AsyncrlError = call_once(
+            "asyncrl_cli.tasks.gym_worker", order, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"
+        )
+    except ChildFailed as failure:
+        raise ConfigError(f'dataset "{order.dataset}" cannot make its prompts: {failure}') from failure
+    if isinstance(made, AsyncrlError):
+        raise made
+    return made
+
+
+def main() -> None:
+    requests, results = become_child(int(sys.argv[1]))
+    order = read_frame(requests)
+    try:
+        answer: object = _make(order)
+    except AsyncrlError as error:
+        answer = error
+    results.write(pack(answer))
+    results.close()
+
+
+def _make(order: Order) -> dict[str, Made]:
+    prompt_of = _question if order.adapter == "plain" else WORKED[order.dataset].prompt
+    taken: set[str] = set()
+    return {
+        stream: distinct_entries(order.dataset, order.params, num=num, stream=stream, prompt_of=prompt_of, taken=taken)
+        for stream, num in order.num_prompts.items()
+    }
+
+
+def _question(entry: Entry) -> str:
+    return str(entry["question"])
+
+
+def distinct_entries(
+    name: str, params: Mapping[str, Any], *, num: int, stream: str, prompt_of: Callable[[Entry], str], taken: set[str]
+) -> Made:
+    """`num` entries whose prompts differ from each other and from `taken`, which grows by them.
+
+    ConfigError with the numbers if the dataset keeps repeating itself.
+    """
+    found: Made = []
+    num_tries, chunk, chunk_size = 0, 0, max(num, MIN_TRIES)
+    while len(found) < num:
+        num_found_before = len(found)
+        dataset = make_dataset(name, params, seed=stream_seed(name, params, f"{stream}/{chunk}"), size=chunk_size)
+        for entry in _entries(dataset, chunk_size, name, params):
+            num_tries += 1
+            prompt = _prompt(prompt_of, entry, name)
+            if prompt not in taken:
+                taken.add(prompt)
+                found.append((prompt, entry))
+                if len(found) == num:
+                    return found
+        if len(found) == num_found_before or num_tries > MAX_TRIES_PER_PROMPT * num:
+            raise _too_few(name, stream, num, len(found), len(taken), num_tries)
+        chunk += 1
+    return found
+
+
+def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
+    """Item i of a dataset is made from seed + i: seeds must lie far apart, or two streams share their items."""
+    content = json.dumps([name, params, stream], sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") % 2**31
+
+
+def _entries(dataset: Dataset, num: int, name: str, params: Mapping[str, Any]) -> Iterator[Entry]:
+    for index in range(num):
+        try:
+            yield dataset[index]
+        except IndexError:  # fewer than its size, as some datasets of a finite stock have
+            return
+        except Exception as error:
+            raise refused_params(name, params, error) from error
+
+
+def _prompt(prompt_of: Callable[[Entry], str], entry: Entry, name: str) -> str:
+    try:
+        return prompt_of(entry)
+    except Exception as error:
+        raise ConfigError(
+            f'dataset "{name}" made an item that has no prompt in this form: {error}',
+            hint='change task.params, or use task.adapter = "plain"',
+        ) from error
+
+
+def _too_few(name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int) -> ConfigError:
+    key = "eval.prompts" if stream == "eval" else "task.train_prompts"
+    return ConfigError(
+        f'dataset "{name}" with these parameters made only {num_found} of {num} new prompts for {key} in {num_tries} '
+        f"tries ({num_distinct} distinct ones in all, train and eval together)",
+        hint=f"lower {key}, or widen task.params",
+    )
+
+
+if __name__ == "__main__":
+    main()

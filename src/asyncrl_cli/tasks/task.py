@@ -1,0 +1,175 @@
+"""A task: the items of both splits and the reward, made from a profile's `task` and `eval` sections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.files import read_items
+from asyncrl_cli.tasks.gym import Entry, dataset_module
+from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
+from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
+from asyncrl_cli.tasks.worked import WORKED
+
+SOURCES = ("reasoning-gym", "jsonl", "parquet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """No prompt of `eval` is among those of `train`, and no prompt is there twice.
+
+    `eval` does not depend on the run's seed, so runs of different seeds compare. `demonstration` is a correct response
+    to an item, `flawed_demonstration` one with a slip in it; None where the task knows none. `notes` are for the user: what was left out of the source, and why.
+    """
+
+    name: str
+    train: Sequence[Item]
+    eval: Sequence[Item]
+    reward: RewardSpec
+    demonstration: Callable[[Item, Random], str] | None
+    flawed_demonstration: Callable[[Item, Random], str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstrations:
+    """A method of a dataset's worked form, called with items; picklable."""
+
+    dataset: str
+    method: Literal["demonstration", "flawed_demonstration"]
+
+    def __call__(self, item: Item, rng: Random) -> str:
+        demonstrate: Callable[[Entry, Random], str] = getattr(WORKED[self.dataset], self.method)
+        return demonstrate(item["metadata"]["entry"], rng)
+
+
+def _demonstrations(
+    dataset: str, adapter: str, method: Literal["demonstration", "flawed_demonstration"]
+) -> Demonstrations | None:
+    is_there = adapter == "worked" and hasattr(WORKED[dataset], method)
+    return Demonstrations(dataset=dataset, method=method) if is_there else None
+
+
+def load_task(profile: Profile) -> Task:
+    """Raises ConfigError for what is wrong in the profile or in a file, PreflightError for what is not installed."""
+    kind, colon, name = profile.task.source.partition(":")
+    if kind not in SOURCES or not (colon and name):
+        raise ConfigError(
+            f'task.source = "{profile.task.source}" is none of reasoning-gym:<dataset>, jsonl:<path>, parquet:<path>',
+            hint='for example task.source = "reasoning-gym:number_sorting"',
+        )
+    if kind == "reasoning-gym":
+        return _gym_task(profile, name)
+    return _file_task(profile, Path(name).expanduser())
+
+
+def _gym_task(profile: Profile, dataset: str) -> Task:
+    if profile.task.eval_path is not None:
+        raise ConfigError(
+            "task.eval_path is for files; a reasoning-gym dataset makes its eval prompts itself",
+            hint="leave it out; eval.prompts says how many are made",
+        )
+    dataset_module(dataset)
+    adapter = _adapter(profile, dataset)
+    params = dict(profile.task.params)
+    if adapter == "worked":
+        params = {**WORKED[dataset].default_params, **params}
+    train = f"train/{profile.run.seed}"
+    num_prompts = {"eval": profile.eval.prompts, train: profile.task.train_prompts}
+    made = make_entries(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
+    return Task(
+        name=profile.task.source,
+        train=_gym_items(made[train]),
+        eval=_gym_items(made["eval"]),
+        reward=resolve_reward(profile.task.reward, dataset=dataset, params=params, adapter=adapter),
+        demonstration=_demonstrations(dataset, adapter, "demonstration"),
+        flawed_demonstration=_demonstrations(dataset, adapter, "flawed_demonstration"),
+    )
+
+
+def _gym_items(made: Made) -> tuple[Item, ...]:
+    return tuple(make_item(prompt, entry["answer"], {"entry": entry}) for prompt, entry in made)
+
+
+def _adapter(profile: Profile, dataset: str) -> Literal["plain", "worked"]:
+    if profile.task.adapter == "worked" and dataset not in WORKED:
+        raise ConfigError(
+            f'task.adapter = "worked": {profile.task.source} has no worked form, only {", ".join(WORKED)} has',
+            hint='task.adapter = "plain"',
+        )
+    if profile.task.adapter == "auto":
+        return "worked" if dataset in WORKED and profile.model.path == "builtin:tiny" else "plain"
+    return profile.task.adapter
+
+
+def _file_task(profile: Profile, path: Path) -> Task:
+    if profile.task.params:
+        raise ConfigError(f"task.params is for reasoning-gym, not for {profile.task.source}", hint="leave it out")
+    _refuse_wrong_suffix(profile.task.source, path)
+    reward = resolve_reward(profile.task.reward, dataset="", params={}, adapter=_adapter(profile, ""))
+    if profile.task.eval_path is None:
+        train, held_out, notes = _one_file(profile, path, reward)
+    else:
+        train, held_out, notes = _two_files(profile, path, Path(profile.task.eval_path).expanduser(), reward)
+    return Task(
+        name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=tuple(notes)
+    )
+
+
+def _refuse_wrong_suffix(source: str, path: Path) -> None:
+    kind = source.partition(":")[0]
+    if (kind == "parquet") != (path.suffix == ".parquet"):
+        raise ConfigError(
+            f'task.source = "{source}": the file does not look like {kind}',
+            hint="parquet files end in .parquet, and only they do",
+        )
+
+
+def _read(profile: Profile, path: Path, key: str, limit: int, reward: RewardSpec) -> tuple[list[Item], list[str]]:
+    items, num_repeated = read_items(
+        path,
+        key=key,
+        prompt_column=profile.task.prompt_column,
+        answer_column=profile.task.answer_column,
+        needs_answer=reward.kind != "function",
+        limit=limit,
+    )
+    return items, [f"{path}: left out {num_repeated} rows whose prompt repeats an earlier one"] if num_repeated else []
+
+
+def _one_file(profile: Profile, path: Path, reward: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
+    """Held out are the items with the smallest uids: a random choice that no seed and no order of rows changes."""
+    num_eval = profile.eval.prompts
+    items, notes = _read(profile, path, "task.source", profile.task.train_prompts + num_eval, reward)
+    if len(items) <= num_eval:
+        raise ConfigError(
+            f"task.source: {path} has {len(items)} distinct prompts, and eval.prompts = {num_eval} of them are held "
+            "out: none are left to train on",
+            hint="lower eval.prompts, or name a file of eval prompts in task.eval_path",
+        )
+    held_out = sorted(items, key=lambda item: item["uid"])[:num_eval]
+    held_out_uids = {item["uid"] for item in held_out}
+    return [item for item in items if item["uid"] not in held_out_uids], held_out, notes
+
+
+def _two_files(
+    profile: Profile, path: Path, eval_path: Path, reward: RewardSpec
+) -> tuple[list[Item], list[Item], list[str]]:
+    num_eval = profile.eval.prompts
+    held_out, eval_notes = _read(profile, eval_path, "task.eval_path", num_eval, reward) if num_eval else ([], [])
+    eval_prompts = {item["prompt"] for item in held_out}
+    items, notes = _read(profile, path, "task.source", profile.task.train_prompts + len(held_out), reward)
+    train = [item for item in items if item["prompt"] not in eval_prompts]
+    if len(train) < len(items):
+        notes.append(f"{path}: left out {len(items) - len(train)} rows whose prompt is among the eval prompts")
+    if not train:
+        raise ConfigError(f"task.source: every prompt of {path} is among the eval prompts of {eval_path}")
+    if len(held_out) < num_eval:
+        eval_notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
+    return train[: profile.task.train_prompts], held_out, notes + eval_notes

@@ -1,0 +1,122 @@
+"""Who trains what: splits a train step into optimizer steps, ranks and microbatches. Pure Python, deterministic.
+
+The driver calls `plan_train_step` on the groups' metadata and sends each rank its `RankPlan`; a rank cuts its share of
+an optimizer step into `microbatches` when it has the token arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl_cli.loop.ports import GroupResult
+from asyncrl_cli.train.advantages import group_advantages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedTrajectory:
+    """Trajectory `trajectory` of group `group` (its index in the train step), with its advantage."""
+
+    group: int
+    trajectory: int
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStepPlan:
+    """One rank's share of an optimizer step. `num_loss_tokens` counts the sampled tokens of all ranks' shares."""
+
+    trajectories: tuple[PlannedTrajectory, ...]
+    num_loss_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one rank does in a train step."""
+
+    rank: int
+    optimizer_steps: tuple[OptimizerStepPlan, ...]
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Indices of the groups whose payload this rank needs, ascending."""
+        return tuple(sorted({t.group for step in self.optimizer_steps for t in step.trajectories}))
+
+
+def plan_train_step(
+    groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool
+) -> list[RankPlan]:
+    """Plan `num_minibatches` optimizer steps on the groups of a train step, in take order.
+
+    Raises:
+        ValueError: if the groups do not divide into the mini-batches.
+    """
+    if not groups or len(groups) % num_minibatches:
+        raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
+    size = len(groups) // num_minibatches
+    per_step = [
+        _plan_optimizer_step(groups, range(start, start + size), ranks, normalize)
+        for start in range(0, len(groups), size)
+    ]
+    return [RankPlan(rank=rank, optimizer_steps=tuple(step[rank] for step in per_step)) for rank in range(ranks)]
+
+
+def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Indices per rank so that token sums are near equal: longest first to the least loaded rank (Graham's LPT rule,
+    at most 4/3 of the best makespan). Each rank's indices stay in ascending order."""
+    loads = [0] * ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = loads.index(min(loads))
+        loads[rank] += lengths[index]
+        shares[rank].append(index)
+    return [sorted(share) for share in shares]
+
+
+def microbatches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:
+    """Row indices per microbatch: as few as the budget of padded tokens allows, then split where padding costs more.
+
+    Rows are bucketed by length (longest first). A microbatch is cut in two when that saves more padded tokens than
+    `split_cost_tokens`, the price of one more forward and backward. A row above the budget goes alone. Inside a
+    microbatch the order of `lengths` is kept.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    cut: list[list[int]] = []
+    for index in order:
+        if cut and (len(cut[-1]) + 1) * lengths[cut[-1][0]] <= max_tokens:
+            cut[-1].append(index)
+        else:
+            cut.append([index])
+    return [sorted(part) for rows in cut for part in _split_padding(rows, lengths, split_cost_tokens)]
+
+
+def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: int) -> list[list[int]]:
+    # `rows` are sorted by length, longest first: cutting before row i narrows rows i.. from the first row's length.
+    longest = lengths[rows[0]]
+    savings = [(len(rows) - i) * (longest - lengths[rows[i]]) for i in range(len(rows))]
+    best = max(range(len(rows)), key=savings.__getitem__)
+    if savings[best] <= split_cost_tokens:
+        return [rows]
+    return [
+        *_split_padding(rows[:best], lengths, split_cost_tokens),
+        *_split_padding(rows[best:], lengths, split_cost_tokens),
+    ]
+
+
+def _plan_optimizer_step(
+    groups: Sequence[GroupResult], indices: range, ranks: int, normalize: bool
+) -> list[OptimizerStepPlan]:
+    planned: list[PlannedTrajectory] = []
+    lengths: list[int] = []
+    num_loss_tokens = 0
+    for group in indices:
+        metas = groups[group].trajectories
+        advantages = group_advantages([meta.reward for meta in metas], normalize)
+        for trajectory, (meta, advantage) in enumerate(zip(metas, advantages, strict=True)):
+            planned.append(PlannedTrajectory(group=group, trajectory=trajectory, advantage=advantage))
+            lengths.append(meta.prompt_tokens + meta.response_tokens)
+            num_loss_tokens += sum(count for _, count in meta.version_tokens)
+    return [
+        OptimizerStepPlan(trajectories=tuple(planned[i] for i in share), num_loss_tokens=num_loss_tokens)
+        for share in split_by_tokens(lengths, ranks)
+    ]

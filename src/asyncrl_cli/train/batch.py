@@ -1,0 +1,114 @@
+"""Microbatches: segments and advantages -> padded tensors on the trainer's device.
+
+Legend: B = rows (segments), T = padded positions, K = kept positions at the end of T, N = sampled tokens, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl_cli.samples.trajectory import GroupPayload, Segment
+from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One segment to be trained with its trajectory's advantage."""
+
+    segment: Segment
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions.
+
+    `kept_positions` (K): logits are needed at the last K positions only; `select_N` points into the flattened (B, K).
+    """
+
+    inputs_BT: torch.Tensor
+    kept_positions: int
+    select_N: torch.Tensor
+    targets_N: torch.Tensor
+    logp_mu_N: torch.Tensor
+    advantages_N: torch.Tensor
+
+
+def rows_of(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[Row]:
+    """This rank's rows of an optimizer step, in take order; all segments of a trajectory share its advantage."""
+    return [
+        Row(segment=segment, advantage=planned.advantage)
+        for planned in plan.trajectories
+        for segment in payloads[planned.group].trajectories[planned.trajectory].segments
+        if segment.mask_T.any()
+    ]
+
+
+def build_microbatches(
+    rows: Sequence[Row], *, max_tokens: int, split_cost_tokens: int, device: torch.device
+) -> list[Microbatch]:
+    lengths = [len(row.segment.tokens_T) - 1 for row in rows]
+    parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
+    return [build_microbatch([rows[i] for i in part], device) for part in parts]
+
+
+def build_microbatch(rows: Sequence[Row], device: torch.device) -> Microbatch:
+    """Pad rows to the longest. Padding lies to the right of every real token, so causal attention never sees it."""
+    if any(row.segment.mask_T[0] for row in rows):
+        raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
+    width = max(len(row.segment.tokens_T) for row in rows)
+    tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
+    mask_BT = np.zeros((len(rows), width), dtype=np.bool_)
+    for b, row in enumerate(rows):
+        length = len(row.segment.tokens_T)
+        tokens_BT[b, :length] = row.segment.tokens_T
+        mask_BT[b, :length] = row.segment.mask_T
+    counts_B = mask_BT.sum(axis=1)
+    logp_mu_N = np.concatenate([row.segment.logprobs_T[row.segment.mask_T] for row in rows])
+    advantages_N = np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), counts_B)
+    return _to_device(tokens_BT, mask_BT, logp_mu_N.astype(np.float32), advantages_N, device)
+
+
+def empty_microbatch(device: torch.device) -> Microbatch:
+    """Two tokens, none of them sampled: its loss is 0, but it takes part in every collective of a step."""
+    nothing = np.zeros(0, dtype=np.float32)
+    return _to_device(np.zeros((1, 2), np.int64), np.zeros((1, 2), np.bool_), nothing, nothing, device)
+
+
+def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
+    """Whole sequences of any lengths, of which every token but the first is scored."""
+    width = max(len(tokens) for tokens in sequences)
+    tokens_BT = np.zeros((len(sequences), width), dtype=np.int64)
+    mask_BT = np.zeros((len(sequences), width), dtype=np.bool_)
+    for b, tokens in enumerate(sequences):
+        tokens_BT[b, : len(tokens)] = tokens
+        mask_BT[b, 1 : len(tokens)] = True
+    nothing = np.zeros(int(mask_BT.sum()), dtype=np.float32)
+    return _to_device(tokens_BT, mask_BT, nothing, nothing, device)
+
+
+def _to_device(
+    tokens_BT: NDArray[np.int64],
+    mask_BT: NDArray[np.bool_],
+    logp_mu_N: NDArray[np.float32],
+    advantages_N: NDArray[np.float32],
+    device: torch.device,
+) -> Microbatch:
+    predicted_BT = mask_BT[:, 1:]
+    rows_N, positions_N = predicted_BT.nonzero()
+    num_positions = predicted_BT.shape[1]
+    first = int(positions_N.min()) if len(positions_N) else num_positions - 1
+    kept_positions = num_positions - first
+    return Microbatch(
+        inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
+        kept_positions=kept_positions,
+        select_N=torch.from_numpy(rows_N * kept_positions + positions_N - first).to(device),
+        targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
+        logp_mu_N=torch.from_numpy(logp_mu_N).to(device),
+        advantages_N=torch.from_numpy(advantages_N).to(device),
+    )

@@ -1,0 +1,86 @@
+"""AdamW on the shards: one optimizer step with global gradient clipping and the scheduled learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.settings import TrainerSettings
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CLIP_EPSILON = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+class PolicyOptimizer:
+    """`steps_made` counts optimizer steps of the whole run, over resumes."""
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks, parameters: dict[str, DTensor]) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._parameters = parameters
+        self._adamw = torch.optim.AdamW(
+            parameters.values(),
+            lr=settings.learning_rate(0),
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.steps_made = 0
+        for parameter in parameters.values():
+            # Made here and not at the first step, so that step 0 has a state to save and a fresh process one to load.
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=ranks.device),
+                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
+            }
+
+    def step(self) -> tuple[float, float]:
+        """Clip, step, clear the gradients. Returns (global gradient norm before clipping, learning rate).
+
+        Raises:
+            AsyncrlError: if the norm is not finite; the weights are then untouched.
+        """
+        gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
+        norm = self._global_norm(gradients)
+        norm_value = norm.item()
+        if not math.isfinite(norm_value):
+            raise AsyncrlError(
+                f"trainer: gradient norm is {norm_value} at optimizer step {self.steps_made + 1}",
+                hint="lower trainer.lr, or set algorithm.max_importance_weight if correction/weight_max is large",
+            )
+        torch._foreach_mul_(gradients, (self._settings.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
+        learning_rate = self._settings.learning_rate(self.steps_made)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.steps_made += 1
+        return norm_value, learning_rate
+
+    def moments(self) -> dict[str, torch.Tensor]:
+        """This rank's shards of both moments, by `<moment>/<parameter>`."""
+        return {
+            f"{moment}/{name}": _local(self._adamw.state[parameter][moment])
+            for name, parameter in self._parameters.items()
+            for moment in MOMENTS
+        }
+
+    def restore_steps(self, steps_made: int) -> None:
+        """Set the counters; the moments are written in place through `moments`."""
+        self.steps_made = steps_made
+        for parameter in self._parameters.values():
+            self._adamw.state[parameter]["step"].fill_(float(steps_made))
+
+    def _global_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        local = torch.nn.utils.get_total_norm(gradients)
+        # One rank keeps the plain norm: the detour over squares would change its last bit.
+        return local if self._ranks.world_size == 1 else self._ranks.sum(local.square()).sqrt()
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    return cast(DTensor, tensor).to_local()

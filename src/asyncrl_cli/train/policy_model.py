@@ -1,0 +1,127 @@
+"""The policy under FSDP2: loading, sharding, its parameters, logprobs of tokens.
+
+Every decoder layer is one shard group and the rest (embedding, norm, head) another. Master weights are float32; with
+dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. FSDP2 is used for one rank
+too: measured on a CPU it costs about 4 ms per microbatch there, and one code path is worth that.
+
+Legend: B = rows, T = positions, K = kept positions, V = vocabulary, N = sampled tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+import transformers
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl_cli.train.batch import Microbatch
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
+
+ENTROPY_CHUNK_ELEMENTS = 2**25
+"""Largest float32 temporary of the entropy: with a large vocabulary it would otherwise be as large as the logits."""
+
+
+class PolicyModel:
+    """One rank's part of the model. `parameters` are the sharded float32 master weights by first name."""
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
+        transformers.logging.disable_progress_bar()
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.model_dir,
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+            trust_remote_code=settings.trust_remote_code,
+        )
+        # Dropout would make prox and theta two different functions of the same weights.
+        model.eval().to(ranks.device)
+        _shard(model, settings, ranks)
+        self._model = model
+        self._root = cast(FSDPModule, model)
+        self._temperature = settings.temperature
+        # Saves the logits of prompts. It also changes the last bit of the head's gradient (fewer rows in one sum), so
+        # a CPU, where vocabularies are small, goes without it and equals a plain loop.
+        can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.keeps_logits = can_keep and ranks.device.type == "cuda"
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
+        self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
+        self._buffers = _persistent_buffers(model)
+        self._aliases = _aliases(model)
+        self._wire_dtype = settings.dtype
+
+    def logits_NV(self, microbatch: Microbatch) -> torch.Tensor:
+        """Temperature-scaled float32 logits of the positions that predict a sampled token."""
+        keep = {"logits_to_keep": microbatch.kept_positions} if self.keeps_logits else {}
+        logits_BKV = self._model(input_ids=microbatch.inputs_BT, use_cache=False, **keep).logits
+        logits_BKV = logits_BKV[:, -microbatch.kept_positions :]
+        return logits_BKV.flatten(0, 1).index_select(0, microbatch.select_N).float() / self._temperature
+
+    def logprobs_N(self, microbatch: Microbatch) -> torch.Tensor:
+        """Logprobs of the sampled tokens, without gradient. A collective: all ranks call it."""
+        with torch.no_grad():
+            logprobs_N = select_logprobs(torch.log_softmax(self.logits_NV(microbatch), dim=-1), microbatch.targets_N)
+        # Without a backward nobody frees the root's gathered parameters, and the next reader would see stale ones.
+        self._root.reshard()
+        return logprobs_N
+
+    def locals(self) -> dict[str, torch.Tensor]:
+        """This rank's shards; writing to them in place changes the weights."""
+        return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
+
+    def specs(self) -> list[Spec]:
+        """What travels at a publish: every parameter once, in the engine's dtype; persistent buffers as they are."""
+        parameters = [
+            Spec(name=name, dtype=self._wire_dtype, shape=tuple(p.shape), aliases=self._aliases.get(name, ()))
+            for name, p in self.parameters.items()
+        ]
+        buffers = [Spec(name=n, dtype=dtype_name(b.dtype), shape=tuple(b.shape)) for n, b in self._buffers.items()]
+        return parameters + buffers
+
+    def full(self, spec: Spec) -> torch.Tensor:
+        """The whole tensor in the wire's dtype, on the device. A collective. May alias live memory: copy it."""
+        if spec.name in self._buffers:
+            return self._buffers[spec.name]
+        shard = cast(DTensor, self.parameters[spec.name].detach().to(torch_dtype(spec.dtype)))
+        return shard.full_tensor()
+
+
+def select_logprobs(logprobs_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_sum(logprobs_NV: torch.Tensor) -> torch.Tensor:
+    """Sum over tokens of the distribution's entropy in nats, without gradient."""
+    logprobs_NV = logprobs_NV.detach()
+    rows = max(1, ENTROPY_CHUNK_ELEMENTS // logprobs_NV.shape[-1])
+    total = logprobs_NV.new_zeros(())
+    for part_NV in logprobs_NV.split(rows):
+        total -= (part_NV.exp() * part_NV).sum()
+    return total
+
+
+def _shard(model: PreTrainedModel, settings: TrainerSettings, ranks: Ranks) -> None:
+    policy = MixedPrecisionPolicy()
+    if settings.dtype == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layer_names = set(model._no_split_modules or ())
+    for module in [m for m in model.modules() if type(m).__name__ in layer_names]:
+        fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values() if others}
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}

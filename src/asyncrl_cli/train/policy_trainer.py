@@ -1,0 +1,192 @@
+"""The policy trainer: one object per rank. All ranks make the same calls in the same order.
+
+    train(batch)                one train step (policy_update.py)
+    gather(version)             full parameters -> host buckets (rank 0) + probe logprobs
+    published(version)          manifest and buckets (rank 0)
+    snapshot / write / load     trainer state to the host, to disk, back
+
+Threads. `train`, `gather`, `score`, `snapshot` and `load` belong to one thread (the trainer's). `published` and `write`
+may run in another one beside them: they touch only what gather and snapshot have copied, and `write` talks to the other
+ranks through a process group of its own. One `write` at a time, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.train.batch import scoring_microbatch
+from asyncrl_cli.train.optimizer import PolicyOptimizer
+from asyncrl_cli.train.policy_model import PolicyModel
+from asyncrl_cli.train.policy_update import PolicyUpdate, RankBatch, RankReport
+from asyncrl_cli.train.publication import Publication, load_publication
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.train.trainer_state import HostState, read_counters, read_state, to_host, write_state
+from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, plan_layout
+from asyncrl_cli.weights.probes import make_probes
+
+__all__ = ["PolicyTrainer", "RankBatch", "RankReport"]
+
+
+class PolicyTrainer:
+    """See the module's docstring. `device` is "cpu" or "cuda[:i]"; `init_method` is tcp://host:port or file://path.
+
+    Raises:
+        OSError, ValueError: from transformers, if `settings.model_dir` is no model.
+    """
+
+    def __init__(self, settings: TrainerSettings, *, rank: int, world_size: int, device: str, init_method: str) -> None:
+        self.settings = settings
+        if device == "cpu":
+            torch.set_num_threads(settings.threads)
+        self.ranks = Ranks(
+            rank=rank,
+            world_size=world_size,
+            device=torch.device(device),
+            init_method=init_method,
+            timeout_s=settings.collective_timeout_s,
+        )
+        self.model = PolicyModel(settings, self.ranks)
+        self.optimizer = PolicyOptimizer(settings, self.ranks, self.model.parameters)
+        self.step = 0
+        self._update = PolicyUpdate(settings, self.ranks, self.model, self.optimizer)
+        self._publication: Publication | None = None
+        self._layout = plan_layout(self.model.specs(), settings.gather_bucket_size_bytes)
+        self._probes = make_probes(settings.probe_sequences, self.model.vocab_size, settings.seed)
+        self._snapshots: dict[int, tuple[HostState, Publication | None]] = {}
+
+    def close(self) -> None:
+        """Leave the process group. Not to be called while a `write` runs."""
+        self.ranks.close()
+
+    # --- train
+
+    def train(self, batch: RankBatch) -> RankReport:
+        """Make the train step's optimizer steps. A collective.
+
+        Raises:
+            AsyncrlError: if a gradient is not finite.
+        """
+        report = self._update.run(batch)
+        self.step = batch.step
+        return report
+
+    # --- weights
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Logprobs of tokens 1.. of each sequence by the current weights, at the sampling temperature. A collective."""
+        if not sequences:
+            return []
+        logprobs = self.model.logprobs_N(scoring_microbatch(sequences, self.ranks.device)).tolist()
+        ends = itertools.accumulate((len(tokens) - 1 for tokens in sequences), initial=0)
+        return [logprobs[start:end] for start, end in itertools.pairwise(ends)]
+
+    def gather(self, version: int) -> float:
+        """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
+
+        Returns seconds. A collective. Rank 0 holds the newest version only: a gather replaces the one before.
+        """
+        started_s = time.monotonic()
+        packing = Packing(self._layout) if self.ranks.rank == 0 else None
+        with torch.no_grad():
+            for spec in self.model.specs():
+                full = self.model.full(spec)
+                if packing is not None:
+                    packing.put(spec.name, full)
+        probe_logprobs = tuple(tuple(row) for row in self.score(self._probes))
+        if packing is not None:
+            self._publication = Publication(
+                version=version,
+                packing=packing,
+                temperature=self.settings.temperature,
+                probe_tokens=self._probes,
+                probe_logprobs=probe_logprobs,
+            )
+        return time.monotonic() - started_s
+
+    @property
+    def published_version(self) -> int | None:
+        """The version held on this rank: the last gathered or loaded one; None before, and on ranks other than 0."""
+        publication = self._publication
+        return None if publication is None else publication.version
+
+    def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
+        """Manifest and buckets of the newest gathered version (rank 0). Any thread.
+
+        Raises:
+            ValueError: if `version` is not the one held.
+        """
+        publication = self._publication
+        if publication is None or publication.version != version:
+            held = "none" if publication is None else publication.version
+            raise ValueError(f"version {version} is not held by rank {self.ranks.rank} (held: {held})")
+        return publication.sealed()
+
+    # --- checkpoint
+
+    def snapshot(self, step: int) -> float:
+        """Copy this rank's state to the host under the name `step`. Returns seconds."""
+        started_s = time.monotonic()
+        counters = {
+            "step": step,
+            "optimizer_steps": self.optimizer.steps_made,
+            "has_window_first": int(self._update.window_first is not None),
+        }
+        state = to_host(self.ranks, self.model.parameters, self._state_tensors(), counters)
+        self._snapshots[step] = (state, self._publication)
+        return time.monotonic() - started_s
+
+    def write(self, step: int, directory: Path, with_published: bool) -> None:
+        """Write the snapshot of `step` and forget it. Any thread; a collective over ranks, one at a time.
+
+        Raises:
+            ValueError: if there is no such snapshot, or `with_published` before anything was gathered.
+        """
+        if step not in self._snapshots:
+            raise ValueError(f"there is no snapshot of step {step} to write")
+        state, publication = self._snapshots.pop(step)
+        if with_published and self.ranks.rank == 0:
+            if publication is None:
+                raise ValueError(f"snapshot of step {step}: no version was gathered before it")
+            directory.mkdir(parents=True, exist_ok=True)
+            publication.save(directory)
+        write_state(self.ranks, state, directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.
+
+        A collective. Raises:
+            RefusedError: if the directory is no trainer state of this model.
+        """
+        counters = read_counters(directory)
+        if counters["has_window_first"]:
+            shards = self.model.locals()
+            self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
+        elif self.settings.old_logprobs == "recompute" and self.settings.window_steps > 1 and counters["step"]:
+            raise RefusedError(
+                f"{directory}: has no weights of its window's start, which algorithm.old_logprobs = recompute needs",
+                hint="resume with the profile that wrote it",
+            )
+        live = self._state_tensors()
+        state = to_host(self.ranks, self.model.parameters, live, {})
+        read_state(self.ranks, state, directory)
+        for key, tensor in live.items():
+            tensor.copy_(state.shards[key].to_local())
+        self.step = counters["step"]
+        self.optimizer.restore_steps(counters["optimizer_steps"])
+        if self.ranks.rank == 0:
+            size_bytes = self.settings.gather_bucket_size_bytes
+            self._publication = load_publication(directory, self.model.specs(), size_bytes)
+
+    def _state_tensors(self) -> dict[str, torch.Tensor]:
+        """This rank's live shards by `<kind>/<parameter>`."""
+        tensors = {f"weight/{name}": local for name, local in self.model.locals().items()}
+        tensors |= self.optimizer.moments()
+        tensors |= {f"window_first/{name}": local for name, local in (self._update.window_first or {}).items()}
+        return tensors

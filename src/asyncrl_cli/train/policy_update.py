@@ -1,0 +1,164 @@
+"""One train step on one rank: microbatches -> [prox logp] -> per optimizer step: forward, loss, backward, clip, AdamW.
+
+An optimizer step's loss is the mean over its sampled tokens on all ranks. Ranks may need different numbers of
+microbatches; the shorter ones add empty microbatches, because every FSDP collective needs every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
+from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch, rows_of
+from asyncrl_cli.train.corrections import CorrectionSums
+from asyncrl_cli.train.losses import decoupled_ppo
+from asyncrl_cli.train.optimizer import PolicyOptimizer
+from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.settings import TrainerSettings
+
+SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
+"""Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.6 M parameters); a GPU
+wants full microbatches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBatch:
+    """One rank's work of a train step. `payloads` has, by index in the train step, at least `plan.groups`."""
+
+    step: int
+    step_in_window: int
+    plan: RankPlan
+    payloads: Mapping[int, GroupPayload]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Seconds are this rank's; `tokens` (sampled tokens trained) and `metrics` are of all ranks together."""
+
+    train_s: float
+    old_logprob_s: float
+    tokens: int
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OptimizerStep:
+    """`prox[i]`: proximal logprobs of microbatch i; None means theta's own, detached: it then has the same value."""
+
+    microbatches: list[Microbatch]
+    num_loss_tokens: int
+    prox: list[torch.Tensor | None]
+
+
+class PolicyUpdate:
+    """`window_first`: a host copy of this rank's shards at the window's start, kept only where prox will need it."""
+
+    def __init__(self, settings: TrainerSettings, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
+        self.window_first: dict[str, torch.Tensor] | None = None
+        self._settings = settings
+        self._ranks = ranks
+        self._model = model
+        self._optimizer = optimizer
+
+    def run(self, batch: RankBatch) -> RankReport:
+        """Make the train step's optimizer steps. A collective."""
+        started_s = time.monotonic()
+        work = self._microbatches(batch)
+        prox_started_s = time.monotonic()
+        steps = self._with_prox(batch, work)
+        self._ranks.synchronize()
+        prox_s = time.monotonic() - prox_started_s
+        sums = CorrectionSums(self._settings, self._ranks)
+        norms = [self._optimizer_step(step, sums) for step in steps]
+        metrics = sums.metrics(len(steps))
+        metrics["train/grad_norm"] = sum(norm for norm, _ in norms) / len(norms)
+        metrics["train/lr"] = norms[-1][1]
+        self._ranks.synchronize()
+        return RankReport(
+            train_s=time.monotonic() - started_s - prox_s,
+            old_logprob_s=prox_s,
+            tokens=sum(step.num_loss_tokens for step in steps),
+            metrics=metrics,
+        )
+
+    def _microbatches(self, batch: RankBatch) -> list[list[Microbatch]]:
+        device = self._ranks.device
+        own = [self._own_microbatches(plan, batch.payloads) for plan in batch.plan.optimizer_steps]
+        counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
+        return [
+            part + [empty_microbatch(device) for _ in range(count - len(part))]
+            for part, count in zip(own, counts, strict=True)
+        ]
+
+    def _own_microbatches(self, plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[Microbatch]:
+        return build_microbatches(
+            rows_of(plan, payloads),
+            max_tokens=self._settings.max_tokens_per_microbatch,
+            split_cost_tokens=SPLIT_COST_TOKENS[self._ranks.device.type],
+            device=self._ranks.device,
+        )
+
+    def _with_prox(self, batch: RankBatch, work: list[list[Microbatch]]) -> list[_OptimizerStep]:
+        prox: list[list[torch.Tensor | None]]
+        if self._settings.old_logprobs == "rollout":
+            prox = [[m.logp_mu_N for m in part] for part in work]
+        elif batch.step_in_window == 0:
+            if self._settings.window_steps > 1:
+                self.window_first = {name: _host_copy(local) for name, local in self._model.locals().items()}
+            # The first optimizer step trains the very weights that define prox: its own forward yields both.
+            prox = [[None] * len(work[0])]
+            prox += [[self._model.logprobs_N(m) for m in part] for part in work[1:]]
+        else:
+            with self._window_first_weights():
+                prox = [[self._model.logprobs_N(m) for m in part] for part in work]
+        return [
+            _OptimizerStep(microbatches=part, num_loss_tokens=plan.num_loss_tokens, prox=part_prox)
+            for part, plan, part_prox in zip(work, batch.plan.optimizer_steps, prox, strict=True)
+        ]
+
+    @contextmanager
+    def _window_first_weights(self) -> Iterator[None]:
+        assert self.window_first is not None, "the window's first train step was not seen"
+        live = self._model.locals()
+        current = {name: local.clone() for name, local in live.items()}
+        try:
+            _copy_into(live, self.window_first)
+            yield
+        finally:
+            _copy_into(live, current)
+
+    def _optimizer_step(self, step: _OptimizerStep, sums: CorrectionSums) -> tuple[float, float]:
+        num_tokens = max(step.num_loss_tokens, 1)
+        for microbatch, prox_N in zip(step.microbatches, step.prox, strict=True):
+            logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
+            logp_theta_N = select_logprobs(logprobs_NV, microbatch.targets_N)
+            losses = decoupled_ppo(
+                logp_theta_N,
+                logp_theta_N.detach() if prox_N is None else prox_N,
+                microbatch.logp_mu_N,
+                microbatch.advantages_N,
+                clip_ratio_low=self._settings.clip_ratio_low,
+                clip_ratio_high=self._settings.clip_ratio_high,
+                max_importance_weight=self._settings.max_importance_weight,
+            )
+            loss_sum = losses.loss_N.sum()
+            # FSDP averages gradients over ranks, the loss is a mean over all ranks' tokens: hence the factor.
+            (loss_sum * (self._ranks.world_size / num_tokens)).backward()
+            sums.add(losses, loss_sum / num_tokens, entropy_sum(logprobs_NV))
+        return self._optimizer.step()
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor)
+
+
+def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])

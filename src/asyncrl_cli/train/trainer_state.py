@@ -1,0 +1,122 @@
+"""Trainer state on the host and on disk: what a resume needs to go on bit for bit.
+
+    <directory>/  .metadata, *.distcp       torch distributed checkpoint: weights, moments, window's first weights, RNG
+                  trainer.json              counters, written by rank 0
+                  published.safetensors     the published version's weights, if it is not the trainer's own
+
+A checkpoint of N ranks loads on any number of ranks: the shards are DTensors. (RNG states follow their rank; the
+trainer itself draws no random numbers.)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.tensor import DTensor
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.weights.kept import sync_files
+
+SCHEMA_VERSION = 1
+COUNTERS_FILE = "trainer.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """One rank's share, all on the host. `shards` are wrapped as DTensors on the host mesh; `rng` is this rank's."""
+
+    shards: dict[str, DTensor]
+    rng: dict[str, torch.Tensor]
+    counters: dict[str, int]
+
+
+def to_host(
+    ranks: Ranks,
+    like: dict[str, DTensor],
+    local_tensors: dict[str, torch.Tensor],
+    counters: dict[str, int],
+) -> HostState:
+    """Copy shards to the host. Keys of `local_tensors` end in a parameter's name, which tells shape and sharding."""
+    shards = {key: _host_shard(ranks, like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
+    return HostState(shards=shards, rng=_rng_state(ranks), counters=counters)
+
+
+def write_state(ranks: Ranks, state: HostState, directory: Path) -> None:
+    """Write and fsync. A collective over `host_group` only, so it may run in a thread beside training."""
+    directory.mkdir(parents=True, exist_ok=True)
+    dcp.save(
+        {**state.shards, **state.rng},
+        storage_writer=FileSystemWriter(directory, sync_files=True),
+        process_group=ranks.host_group,
+    )
+    if ranks.rank == 0:
+        counters = {"schema_version": SCHEMA_VERSION, "ranks": ranks.world_size, **state.counters}
+        (directory / COUNTERS_FILE).write_text(json.dumps(counters, indent=1) + "\n")
+        sync_files(directory)
+
+
+def read_counters(directory: Path) -> dict[str, Any]:
+    """Raises RefusedError if this is no trainer state, or one of another schema."""
+    try:
+        counters: dict[str, Any] = json.loads((directory / COUNTERS_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{directory}: trainer state cannot be read: {error}") from error
+    if (schema := counters.get("schema_version")) != SCHEMA_VERSION:
+        raise RefusedError(
+            f"{directory}: schema_version of trainer state is {schema}, this asyncrl reads {SCHEMA_VERSION}"
+        )
+    return counters
+
+
+def saved_keys(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every saved tensor."""
+    metadata = FileSystemReader(directory).read_metadata()
+    return {key: tuple(getattr(item, "size", ())) for key, item in metadata.state_dict_metadata.items()}
+
+
+def read_state(ranks: Ranks, state: HostState, directory: Path) -> None:
+    """Fill the host tensors of `state` from disk. A collective.
+
+    Raises:
+        RefusedError: if the checkpoint lacks a tensor or has it in another shape.
+    """
+    saved = saved_keys(directory)
+    for key, tensor in state.shards.items():
+        if saved.get(key) != tuple(tensor.shape):
+            raise RefusedError(
+                f"{directory}: checkpoint is of another model: {key} is {saved.get(key, 'absent')}, "
+                f"the model has {tuple(tensor.shape)}",
+                hint="resume with the profile and the model that wrote it",
+            )
+    rng = {key: tensor for key, tensor in state.rng.items() if saved.get(key) == tuple(tensor.shape)}
+    dcp.load({**state.shards, **rng}, storage_reader=FileSystemReader(directory), process_group=ranks.host_group)
+    _restore_rng(rng)
+
+
+def _host_shard(ranks: Ranks, parameter: DTensor, local: torch.Tensor) -> DTensor:
+    host = torch.empty(local.shape, dtype=local.dtype).copy_(local)
+    return DTensor.from_local(
+        host, ranks.host_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _rng_state(ranks: Ranks) -> dict[str, torch.Tensor]:
+    rng = {f"rng/cpu/{ranks.rank}": torch.get_rng_state()}
+    if ranks.device.type == "cuda":
+        rng[f"rng/cuda/{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
+    return rng
+
+
+def _restore_rng(rng: dict[str, torch.Tensor]) -> None:
+    for key, tensor in rng.items():
+        if key.startswith("rng/cuda/"):
+            torch.cuda.set_rng_state(tensor)
+        else:
+            torch.set_rng_state(tensor)

@@ -1,0 +1,224 @@
+"""Buckets: flat host buffers in which full parameters travel, their layout, and the fingerprints that verify them.
+
+    trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal() -> Bucket...     (gather, publish)
+    worker    verify(buckets, manifest) -> split(bucket, load size)... -> unpack(bucket)            (prefetch, load)
+
+A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once, under the
+first of their names; the others are recorded as `aliases`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from asyncrl_cli.errors import AsyncrlError
+
+MB = 2**20
+"""Bytes of one MB in the profile's bucket sizes."""
+
+ALIGNMENT_BYTES = 64
+"""Every tensor starts at a multiple of it, so that any dtype can be viewed in place."""
+
+
+class DamagedWeights(AsyncrlError):
+    """Received buckets are not the ones that were published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """A tensor that will travel: full shape, dtype on the wire (torch's name of it), further names it goes by."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * int(torch_dtype(self.dtype).itemsize)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Where a tensor lies in its bucket."""
+
+    spec: Spec
+    offset_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        return self.offset_bytes + self.spec.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """One flat buffer of uint8 and what lies in it. `fingerprint`: xxh3_64 of `data`; None in a slice by `split`."""
+
+    data: NDArray[np.uint8]
+    entries: tuple[Entry, ...]
+    fingerprint: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version must look like on arrival.
+
+    `fingerprints` are the buckets', in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
+    tokens 1.. of `probe_tokens[i]`, made with these very weights.
+    """
+
+    version: int
+    num_bytes: int
+    fingerprints: tuple[int, ...]
+    temperature: float
+    probe_tokens: tuple[tuple[int, ...], ...] = ()
+    probe_logprobs: tuple[tuple[float, ...], ...] = ()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Entry, ...]]:
+    """Lay tensors into buckets in the given order; one that is larger than a bucket gets a bucket of its own."""
+    if bucket_size_bytes < 1:
+        raise ValueError(f"bucket size is {bucket_size_bytes} bytes: it must be positive")
+    layout: list[list[Entry]] = []
+    end_bytes = 0
+    for spec in specs:
+        start_bytes = -(-end_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if not layout or start_bytes + spec.num_bytes > bucket_size_bytes:
+            layout.append([])
+            start_bytes = 0
+        layout[-1].append(Entry(spec=spec, offset_bytes=start_bytes))
+        end_bytes = start_bytes + spec.num_bytes
+    return [tuple(entries) for entries in layout]
+
+
+class Packing:
+    """Fresh buffers of one layout, to be filled tensor by tensor."""
+
+    def __init__(self, layout: Sequence[tuple[Entry, ...]]) -> None:
+        self.layout = tuple(layout)
+        self._buffers = [np.zeros(entries[-1].end_bytes, dtype=np.uint8) for entries in layout]
+        self._places = {e.spec.name: (i, e) for i, entries in enumerate(layout) for e in entries}
+        self._missing = set(self._places)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(buffer) for buffer in self._buffers)
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        """Copy a full tensor (any device, any dtype: it is cast to the wire's) to its place."""
+        index, entry = self._places[name]
+        assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
+        _view(self._buffers[index], entry).copy_(tensor)
+        self._missing.discard(name)
+
+    def seal(self) -> list[Bucket]:
+        """The filled buckets with their fingerprints. Reads all bytes once: call it beside training."""
+        return [
+            Bucket(data=data, entries=entries, fingerprint=fingerprint(data))
+            for data, entries in zip(self.filled(), self.layout, strict=True)
+        ]
+
+    def filled(self) -> list[NDArray[np.uint8]]:
+        assert not self._missing, f"never put: {sorted(self._missing)}"
+        return self._buffers
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of all packed tensors by their first names."""
+        buffers = self.filled()
+        return {name: _view(buffers[index], entry) for name, (index, entry) in self._places.items()}
+
+
+def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bucket]:
+    """Copy named tensors into buckets, each in its own dtype. Names of the very same tensor object share one entry."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    specs = [_spec_of(first, tensors[first], tuple(others)) for first, *others in names.values()]
+    packing = Packing(plan_layout(specs, bucket_size_bytes))
+    for spec in specs:
+        packing.put(spec.name, tensors[spec.name].detach())
+    return packing.seal()
+
+
+def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
+    """Tensors of a bucket by name; aliases map to the same tensor object.
+
+    They are views where the buffer is writable. An object store's memory is read-only, which torch cannot express:
+    from there they are copies (so `split` first: a copy is then no larger than a load bucket).
+    """
+    data = bucket.data if bucket.data.flags.writeable else bucket.data.copy()
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in bucket.entries:
+        tensor = _view(data, entry)
+        for name in (entry.spec.name, *entry.spec.aliases):
+            tensors[name] = tensor
+    return tensors
+
+
+def split(bucket: Bucket, load_bucket_size_bytes: int) -> Iterator[Bucket]:
+    """Cut a published bucket into slices of at most this size (or one tensor). Slices share the bucket's memory."""
+    start = 0
+    for stop in range(1, len(bucket.entries) + 1):
+        first_bytes = bucket.entries[start].offset_bytes
+        is_last = stop == len(bucket.entries)
+        if is_last or bucket.entries[stop].end_bytes - first_bytes > load_bucket_size_bytes:
+            yield _slice(bucket, bucket.entries[start:stop])
+            start = stop
+
+
+def fingerprint(data: NDArray[np.uint8]) -> int:
+    return xxhash.xxh3_64_intdigest(data.data)
+
+
+def verify(buckets: Sequence[Bucket], manifest: Manifest) -> None:
+    """Compare the fingerprint of every received bucket with the manifest's.
+
+    Raises:
+        DamagedWeights: naming the version and the first bucket that differs.
+    """
+    if len(buckets) != len(manifest.fingerprints):
+        raise DamagedWeights(
+            f"weights of version {manifest.version}: {len(buckets)} buckets arrived, "
+            f"{len(manifest.fingerprints)} were sent"
+        )
+    for index, (bucket, expected) in enumerate(zip(buckets, manifest.fingerprints, strict=True)):
+        if (found := fingerprint(bucket.data)) != expected:
+            raise DamagedWeights(
+                f"weights of version {manifest.version}: bucket {index} of {len(buckets)} ({len(bucket.data)} bytes) "
+                f"arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
+                hint="the transport changed or mixed bytes; the worker keeps its old weights",
+            )
+
+
+def _spec_of(name: str, tensor: torch.Tensor, aliases: tuple[str, ...]) -> Spec:
+    return Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), aliases=aliases)
+
+
+def _slice(bucket: Bucket, entries: Sequence[Entry]) -> Bucket:
+    first_bytes, end_bytes = entries[0].offset_bytes, entries[-1].end_bytes
+    moved = tuple(replace(entry, offset_bytes=entry.offset_bytes - first_bytes) for entry in entries)
+    return Bucket(data=bucket.data[first_bytes:end_bytes], entries=moved, fingerprint=None)
+
+
+def _view(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
+    if entry.spec.num_bytes == 0:
+        return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype))
+    raw = torch.from_numpy(data[entry.offset_bytes : entry.end_bytes])
+    return raw.view(torch_dtype(entry.spec.dtype)).reshape(entry.spec.shape)

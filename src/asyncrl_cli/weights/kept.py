@@ -1,0 +1,85 @@
+"""Kept versions: published weights on disk as ordinary Hugging Face directories, for audits and tests.
+
+    <root>/version-000012/   model.safetensors, config, tokenizer: AutoModelForCausalLM.from_pretrained opens it
+
+A version appears by a rename, complete or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+from asyncrl_cli.weights.buckets import Bucket, unpack
+
+_VERSION_NAME = re.compile(r"version-(\d{6,})")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+def version_directory(root: Path, version: int) -> Path:
+    return root / f"version-{version:06d}"
+
+
+def kept_versions(root: Path) -> list[int]:
+    """Versions on disk, ascending."""
+    names = (entry.name for entry in root.iterdir()) if root.is_dir() else ()
+    return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
+
+
+def keep(
+    root: Path, version: int, buckets: Sequence[Bucket], model_dir: Path, keep_versions: int | Literal["all"]
+) -> Path | None:
+    """Write a version and remove those beyond the newest `keep_versions`. Returns its directory; None if 0 are kept.
+
+    A version that is there already (a resumed run publishes it again) is replaced.
+    """
+    if keep_versions == 0:
+        return None
+    root.mkdir(parents=True, exist_ok=True)
+    target = version_directory(root, version)
+    temporary = root / f".{target.name}.{os.getpid()}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    _copy_model_files(model_dir, temporary)
+    header = {"format": "pt", "version": str(version)}
+    save_file(_first_names(buckets), temporary / "model.safetensors", metadata=header)
+    sync_files(temporary)
+    if target.exists():
+        shutil.rmtree(target)
+    temporary.rename(target)
+    if keep_versions != "all":
+        for old in [v for v in kept_versions(root) if v <= version][:-keep_versions]:
+            shutil.rmtree(version_directory(root, old))
+    return target
+
+
+def sync_files(directory: Path) -> None:
+    """fsync every file of a directory and the directory itself."""
+    for path in (*sorted(p for p in directory.iterdir() if p.is_file()), directory):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _copy_model_files(model_dir: Path, target: Path) -> None:
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(path, target / path.name)
+
+
+def _first_names(buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
+    # Tied parameters go to disk once (safetensors refuses shared memory); the model's config ties them again.
+    firsts: dict[str, torch.Tensor] = {}
+    for bucket in buckets:
+        tensors = unpack(bucket)
+        firsts.update((entry.spec.name, tensors[entry.spec.name]) for entry in bucket.entries)
+    return firsts

@@ -1,0 +1,125 @@
+"""Damaged and foreign checkpoints are refused with what is wrong and the way out; CHECKPOINT|RUN is found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from asyncrl_cli.checkpoint.find import load_checkpoint, newest_intact, resolve, verify
+from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.loop.ports import Cut
+
+
+async def write_trainer(directory):
+    (directory / "rank-0.bin").write_bytes(b"weights" * 1000)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run with the whole checkpoints 20 and 40."""
+    run_dir = tmp_path / "otter"
+    run_dir.mkdir()
+    (run_dir / "profile.toml").write_text("")
+    store = CheckpointStore(run_dir, keep=3, profile="p", identity={"rollout.n": 8})
+    for step in (20, 40):
+        cut = Cut(step=step, version=step, at_window_boundary=True, loop_state={"step": step})
+        asyncio.run(store.write(cut, write_trainer))
+    return run_dir
+
+
+def truncate(directory):
+    with (directory / "rank-0.bin").open("r+b") as file:
+        file.truncate(100)
+
+
+def flip_bit(directory):
+    content = bytearray((directory / "rank-0.bin").read_bytes())
+    content[3456] ^= 1
+    (directory / "rank-0.bin").write_bytes(content)
+
+
+def alter_manifest(directory):
+    path = directory / "manifest.json"
+    path.write_text(path.read_text().replace('"version": 40', '"version": 41'))
+
+
+def change_schema(directory):
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 2}))
+
+
+DAMAGES = [
+    (truncate, "rank-0.bin has 100 bytes, not 7000"),
+    (flip_bit, "rank-0.bin was altered"),
+    (alter_manifest, "manifest.json was altered"),
+    (change_schema, "schema_version 2, not 1"),
+    (lambda directory: (directory / "manifest.json").unlink(), "manifest.json is missing"),
+    (lambda directory: (directory / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+    (
+        lambda directory: (directory / "manifest.json").write_text('{"format": "hf"}'),
+        "not that of an asyncrl checkpoint",
+    ),
+    (lambda directory: (directory / "rank-0.bin").unlink(), "rank-0.bin is missing"),
+    (lambda directory: (directory / "loop_state.json").write_text("{}"), "loop_state.json has 2 bytes"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGES)
+def test_a_damaged_checkpoint_is_refused_with_what_is_wrong_and_the_newest_intact_one(run_dir, damage, said):
+    directory = run_dir / "checkpoints" / "step-000040"
+    damage(directory)
+    assert any(said in sentence for sentence in verify(directory))
+    with pytest.raises(RefusedError) as caught:
+        load_checkpoint(directory)
+    assert said in caught.value.message
+    assert caught.value.exit_code == 4
+    assert str(run_dir / "checkpoints" / "step-000020") in caught.value.hint
+    assert newest_intact(run_dir / "checkpoints") == run_dir / "checkpoints" / "step-000020"
+
+
+def test_a_renamed_checkpoint_does_not_pass_for_another_step(run_dir):
+    moved = (run_dir / "checkpoints" / "step-000040").rename(run_dir / "checkpoints" / "step-000060")
+    assert verify(moved) == ["the directory's name does not fit its step 40"]
+
+
+def test_a_checkpoint_of_another_profile_is_refused_by_its_keys(run_dir):
+    directory = run_dir / "checkpoints" / "step-000040"
+    assert load_checkpoint(directory, identity={"rollout.n": 8}).step == 40
+    with pytest.raises(RefusedError, match=r"rollout.n = 8 there, 4 here"):
+        load_checkpoint(directory, identity={"rollout.n": 4})
+
+
+def test_a_run_or_a_checkpoint_is_found_by_name_and_by_directory(run_dir):
+    newest, runs_dir = run_dir / "checkpoints" / "step-000040", run_dir.parent
+    assert resolve("otter", runs_dir) == newest
+    assert resolve(str(run_dir), runs_dir / "elsewhere") == newest
+    assert resolve(str(newest), runs_dir) == newest
+    assert resolve(str(run_dir / "checkpoints" / "latest"), runs_dir) == newest
+    assert resolve(str(run_dir / "checkpoints" / "step-000020"), runs_dir).name == "step-000020"
+
+
+def test_of_a_run_whose_newest_checkpoint_is_damaged_nothing_older_is_taken_in_silence(run_dir):
+    flip_bit(run_dir / "checkpoints" / "step-000040")
+    with pytest.raises(RefusedError, match="altered") as caught:
+        load_checkpoint(resolve("otter", run_dir.parent))
+    assert "step-000020" in caught.value.hint
+
+
+def test_an_unknown_name_is_a_usage_error_that_names_the_known_runs(run_dir):
+    with pytest.raises(ConfigError, match="'oter'") as caught:
+        resolve("oter", run_dir.parent)
+    assert "otter" in caught.value.hint
+
+
+def test_a_foreign_directory_and_a_run_without_checkpoints_are_refused(run_dir, tmp_path):
+    foreign = tmp_path / "some-model"
+    foreign.mkdir()
+    (foreign / "config.json").write_text("{}")
+    with pytest.raises(RefusedError, match="neither a run nor a checkpoint"):
+        resolve(str(foreign), tmp_path / "runs")
+    (tmp_path / "young" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(RefusedError, match="no checkpoint yet"):
+        resolve("young", tmp_path)

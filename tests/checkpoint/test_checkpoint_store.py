@@ -1,0 +1,178 @@
+"""Checkpoints are whole or not there: order of writing, kills at every moment of it, retention, replacement."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.checkpoint.find import checkpoints_in, load_checkpoint, newest_intact, verify
+from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.loop.ports import Cut
+
+
+def cut(step, **loop_state):
+    return Cut(step=step, version=step, at_window_boundary=True, loop_state=loop_state, fields={"note": "x"})
+
+
+async def write_trainer(directory: Path) -> None:
+    (directory / "trainer").mkdir()
+    (directory / "trainer" / "rank-0.bin").write_bytes(bytes(range(256)) * 64)
+
+
+def store_in(run_dir, keep=3, **identity):
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "profile.toml").write_text('name = "p"\n')
+    (run_dir / "config.resolved.json").write_text("{}")
+    return CheckpointStore(run_dir, keep=keep, profile="p", identity=identity)
+
+
+def write(store, step, writer=write_trainer, **loop_state):
+    return asyncio.run(store.write(cut(step, **loop_state), writer))
+
+
+def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
+    directory = write(store_in(tmp_path / "otter", rollout_n=8), 40, feed={"cursor": 17})
+    assert directory == tmp_path / "otter" / "checkpoints" / "step-000040"
+    assert verify(directory) == []
+    assert os.readlink(directory.parent / "latest") == "step-000040"
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert set(manifest["files"]) == {"trainer/rank-0.bin", "loop_state.json", "profile.toml", "config.resolved.json"}
+    assert manifest["files"]["trainer/rank-0.bin"]["bytes"] == 16384
+    loaded = load_checkpoint(directory)
+    assert (loaded.step, loaded.version, loaded.at_window_boundary) == (40, 40, True)
+    assert (loaded.run, loaded.loop_state, loaded.fields) == ("otter", {"feed": {"cursor": 17}}, {"note": "x"})
+
+
+def test_checksums_are_those_of_sha256sum(tmp_path):
+    directory = write(store_in(tmp_path / "otter"), 1)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    told = subprocess.run(
+        ["sha256sum", directory / "trainer" / "rank-0.bin"], capture_output=True, text=True, check=True
+    )
+    assert manifest["files"]["trainer/rank-0.bin"]["sha256"] == told.stdout.split()[0]
+
+
+def test_the_newest_stay_and_older_ones_go(tmp_path):
+    store = store_in(tmp_path / "otter", keep=2)
+    for step in (0, 20, 40, 60):
+        write(store, step)
+    assert [path.name for path in checkpoints_in(store.directory)] == ["step-000060", "step-000040"]
+    assert not list(store.directory.glob(".*"))
+
+
+def test_a_damaged_directory_is_neither_counted_nor_deleted(tmp_path):
+    store = store_in(tmp_path / "otter", keep=1)
+    write(store, 20)
+    (write(store_in(tmp_path / "otter", keep=9), 40) / "manifest.json").unlink()
+    write(store, 30)
+    assert [path.name for path in checkpoints_in(store.directory)] == ["step-000040", "step-000030"]
+    assert newest_intact(store.directory) == store.directory / "step-000030"
+
+
+def test_a_failed_write_leaves_the_older_checkpoints_as_they_were(tmp_path):
+    store = store_in(tmp_path / "otter")
+    older = write(store, 20)
+
+    async def fails(directory):
+        await write_trainer(directory)
+        raise RuntimeError("trainer rank 1 is gone")
+
+    with pytest.raises(RuntimeError, match="rank 1"):
+        write(store, 40, fails)
+    assert newest_intact(store.directory) == older
+    assert os.readlink(store.directory / "latest") == "step-000020"
+    write(store, 40)
+    assert newest_intact(store.directory) == store.directory / "step-000040"
+
+
+def test_a_second_checkpoint_of_a_step_replaces_the_first(tmp_path):
+    store = store_in(tmp_path / "otter", keep=1)
+    write(store, 40, mark="first")
+    second = write(store, 40, mark="second")
+    assert load_checkpoint(second).loop_state == {"mark": "second"}
+
+
+def test_resuming_at_an_older_step_sets_the_later_ones_aside(tmp_path):
+    store = store_in(tmp_path / "otter", keep=9)
+    for step in (20, 40, 60):
+        write(store, step)
+    assert [path.name for path in store.abandon_newer(20)] == ["abandoned-step-000060", "abandoned-step-000040"]
+    assert newest_intact(store.directory) == store.directory / "step-000020"
+
+
+def test_the_event_loop_goes_on_while_files_are_written(tmp_path):
+    """Writing happens in a thread: a task that only yields is scheduled many times meanwhile."""
+    store, turns = store_in(tmp_path / "otter"), []
+
+    async def beside():
+        while True:
+            turns.append(1)
+            await asyncio.sleep(0)
+
+    async def both():
+        ticking = asyncio.create_task(beside())
+        await store.write(cut(1), write_trainer)
+        ticking.cancel()
+
+    asyncio.run(both())
+    assert len(turns) > 10
+
+
+KILLED_WRITERS = """
+import asyncio, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_checkpoint_store as t
+
+root, step = Path(sys.argv[2]), int(sys.argv[3])
+
+def write_until(kill_at):
+    calls = 0
+    def dying(original):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+        return call
+    store = t.store_in(root / str(kill_at), keep=1)
+    owners = ((Path, "rename"), (Path, "replace"), (Path, "mkdir"), (Path, "symlink_to"), (os, "fsync"), (os, "rmdir"))
+    for owner, name in owners:
+        setattr(owner, name, dying(getattr(owner, name)))
+    t.write(store, step, mark="new")
+
+for kill_at in range(1, 100):
+    t.write(t.store_in(root / str(kill_at)), 20, mark="old")
+    child = os.fork()
+    if child == 0:
+        write_until(kill_at)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+"""
+
+
+@pytest.mark.parametrize("step", [40, 20])
+def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, step):
+    """Step 40 beside an old 20; and a second 20 that replaces the old one. keep = 1, so one is deleted as well."""
+    here = str(Path(__file__).parent)
+    subprocess.run([sys.executable, "-c", KILLED_WRITERS, here, str(tmp_path), str(step)], check=True, timeout=120)
+    run_dirs = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
+    assert len(run_dirs) > 20
+    seen = set()
+    for run_dir in run_dirs:
+        store = store_in(run_dir, keep=1)
+        newest = newest_intact(store.directory)
+        assert newest is not None, run_dir
+        seen.add((newest.name, load_checkpoint(newest).loop_state["mark"]))
+        assert not list(store.directory.glob(".writing*")), run_dir
+        write(store, 60)
+        assert newest_intact(store.directory) == store.directory / "step-000060"
+    assert seen == {("step-000020", "old"), (f"step-{step:06d}", "new")}

@@ -1,0 +1,97 @@
+"""A run directory is made once, held by one driver, and knows its attempts and stop requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncrl_cli.checkpoint.lock import is_locked
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name, request_stop
+from asyncrl_cli.errors import ConfigError, RefusedError
+
+HOLDER = """
+import sys
+from pathlib import Path
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+run = RunDirectory.open(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = RunDirectory.create(tmp_path, "otter", profile_toml="a = 1\n", resolved={"profile": {"a": 1}})
+    yield run
+    run.close()
+
+
+def test_a_new_run_has_its_files_and_folders(run):
+    assert run.profile_toml.read_text() == "a = 1\n"
+    assert json.loads(run.config_resolved.read_text()) == {"schema_version": 1, "profile": {"a": 1}}
+    assert all(directory.is_dir() for directory in (run.checkpoints, run.samples, run.logs))
+
+
+def test_a_name_in_use_is_refused_with_both_ways_out(run):
+    with pytest.raises(RefusedError, match="in use") as caught:
+        RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={})
+    assert "asyncrl resume otter" in caught.value.hint
+    assert "--name" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 101, "sp ace"])
+def test_a_name_that_is_no_directory_name_is_a_usage_error(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        RunDirectory.create(tmp_path, name, profile_toml="", resolved={})
+
+
+def test_two_drivers_never_hold_one_run_and_a_killed_one_lets_go(run):
+    run.close()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert is_locked(run.path)
+        with pytest.raises(RefusedError, match=f"pid {holder.pid}") as caught:
+            RunDirectory.open(run.path)
+        assert "asyncrl stop otter" in caught.value.hint
+        holder.kill()
+    assert not is_locked(run.path)
+    RunDirectory.open(run.path).close()
+
+
+def test_what_is_no_run_cannot_be_opened(tmp_path, run):
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RefusedError, match=r"profile\.toml is missing"):
+        RunDirectory.open(tmp_path / "other")
+
+
+def test_attempts_have_numbered_logs_and_a_link_to_the_latest(run):
+    assert [run.start_attempt().name for _ in range(11)][-1] == "attempt-11"
+    assert os.readlink(run.logs / "latest") == "attempt-11"
+    assert run.attempts == 11
+
+
+def test_stop_requests_are_counted_and_end_with_the_attempt(run):
+    assert not run.stop_requested()
+    assert [request_stop(run.path), request_stop(run.path)] == [1, 2]
+    assert (run.stop_requested(), run.stop_requests()) == (True, 2)
+    run.start_attempt()
+    assert not run.stop_requested()
+
+
+def test_a_fresh_name_is_free(tmp_path):
+    name = fresh_name("partial-rollout", tmp_path)
+    assert re.fullmatch(r"partial-rollout-\d{8}-\d{6}", name)
+    for offset in range(5):
+        later = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + offset))
+        (tmp_path / f"partial-rollout-{later}").mkdir()
+    assert fresh_name("partial-rollout", tmp_path).endswith("-2")

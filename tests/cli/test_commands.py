@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+
+COMMANDS = ("train", "resume", "status", "stop", "logs", "plan", "doctor", "init", "profiles")
+
+
+def test_help_lists_every_command_and_teaches_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+    assert "asyncrl train --profile partial-rollout" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples" in out
+    assert f"asyncrl {command}" in out
+
+
+def imported_by(*commands: str) -> set[str]:
+    """Top-level modules in a fresh interpreter after these command lines."""
+    runs = "".join(f"assert run({command.split()!r}) == 0\n" for command in commands)
+    code = f"import sys\nfrom asyncrl_cli.cli.app import run\n{runs}print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    assert not imported_by("--help") & {"torch", "ray", "transformers", "pydantic", "numpy", "wandb", "asyncio"}
+
+
+def test_plans_and_profiles_need_neither_ray_nor_torch() -> None:
+    heavy = {"torch", "ray", "transformers", "numpy", "wandb"}
+    assert not imported_by("plan -p base", "profiles", "train -p base --dry-run") & heavy
+
+
+def test_the_version_is_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("asyncrl ")
+
+
+def test_profiles_lists_the_six_modes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profiles", "--json"]) == 0
+    modes = {row["name"]: row["mode"] for row in json.loads(capsys.readouterr().out)}
+    base = modes.pop("base")
+    assert base == "on-policy-pipeline"
+    assert modes == {name: name for name in modes}
+    assert len(modes) == 6
+
+
+def test_show_prints_a_profile_that_can_be_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["profiles", "show", "stale-samples", "--origin", "--set", "run.seed=3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "# --set" in shown.out
+    (tmp_path / "copy.toml").write_text(shown.out, encoding="utf-8")
+    assert run(["plan", "--profile", str(tmp_path / "copy.toml"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["schedule"]["mode"] == "stale-samples"
+
+
+def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--profile", "partial-rollout", "--set", "run.train_steps=9", "--gpus", "8", "--json"]
+    assert run(["plan", *arguments]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    schedule = plan["schedule"]
+    # K = 2, B = R = 16: windows of 32 groups, half a window ahead, and 9 steps are 4 windows and a half.
+    assert (schedule["window_groups"], schedule["budget_groups"], schedule["max_staleness"]) == (32, 48, 1)
+    assert (schedule["groups"], schedule["syncs"], schedule["last_window_groups"]) == (144, 5, 16)
+    roles = {role["role"]: role["workers"] for role in plan["placement"]["roles"]}
+    assert roles == {"trainer": 4, "rollout": 4}
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "--profile", "colocate", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "colocate" in out
+    assert "budget" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncrl_cli.cli.doctor as doctor
+
+    monkeypatch.setattr(doctor, "_importable", lambda what, module: doctor.Finding(what=what, found=module, ok=True))
+    assert run(["doctor", "--json"]) == 0
+    found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["transformers"]["found"] == "5.19.0"
+    assert {"ray", "machine", "GPUs", "engine transformers", "engine vllm"} <= set(found)
+
+
+def test_doctor_exits_with_3_if_something_needed_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncrl_cli.cli.doctor as doctor
+
+    monkeypatch.setattr(doctor, "NEEDED", {"no-such-package": "1.2."})
+    monkeypatch.setattr(doctor, "_importable", lambda what, module: doctor.Finding(what=what, found=module, ok=True))
+    assert run(["doctor"]) == 3
+    assert "no-such-package==1.2.*" in " ".join(capsys.readouterr().out.split())
+
+
+def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    directory = tmp_path / "mine"
+    assert run(["init", "jsonl", str(directory)]) == 0
+    names = {Path(line).name for line in capsys.readouterr().out.splitlines()}
+    assert names == {"README.md", "profile.toml", "prompts.jsonl", "rewards.py"}
+    assert run(["plan", "--profile", str(directory / "profile.toml")]) == 0
+
+
+def test_init_overwrites_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    assert run(["init", "jsonl", str(tmp_path)]) == 4
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -1,0 +1,91 @@
+"""What a user gets wrong, and what is said: message, hint and exit code, on stderr only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli import app, plan
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.errors import StallError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message", "hint"),
+    [
+        (["trian"], 2, "no such command 'trian'", "asyncrl --help"),
+        (["train"], 2, "missing option '--profile'", "asyncrl train --help"),
+        (["train", "-p", "base", "--nmae", "x"], 2, "no such option: --nmae", "asyncrl train --help"),
+        (["train", "-p", "base", "--ui", "fancy"], 2, "'fancy' is not one of", "asyncrl train --help"),
+        (["train", "-p", "partial-rolout"], 2, "there is no profile 'partial-rolout'", "`partial-rollout`"),
+        (["train", "-p", "base", "--name", "a/b"], 2, "run.name 'a/b'", "--name"),
+        (["plan", "-p", "base", "--set", "rollout.slot=3"], 2, "unknown key rollout.slot", "rollout.slots"),
+        (["plan", "-p", "base", "--set", "rollout.engine=vllm"], 3, "is not in this version yet", "transformers"),
+        (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0"], 3, "8 GPUs", "--set"),
+        (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
+        (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),
+        (["status", "--runs-dir", "/nonexistent"], 2, "there are no runs", "asyncrl train"),
+        (["stop", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
+        (["logs", "x", "--runs-dir", "/nonexistent"], 2, "no run 'x'", "none"),
+        (["resume", "x", "--runs-dir", "/nonexistent"], 2, "'x'", ""),
+    ],
+)
+def test_a_mistake_is_told_with_its_hint_and_exit_code(
+    arguments: list[str], code: int, message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert message in said.err
+    assert hint in said.err
+    assert "Traceback" not in said.err
+
+
+def test_an_unknown_environment_name_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASYNCRL_ROLLOUT__SLOT", "8")
+    assert run(["plan", "-p", "base"]) == 2
+    assert "hint: did you mean ASYNCRL_ROLLOUT__SLOTS?" in capsys.readouterr().err
+
+
+def test_a_traceback_is_shown_only_with_v(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["-v", "plan", "-p", "nope"]) == 2
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "error: --profile: there is no profile 'nope'" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ExceptionGroup("tasks", [ValueError("other"), StallError("nobody moved", hint="wait")]), 1, "nobody moved"),
+        (RuntimeError("broken"), 1, "RuntimeError: broken"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_of_any_kind_end_in_one_line_and_a_code(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(plan, "print_plan", fail)
+    assert app.run(["plan", "-p", "base"]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_warnings_go_to_stderr_and_do_not_stop_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "-p", "base", "--set", "rollout.top_p=0.5", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err.startswith("warning: rollout.top_p = 0.5")
+    assert said.out.startswith("{")
+
+
+def test_a_file_that_is_no_toml_is_told_with_its_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text("[run\n", encoding="utf-8")
+    assert run(["train", "--profile", str(path)]) == 2
+    assert f"error: {path}:1:" in capsys.readouterr().err

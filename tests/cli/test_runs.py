@@ -1,0 +1,106 @@
+"""stop and logs on run directories as a driver leaves them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.logs import follow_lines
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[RunDirectory]:
+    directory = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    logs = directory.start_attempt()
+    (logs / "driver.log").write_text("one\ntwo\n", encoding="utf-8")
+    (logs / "trainer-0.log").write_text("zero\n", encoding="utf-8")
+    (logs / "trainer-1.log").write_text("uno\n", encoding="utf-8")
+    yield directory
+    directory.close()
+
+
+def say_status(directory: RunDirectory, phase: str) -> None:
+    status = {
+        "schema_version": 1,
+        "phase": phase,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "updated_at": time.time(),
+    }
+    directory.status.write_text(json.dumps(status), encoding="utf-8")
+
+
+def test_stop_writes_a_request_that_the_driver_reads(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_status(directory, "running")
+    for requests, said in ((1, "finish its step"), (2, "end at once")):
+        assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
+        assert directory.stop_requests() == requests
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_cannot_be_stopped(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_status(directory, "done")
+    assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 4
+    assert "is not running" in capsys.readouterr().err
+    assert directory.stop_requests() == 0
+
+
+def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_status(directory, "running")
+    assert run(["status", "--runs-dir", str(tmp_path), "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["phase"], status["liveness"]) == ("running", "live")
+
+
+@pytest.mark.parametrize(
+    ("role", "lines"),
+    [
+        (None, ["driver     | one", "driver     | two", "trainer-0  | zero", "trainer-1  | uno"]),
+        ("driver", ["one", "two"]),
+        ("trainer", ["trainer-0  | zero", "trainer-1  | uno"]),
+        ("trainer-1", ["uno"]),
+    ],
+)
+def test_logs_of_a_role_or_of_all(
+    directory: RunDirectory, tmp_path: Path, role: str | None, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [] if role is None else ["--role", role]
+    assert run(["logs", "first", "--runs-dir", str(tmp_path), *arguments]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_an_unknown_role_names_those_there_are(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["logs", "first", "--runs-dir", str(tmp_path), "--role", "reward"]) == 2
+    assert "hint: logs: driver, trainer-0, trainer-1" in capsys.readouterr().err
+
+
+def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(directory: RunDirectory) -> None:
+    path = directory.logs / "latest" / "driver.log"
+    steps = iter(["thr", "ee\nfour\n", None])
+
+    def write_on() -> None:
+        text = next(steps)
+        if text is None:
+            directory.close()
+        else:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    lines = follow_lines(directory.path, [path], follow=True, wait=write_on)
+    assert [line for _, line in lines] == ["one", "two", "three", "four"]

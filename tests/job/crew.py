@@ -1,0 +1,99 @@
+"""A small profile, clusters, a tiny random model, and witnesses of placement, for the tests of this room."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.plan import JobPlan, compile_job
+from asyncrl_cli.profile.schema import (
+    AlgorithmSection,
+    AsyncTrainingSection,
+    PlacementSection,
+    Profile,
+    RolloutSection,
+    RunSection,
+    TrainerSection,
+    WeightsSection,
+)
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+
+CHARACTERS = "0123456789+=#., "
+REWARD = RewardSpec(kind="exact-match")
+
+
+def small_profile(
+    *, placement: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, weights: dict[str, Any] | None = None
+) -> Profile:
+    """2 groups of 4 per train step, at most 16 tokens per response."""
+    small = {"slots": 16, "n": 4, "max_prompt_tokens": 16, "max_response_tokens": 16, "call_timeout_s": 120.0}
+    return Profile(
+        run=RunSection(train_steps=4),
+        algorithm=AlgorithmSection(),
+        async_training=AsyncTrainingSection(),
+        trainer=TrainerSection(ppo_mini_batch_size=2),
+        rollout=RolloutSection(**(small | (rollout or {}))),
+        placement=PlacementSection(**(placement or {})),
+        weights=WeightsSection(**(weights or {})),
+    )
+
+
+def nodes(*cpus_and_gpus: tuple[int, int], elastic_cpus: bool = False) -> ClusterResources:
+    return ClusterResources(
+        nodes=tuple(
+            NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus) for index, (cpus, gpus) in enumerate(cpus_and_gpus)
+        ),
+        elastic_cpus=elastic_cpus,
+    )
+
+
+def make_model(directory: Path) -> Path:
+    from asyncrl_cli.models.tiny import tiny_model, tiny_tokenizer
+
+    tokenizer = tiny_tokenizer(CHARACTERS)
+    tiny_model(len(tokenizer), seed=1).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class Witness:
+    """Says which devices and which node it got."""
+
+    def seen(self) -> tuple[str, str]:
+        import ray
+
+        return os.environ.get("CUDA_VISIBLE_DEVICES", ""), ray.get_runtime_context().get_node_id()
+
+
+def witnesses(plan: JobPlan, placement: Any) -> dict[str, list[tuple[str, str]]]:
+    import ray
+
+    actors = {
+        role.name: [
+            ray.remote(Witness).options(**placement.options(role.name, index)).remote() for index in range(role.workers)
+        ]
+        for role in plan.roles
+    }
+    seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=60) for name, made in actors.items()}
+    for actor in (actor for made in actors.values() for actor in made):
+        ray.kill(actor)
+    return seen
+
+
+def placed(check: Callable[[JobPlan, Any], Any], cluster: Any, **placement_keys: Any) -> Any:
+    from asyncrl_cli.job.placement import place
+
+    plan = compile_job(small_profile(placement=placement_keys), cluster)
+
+    async def main() -> Any:
+        placement = await place(plan, timeout_s=30.0)
+        try:
+            return check(plan, placement)
+        finally:
+            placement.remove()
+
+    return asyncio.run(main())

@@ -1,0 +1,44 @@
+"""A driver to be ended in every way: a session with an actor whose child left the actor's process group.
+
+    python driver.py HOW     HOW: return | raise | wait (for a signal)
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.profile.schema import Profile
+
+
+class Holder:
+    def hold(self) -> int:
+        import subprocess
+
+        self.child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        return self.child.pid
+
+
+def main(how: str) -> None:
+    import ray
+
+    cluster = ClusterResources(nodes=(NodeResources(name="here", cpus=2),), elastic_cpus=True)
+    with ray_session(Profile(), cluster=cluster) as plan:
+        holder = ray.remote(Holder).options(num_cpus=1).remote()
+        ray.get(holder.hold.remote())
+        directory = ray._private.worker.global_worker.node.temp_dir
+        print("ready", directory, plan.cpus, flush=True)
+        if how == "raise":
+            raise RuntimeError("the driver failed")
+        if how == "wait":
+            try:
+                time.sleep(120)
+            except KeyboardInterrupt:
+                ray.get(holder.hold.remote())  # a Ctrl-C at the terminal must not reach Ray's processes
+                print("went on after Ctrl-C", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,123 @@
+"""Calls to actors that fail, hang or die: what the driver says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed, RefusedError
+from asyncrl_cli.job.session import ray_session
+
+from .crew import nodes, small_profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+class Troubled:
+    """A real actor that gets into every kind of trouble."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def raises(self) -> None:
+        self.calls += 1
+        raise ValueError("the tokens do not fit")
+
+    async def times_out_itself(self) -> None:
+        raise TimeoutError("collective timed out")
+
+    async def refuses(self) -> None:
+        raise RefusedError("step-1 is of another model", hint="resume step-0")
+
+    async def fails_as_executor(self) -> None:
+        raise ExecutorFailed("rewards cannot start: no such function", hint="fix it")
+
+    async def hangs(self) -> None:
+        await asyncio.sleep(60)
+
+    async def dies(self) -> None:
+        os._exit(3)
+
+    async def num_calls(self) -> int:
+        return self.calls
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with ray_session(small_profile(), cluster=nodes((4, 0))):
+        yield
+
+
+@pytest.fixture
+def actor(session: None) -> Iterator[Any]:
+    import ray
+
+    made = ray.remote(Troubled).options(num_cpus=1, max_restarts=0, max_task_retries=0).remote()
+    yield made
+    ray.kill(made)
+
+
+def called(ref: Any, timeout_s: float = 30.0) -> Any:
+    from asyncrl_cli.job.calls import answer
+
+    return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", timeout_s=timeout_s, key="rollout.call_timeout_s"))
+
+
+def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR), pytest.raises(ExecutorFailed) as failed:
+        called(actor.raises.remote())
+    assert str(failed.value) == "rollout-0 failed: ValueError: the tokens do not fit"
+    assert 'test_calls.py", line' in caplog.text
+    assert "in raises" in caplog.text
+    assert "\x1b" not in caplog.text
+    assert called(actor.num_calls.remote()) == 1
+
+
+def test_a_timeout_inside_the_actor_is_the_actors_error(actor: Any) -> None:
+    with pytest.raises(ExecutorFailed, match="rollout-0 failed: TimeoutError: collective timed out"):
+        called(actor.times_out_itself.remote())
+
+
+def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> None:
+    began_s = time.monotonic()
+    with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"):
+        called(actor.hangs.remote(), timeout_s=0.5)
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
+    with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: its process ended during group p@0.0") as failed:
+        called(actor.dies.remote())
+    assert "\n" not in str(failed.value)
+
+
+def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
+    with pytest.raises(RefusedError, match="rollout-0: step-1 is of another model") as refused:
+        called(actor.refuses.remote())
+    assert refused.value.hint == "resume step-0"
+    with pytest.raises(ExecutorFailed) as failed:
+        called(actor.fails_as_executor.remote())
+    assert str(failed.value) == "rollout-0 failed: rewards cannot start: no such function"
+    assert failed.value.hint == "fix it"
+
+
+def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) -> None:
+    from asyncrl_cli.job.calls import all_of, answer
+
+    async def main() -> None:
+        refs = [actor.hangs.remote(), actor.raises.remote()]
+        await all_of(
+            answer(ref, executor=f"trainer-{rank}", call="train step 1", timeout_s=30.0, key="rollout.call_timeout_s")
+            for rank, ref in enumerate(refs)
+        )
+
+    began_s = time.monotonic()
+    with pytest.raises(ExecutorFailed, match="trainer-1 failed: ValueError"):
+        asyncio.run(main())
+    assert time.monotonic() - began_s < 10.0

@@ -1,0 +1,86 @@
+"""Placement on logical GPUs: which actor sees which device, how nodes are packed, what happens when there is no room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.job.session import ray_session
+
+from .crew import nodes, placed, small_profile, witnesses
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def eight_gpus() -> Iterator[None]:
+    with ray_session(small_profile(), cluster=nodes((16, 8))):
+        yield
+
+
+def free_gpus(expected: float, within_s: float = 10.0) -> float:
+    import ray
+
+    end_s = time.monotonic() + within_s
+    while ray.available_resources().get("GPU", 0.0) != expected and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return float(ray.available_resources().get("GPU", 0.0))
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_every_worker_sees_its_own_gpus_and_no_others() -> None:
+    seen = placed(witnesses, nodes((16, 8)), ratio="1:3", gpus_per_rollout_worker=2)
+    devices = {name: [gpus.split(",") for gpus, _ in found] for name, found in seen.items()}
+    assert [len(gpus) for gpus in devices[TRAINER]] == [1, 1]
+    assert [len(gpus) for gpus in devices[ROLLOUT]] == [2, 2, 2]
+    assert sorted(gpu for found in devices.values() for gpus in found for gpu in gpus) == [str(i) for i in range(8)]
+    assert free_gpus(8.0) == 8.0
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_colocated_rank_and_worker_see_the_same_gpu() -> None:
+    seen = placed(witnesses, nodes((16, 8)), colocate=True, gpus=4)
+    pairs = [(rank[0], worker[0]) for rank, worker in zip(seen[TRAINER], seen[ROLLOUT], strict=True)]
+    assert all(rank == worker != "" for rank, worker in pairs), pairs
+    assert len({rank for rank, _ in pairs}) == 4
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
+    from asyncrl_cli.job.placement import place
+
+    plan = compile_job(small_profile(placement={"gpus": 16}), nodes((16, 8), (16, 8)))
+    began_s = time.monotonic()
+    with pytest.raises(PreflightError, match=r"ask for 16 GPUs .* it has 8 GPUs and 16 CPUs on 1 node") as refused:
+        asyncio.run(place(plan, timeout_s=60.0))
+    assert time.monotonic() - began_s < 2.0
+    assert "--set placement.trainer_workers=4 --set rollout.workers=4" in refused.value.hint
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stays_reserved() -> None:
+    from asyncrl_cli.job.placement import place
+
+    def taken(plan: JobPlan, placement: Any) -> float:
+        wanted = compile_job(small_profile(placement={"gpus": 4}), nodes((16, 8)))
+        began_s = time.monotonic()
+        with pytest.raises(PreflightError, match=r"placement.timeout_s = 2 s: .* of which are free 2 GPUs") as refused:
+            run_in_thread(lambda: asyncio.run(place(wanted, timeout_s=2.0)))
+        assert "--set placement.trainer_workers=1 --set rollout.workers=1" in refused.value.hint
+        return time.monotonic() - began_s
+
+    assert placed(taken, nodes((16, 8)), gpus=6) < 6.0
+    assert free_gpus(8.0) == 8.0
+
+
+def run_in_thread(work: Callable[[], Any]) -> Any:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()

@@ -1,0 +1,158 @@
+"""Plans: pure arithmetic of roles, bundles and devices."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job.plan import JobPlan, compile_job, plan_rows
+from asyncrl_cli.profile.schema import Profile
+
+from .crew import nodes, small_profile
+
+LAPTOP = nodes((2, 0), elastic_cpus=True)
+
+
+def job(cluster: Any = LAPTOP, *, workers: int | None = None, **placement: Any) -> JobPlan:
+    return compile_job(profile(workers=workers, **placement), cluster)
+
+
+def profile(*, workers: int | None = None, **placement: Any) -> Profile:
+    return small_profile(placement=placement, rollout={"workers": workers})
+
+
+def shape(plan: JobPlan) -> dict[str, tuple[int, float, int, int]]:
+    return {role.name: (role.workers, role.gpus, role.cpus, role.threads) for role in plan.roles}
+
+
+def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
+    plan = job()
+    assert (plan.device, plan.cpus, plan.gpus) == ("cpu", 2, 0)
+    assert shape(plan) == {"trainer": (1, 0, 1, 1), "rollout": (1, 0, 1, 1)}
+    assert [group.name for group in plan.groups] == ["trainer", "rollout"]
+    assert plan.warnings == ()
+
+
+def test_colocated_sides_share_one_bundle_and_compute_with_all_of_its_threads_in_turns() -> None:
+    plan = job(colocate=True)
+    assert [(group.name, len(group.bundles)) for group in plan.groups] == [("colocated", 1)]
+    assert shape(plan) == {"trainer": (1, 0, 1, 2), "rollout": (1, 0, 1, 2)}
+    assert plan.cpus == job().cpus
+
+
+def test_a_local_session_may_ask_for_more_cpus_than_cores_and_is_warned() -> None:
+    plan = job(workers=2)
+    assert plan.cpus == 3
+    assert plan.warnings == ("the job's workers compute with 3 threads on 2 cores and slow each other down",)
+
+
+def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
+    plan = job(nodes((16, 8)), ratio="1:3", gpus_per_rollout_worker=2)
+    assert plan.device == "cuda"
+    assert shape(plan) == {"trainer": (2, 1, 1, 1), "rollout": (3, 2, 1, 1)}
+    assert plan.gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainer", "rollout"),
+    [
+        ({"trainer_workers": 2}, 2, 6),
+        ({"workers": 5}, 3, 5),
+        ({"trainer_workers": 1, "workers": 2}, 1, 2),
+        ({"gpus": 4}, 2, 2),
+    ],
+)
+def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked: dict[str, int], trainer: int, rollout: int) -> None:
+    plan = job(nodes((16, 8)), **asked)
+    assert (plan.role("trainer").workers, plan.role("rollout").workers) == (trainer, rollout)
+
+
+def test_colocated_gpus_are_shared_by_halves() -> None:
+    plan = job(nodes((16, 4)), colocate=True)
+    assert shape(plan) == {"trainer": (4, 0.5, 1, 2), "rollout": (4, 0.5, 1, 2)}
+    assert plan.role("rollout").bundles == plan.role("trainer").bundles == (0, 1, 2, 3)
+
+
+def test_uneven_colocated_cpus_share_bundles_of_equal_size() -> None:
+    plan = job(nodes((12, 0)), colocate=True, trainer_workers=2, workers=4)
+    assert shape(plan) == {"trainer": (2, 0, 1, 3), "rollout": (4, 0, 1, 1)}
+    assert plan.role("rollout").bundles == (0, 0, 1, 1)
+    assert [bundle.cpus for bundle in plan.groups[0].bundles] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "asked", "numbers"),
+    [
+        (nodes((16, 8)), {"ratio": "1:2"}, ["1:2", "8 GPUs"]),
+        (nodes((16, 8)), {"gpus_per_rollout_worker": 3}, ["8 GPUs", "3 per rollout worker"]),
+        (nodes((16, 8)), {"trainer_workers": 3, "gpus_per_rollout_worker": 2}, ["5 of 8 GPUs", "2 each"]),
+        (nodes((16, 8)), {"gpus": 4, "trainer_workers": 4, "workers": 4}, ["placement.gpus = 4", "8"]),
+        (nodes((16, 8)), {"colocate": True, "trainer_workers": 4, "workers": 2}, ["trainer_workers = 4", "workers = 2"]),
+        (nodes((16, 8)), {"colocate": True, "gpus_per_rollout_worker": 2}, ["gpus_per_rollout_worker = 2"]),
+        (nodes((16, 1)), {}, ["1 GPU"]),
+    ],
+)
+def test_numbers_that_do_not_go_together_are_refused_with_the_numbers(
+    cluster: Any, asked: dict[str, Any], numbers: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job(cluster, **asked)
+    assert all(number in str(refused.value) for number in numbers), str(refused.value)
+    assert "--set" in refused.value.hint
+
+
+TOO_MUCH = [
+    (LAPTOP, {"gpus": 8}),
+    (LAPTOP, {"device": "cuda"}),
+    (nodes((16, 8)), {"gpus": 16}),
+    (nodes((16, 8)), {"trainer_workers": 4, "workers": 8}),
+    (nodes((16, 8)), {"trainer_workers": 8}),
+    (nodes((4, 0)), {"cpus_per_worker": 4}),
+    (nodes((4, 0)), {"trainer_workers": 2, "workers": 6}),
+    (nodes((8, 4), (8, 4)), {"trainer_workers": 4, "workers": 1, "gpus_per_rollout_worker": 8}),
+    (nodes((2, 4)), {}),
+    (nodes((16, 8)), {"colocate": True, "gpus": 12}),
+]
+
+
+@pytest.mark.parametrize(("cluster", "asked"), TOO_MUCH)
+def test_too_little_hardware_is_a_preflight_error_and_its_hint_fits(cluster: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(PreflightError) as refused:
+        job(cluster, **asked)
+    hinted = re.findall(r"--set (?:placement|rollout)\.(\w+)=(\w+)", refused.value.hint)
+    assert hinted, refused.value.hint
+    values = {key: int(value) if value.isdigit() else value for key, value in hinted}
+    compile_job(profile(**(asked | values)), cluster)
+
+
+def test_the_message_says_what_was_asked_and_what_there_is() -> None:
+    with pytest.raises(PreflightError) as refused:
+        job(nodes((16, 8)), trainer_workers=4, workers=8)
+    assert "4 trainer ranks and 8 rollout workers ask for 12 GPUs and 12 CPUs" in str(refused.value)
+    assert "it has 8 GPUs and 16 CPUs on 1 node" in str(refused.value)
+    assert refused.value.exit_code == 3
+
+
+def test_gpus_that_a_cpu_job_cannot_use_are_said_and_not_counted() -> None:
+    plan = job(nodes((16, 8)), device="cpu", gpus=8)
+    assert plan.gpus == 0
+    assert plan.warnings == ("placement.gpus = 8 is not used: the job runs on CPUs",)
+
+
+def test_rows_are_plain_values_one_per_role() -> None:
+    rows = plan_rows(job())
+    assert [row["role"] for row in rows] == ["trainer", "rollout"]
+    assert all(isinstance(value, str | int | float) for row in rows for value in row.values())
+
+
+
+@pytest.mark.parametrize("module", ["asyncrl_cli.job", "asyncrl_cli.job.plan", "asyncrl_cli.job.session"])
+def test_planning_imports_neither_ray_nor_torch(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'ray', 'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,121 @@
+"""One round of everything on real actors with a tiny random model: generate, train, publish, load, checkpoint, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, GroupRequest, GroupResult, TrainBatch
+from asyncrl_cli.loop.states import State
+
+from .crew import REWARD, make_model, nodes, small_profile
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def request(index: int) -> GroupRequest:
+    item = {"uid": f"p{index}", "prompt": f"{index}+1=", "answer": "2", "metadata": {}}
+    return GroupRequest(key=AttemptKey(f"p{index}", 0, 0), item=item, n=4, seed=index)
+
+
+def batch_of(groups: list[GroupResult], step: int) -> TrainBatch:
+    return TrainBatch(step=step, window=step - 1, step_in_window=0, groups=tuple(groups))
+
+
+def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path) -> None:
+    from asyncrl_cli.job.session import ray_session
+
+    profile = small_profile(placement={"trainer_workers": 2}, rollout={"workers": 2}, weights={"keep_versions": "all"})
+    model_dir = make_model(tmp_path / "model")
+    with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
+        versions = asyncio.run(_first_attempt(plan, profile, model_dir, tmp_path))
+        asyncio.run(_second_attempt(plan, profile, model_dir, tmp_path))
+    assert versions == [1, 1]
+    assert sorted(path.name for path in (tmp_path / "run/versions").iterdir()) == ["version-000000", "version-000001"]
+    assert (tmp_path / "logs/trainer-1.log").exists()
+
+
+async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> list[int]:
+    from asyncrl_cli.job.workers import started_workers
+
+    said: list[str] = []
+    began_s = time.monotonic()
+    async with started_workers(
+        plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", progress=said.append
+    ) as (trainer, workers, payloads):
+        print("workers started", time.monotonic() - began_s)
+        assert payloads == []
+        assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
+        groups = list(await asyncio.gather(*(workers[i % 2].generate(request(i)) for i in range(4))))
+        for index, group in enumerate(groups):
+            assert group.key == AttemptKey(f"p{index}", 0, 0)
+            assert len(group.trajectories) == 4
+            assert all(meta.version_tokens == ((0, meta.response_tokens),) for meta in group.trajectories)
+        began_s = time.monotonic()
+        report = await trainer.train(batch_of(groups[:2], step=1))
+        print("train", time.monotonic() - began_s, report.train_s)
+        sampled = sum(meta.response_tokens for group in groups[:2] for meta in group.trajectories)
+        assert report.tokens == sampled
+        assert report.report.sums["trained_tokens"] == sampled
+        assert report.report.sums["busy_s"] == pytest.approx(report.report.state_s[State.BUSY], abs=0.05)
+        gathered = await trainer.gather(1)
+        published = await trainer.publish(1)
+        print("gather", gathered.gather_s, "publish", published.publish_s, published.num_bytes)
+        sends = await asyncio.gather(*(worker.prefetch(published) for worker in workers))
+        loads = await asyncio.gather(*(worker.load(1, interrupt) for worker, interrupt in zip(workers, ("keep-kv", "drain"), strict=True)))
+        print("send", sends, loads)
+        assert all(load.logprob_abs_diff is not None and load.logprob_abs_diff < 1e-4 for load in loads)
+        later = await workers[0].generate(request(7))
+        assert {version for meta in later.trajectories for version, _ in meta.version_tokens} == {1}
+        progress = await workers[0].progress(-1)
+        rollout, reward = progress.reports
+        assert (rollout.name, reward.name) == ("rollout-0", "reward-0")
+        own = [groups[0], groups[2], later]
+        tokens = sum(meta.response_tokens for group in own for meta in group.trajectories)
+        assert rollout.sums["sampled_tokens"] == tokens
+        assert rollout.gauges["version"] == 1
+        assert rollout.gauges["running_sequences"] == 0
+        assert rollout.gauges["running_tokens"] == 0
+        evaluated = await workers[0].evaluate(EvalRequest(version=1, items=(request(1).item,), seed=3))
+        assert len(evaluated.rewards) == 1
+        await _checkpoint(trainer, groups, tmp_path)
+        return [load.version for load in loads]
+
+
+async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -> None:
+    await trainer.snapshot(1)
+    writing = asyncio.create_task(trainer.write(1, tmp_path / "step-1", [groups[2].payload, groups[3].payload], False))
+    await trainer.train(batch_of(groups[2:], step=2))
+    await writing
+
+
+async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
+    from asyncrl_cli.checkpoint.find import Checkpoint
+    from asyncrl_cli.job.workers import started_workers
+
+    checkpoint = Checkpoint(
+        directory=tmp_path / "step-1",
+        step=1,
+        version=1,
+        at_window_boundary=True,
+        loop_state={},
+        fields={},
+        run="run",
+        profile="custom",
+        identity={},
+    )
+    async with started_workers(
+        plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
+    ) as (trainer, workers, payloads):
+        assert len(payloads) == 2
+        group = await workers[1].generate(request(9))
+        assert {version for meta in group.trajectories for version, _ in meta.version_tokens} == {1}
+        with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: ValueError: asked to load version 5"):
+            await workers[0].load(5, "drain")
+        with pytest.raises(ExecutorFailed, match=r"trainer-0 failed: ValueError: version 9 is not held"):
+            await trainer.publish(9)

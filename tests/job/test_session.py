@@ -1,0 +1,136 @@
+"""Sessions: nothing stays behind, however the driver ends; signals; addresses that do not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job.reaper import living, look
+from asyncrl_cli.job.session import ray_session
+
+from .crew import nodes, small_profile
+
+DRIVER = Path(__file__).with_name("driver.py")
+LONGEST_S = 15.0
+
+
+class Driver:
+    """A driver in a process group of its own, as a shell would start it, and everything that it has started."""
+
+    def __init__(self, how: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(DRIVER), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self.process.stdout is not None
+        word, self.directory, cpus = self.process.stdout.readline().split()
+        assert (word, cpus) == ("ready", "2")
+        self.started: dict[int, int] = {}
+        look(self.process.pid, self.started)
+        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in self.started if Path(f"/proc/{pid}").exists()}
+        assert {"raylet", "gcs_server", "sleep"} <= names, names
+
+    def all_gone_after_s(self) -> float:
+        began_s = time.monotonic()
+        while (living(self.started) or Path(self.directory).exists()) and time.monotonic() - began_s < 2 * LONGEST_S:
+            time.sleep(0.1)
+        left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in living(self.started)}
+        assert not left, left
+        assert not Path(self.directory).exists()
+        return time.monotonic() - began_s
+
+    def end(self) -> tuple[str, str]:
+        try:
+            return self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", ["return", "raise"])
+def test_a_driver_that_ends_leaves_no_process_behind(how: str) -> None:
+    if how == "raise":
+        driver = Driver("raise")
+        _, stderr = driver.end()
+        assert "the driver failed" in stderr
+    else:
+        driver = Driver("return")
+        _, stderr = driver.end()
+        assert driver.process.returncode == 0, stderr
+        assert stderr == ""
+    assert driver.all_gone_after_s() < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_that_is_killed_leaves_no_process_behind(number: signal.Signals) -> None:
+    driver = Driver("wait")
+    driver.process.send_signal(number)
+    assert driver.process.wait(30) == -number
+    seconds = driver.all_gone_after_s()
+    driver.end()
+    assert seconds < LONGEST_S
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_ctrl_c_at_the_terminal_reaches_the_driver_alone() -> None:
+    driver = Driver("wait")
+    os.killpg(driver.process.pid, signal.SIGINT)
+    stdout, stderr = driver.end()
+    assert "went on after Ctrl-C" in stdout, stderr
+    assert driver.process.returncode == 0
+    assert driver.all_gone_after_s() < 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_the_sigterm_handler_is_the_same_inside_and_after_a_session() -> None:
+    def mine(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
+            assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:
+    import ray
+
+    with (
+        pytest.raises(PreflightError, match="0 GPUs and 2 CPUs"),
+        ray_session(small_profile(placement={"gpus": 8}), cluster=nodes((2, 0), elastic_cpus=True)),
+    ):
+        pass
+    assert not ray.is_initialized()
+
+
+def test_an_address_nobody_listens_at_is_refused_in_time() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    began_s = time.monotonic()
+    with (
+        pytest.raises(PreflightError, match=f"no ray cluster answers at 127.0.0.1:{port}"),
+        ray_session(small_profile(), address=f"127.0.0.1:{port}"),
+    ):
+        pass
+    assert time.monotonic() - began_s < 12.0
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "head", "head:port"])
+def test_an_address_of_another_kind_is_a_configuration_error(address: str) -> None:
+    with pytest.raises(ConfigError, match="--address"), ray_session(small_profile(), address=address):
+        pass

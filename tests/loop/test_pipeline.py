@@ -1,0 +1,231 @@
+"""The loop itself, on simulated workers and a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.loop.pipeline import ResumeFrom
+from tests.loop.worlds import MODES, run_world, settings
+
+SEEDS = range(8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_mode_trains_each_group_once_and_ends_with_clean_accounts(mode, seed):
+    loop_settings = settings(mode, train_steps=13)
+    ran = run_world(loop_settings, seed=seed)
+    assert ran.error is None
+    assert max(Counter(ran.trained).values()) == 1
+    assert len(ran.trained) == 13 * 4
+    totals = ran.recorder.steps[-1].ledger
+    assert totals == {
+        "admitted_total": 52, "running": 0, "finished": 0, "training": 0, "trained": 52, "dropped": 0, "requeued": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["on-policy-pipeline", "stream-off-policy", "colocate"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_without_eta_nothing_is_stale_and_no_rollout_is_cut(mode, seed):
+    ran = run_world(settings(mode), seed=seed)
+    assert set(ran.staleness()) == {0}
+    assert set(ran.spans()) == {0}
+
+
+@pytest.mark.parametrize("eta", ["0.25", "0.5", "1", "2", "3"])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_no_trained_token_is_older_than_the_bound(eta, partial, workers):
+    interrupt = "keep-kv" if partial else "drain"
+    worst = []
+    for seed in range(6):
+        changes = {"eta": Fraction(eta), "partial_rollout": partial, "interrupt": interrupt, "train_steps": 30}
+        loop_settings = settings("stale-samples", **changes)
+        lagging = {"load_s": lambda rng: rng.random() * 3, "prefetch_s": lambda rng: rng.random() * 2}
+        ran = run_world(loop_settings, seed=seed, workers=workers, times=lagging)
+        assert ran.error is None
+        worst.append(max(ran.staleness()))
+        assert worst[-1] <= loop_settings.max_staleness
+        assert partial or set(ran.spans()) == {0}
+    assert max(worst) >= 1, "a bound that is never approached proves nothing"
+
+
+def test_partial_rollouts_cross_loads():
+    ran = run_world(settings("partial-rollout", train_steps=30))
+    assert max(ran.spans()) >= 1
+
+
+def test_tokens_of_a_trajectory_never_get_older():
+    ran = run_world(settings("partial-rollout", train_steps=30, eta=Fraction(2)))
+    for batch in ran.trainer.batches:
+        for meta in (meta for group in batch.groups for meta in group.trajectories):
+            versions = [version for version, _ in meta.version_tokens]
+            assert versions == sorted(set(versions))
+            assert sum(tokens for _, tokens in meta.version_tokens) == meta.response_tokens
+
+
+def test_asynchronous_modes_are_faster_than_taking_turns():
+    slow_step = {"step_s": lambda batch: 3.0}
+    elapsed_s = {mode: run_world(settings(mode, train_steps=24), trainer_times=slow_step).elapsed_s for mode in MODES}
+    assert elapsed_s["partial-rollout"] < elapsed_s["on-policy-pipeline"]
+    assert elapsed_s["one-step-off"] < elapsed_s["colocate"]
+    assert elapsed_s["partial-rollout"] < 1.15 * 24 * 3.0 + 10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_parts_of_a_step_sum_to_the_step_and_the_loop_itself_costs_nothing(mode):
+    ran = run_world(settings(mode), evals=20)
+    for record in ran.recorder.steps:
+        parts = {part: seconds for part, seconds in record.timing_s.items() if part != "step"}
+        assert sum(parts.values()) == pytest.approx(record.timing_s["step"], abs=1e-9)
+        assert all(seconds >= -1e-9 for seconds in parts.values())
+    total_s = sum(record.timing_s["step"] for record in ran.recorder.steps)
+    other_s = sum(record.timing_s["other"] for record in ran.recorder.steps[:-1])
+    assert other_s <= 0.03 * total_s
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evals_run_on_the_first_and_the_last_version_and_in_between(mode):
+    ran = run_world(settings(mode, train_steps=24, eval_every_versions=2), evals=20, seed=3)
+    versions = [event.version for event in ran.recorder.named("eval")]
+    last = ran.pipeline.board.version
+    assert versions[0] == 0
+    assert versions[-1] == last
+    assert len(versions) >= 3
+    in_lines = [summary.version for record in ran.recorder.steps for summary in record.evals]
+    assert in_lines == versions
+
+
+def test_an_eval_that_takes_too_long_is_reported_absent_and_warned_of():
+    ran = run_world(settings("partial-rollout", eval_timeout_s=0.5), evals=200)
+    assert ran.error is None
+    assert not ran.recorder.named("eval")
+    assert "eval.timeout_s" in ran.recorder.named("warning")[0].fields["message"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+def test_a_resumed_run_trains_every_group_exactly_once(mode, cut):
+    """Kill at any checkpoint: what was trained up to it, and what the resumed run trains, is everything, once."""
+    loop_settings = settings(mode, train_steps=14)
+    first = run_world(loop_settings, seed=cut)
+    frozen, state = first.checkpoints.cuts[cut]
+    second = run_world(loop_settings, seed=cut + 100, resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads))
+    assert second.error is None
+    before = [group.key for batch in first.trainer.batches if batch.step <= frozen.step for group in batch.groups]
+    prompts = [key.uid for key in before + second.trained]
+    assert len(prompts) == len(set(prompts)) == 14 * 4
+    totals = second.recorder.steps[-1].ledger
+    assert totals["trained"] == 14 * 4
+    assert totals["running"] == totals["finished"] == totals["training"] == 0
+    assert totals["admitted_total"] == totals["trained"] + totals["requeued"]
+    assert max(second.staleness(), default=0) <= loop_settings.max_staleness
+
+
+def test_a_resumed_run_keeps_finished_groups_with_their_payloads():
+    first = run_world(settings("partial-rollout", train_steps=20, eta=Fraction(2)))
+    frozen, state = max(first.checkpoints.cuts, key=lambda cut: len(cut[0].payloads))
+    assert frozen.payloads, "some group was finished and untrained at some cut"
+    resumed = run_world(
+        settings("partial-rollout", train_steps=20, eta=Fraction(2)),
+        resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads),
+    )
+    payloads = {group.payload for batch in resumed.trainer.batches for group in batch.groups}
+    assert set(frozen.payloads) <= payloads
+
+
+def test_the_versions_of_a_resumed_run_go_on():
+    first = run_world(settings("stream-off-policy", train_steps=12))
+    frozen, state = next(cut for cut in first.checkpoints.cuts if cut[0].step == 6)
+    assert not frozen.at_window_boundary
+    second = run_world(settings("stream-off-policy", train_steps=12), resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads))
+    assert second.trainer.gathered == [2, 3], "resuming off a window's boundary publishes the saved weights, not new ones"
+    assert all(worker.loads == [1, 2, 3] for worker in second.workers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stop_at_s", [0.05, 3.0, 7.7])
+def test_a_stop_ends_with_a_checkpoint_and_says_interrupted(mode, stop_at_s):
+    loop_settings = settings(mode, train_steps=100, checkpoint_every_steps=0)
+    ran = run_world(loop_settings, stop_at_s=stop_at_s)
+    assert isinstance(ran.error, Interrupted)
+    assert ran.elapsed_s - stop_at_s < 3
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches)
+    cut, state = ran.checkpoints.cuts[-1]
+    resumed = run_world(settings(mode, train_steps=14), resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    assert len({key.uid for key in ran.trained + resumed.trained}) == 14 * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_dead_worker_fails_the_run_with_its_own_error_after_a_checkpoint(mode):
+    loop_settings = settings(mode, train_steps=200, checkpoint_every_steps=0)
+    ran = run_world(loop_settings, times={"dies_at_s": 6.0})
+    assert isinstance(ran.error, ExecutorFailed)
+    assert "rollout-0 failed: simulated death at 6 s" in str(ran.error) or "rollout-1" in str(ran.error)
+    assert ran.elapsed_s < 60
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
+
+
+def test_a_dead_trainer_fails_the_run_at_once():
+    ran = run_world(settings("partial-rollout"), trainer_times={"dies_at_step": 5})
+    assert isinstance(ran.error, ExecutorFailed)
+    assert "step 5" in str(ran.error)
+    assert len(ran.trainer.batches) == 4
+
+
+def test_failed_trajectories_leave_their_group_and_a_group_of_fewer_than_two_is_replaced():
+    loop_settings = settings("stale-samples", n=4, train_steps=20, max_failed_ratio=0.9)
+    ran = run_world(loop_settings, times={"failure_ratio": 0.4})
+    assert ran.error is None
+    sizes = Counter(len(group.trajectories) for batch in ran.trainer.batches for group in batch.groups)
+    assert set(sizes) == {2, 3, 4}
+    totals = ran.recorder.steps[-1].ledger
+    assert totals["trained"] == 80
+    assert totals["dropped"] > 0
+    assert totals["admitted_total"] == 80 + totals["dropped"]
+
+
+def test_too_many_failed_trajectories_fail_the_run_with_numbers():
+    ran = run_world(settings("stale-samples", n=4, train_steps=50), times={"failure_ratio": 0.5})
+    assert isinstance(ran.error, AsyncrlError)
+    assert "task.max_failed_ratio = 0.1" in str(ran.error)
+    assert "the reward raised" in str(ran.error)
+
+
+@pytest.mark.parametrize("policy", ["accept", "drop", "requeue"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):
+    changes = {"on_stale": policy, "eta": Fraction(2), "max_staleness": 2, "train_steps": 40, "step_groups": 2}
+    loop_settings = settings("partial-rollout", window_steps=1, **changes)
+    times = {"response_tokens": lambda rng: 2000 if rng.random() < 0.05 else 5, "load_s": lambda rng: 0.2}
+    ran = run_world(loop_settings, seed=seed, times=times)
+    assert ran.error is None
+    totals = ran.recorder.steps[-1].ledger
+    assert totals["trained"] == 80
+    if policy == "accept":
+        assert max(ran.staleness()) > 2
+        return
+    assert max(ran.staleness()) <= 2
+    assert totals["dropped" if policy == "drop" else "requeued"] > 0
+    assert ran.recorder.steps[-1].tokens_discarded > 0
+
+
+def test_a_hang_is_reported_with_who_waits_for_whom():
+    ran = run_world(settings("on-policy-pipeline"), times={"token_s": 1e9})
+    assert isinstance(ran.error, StallError)
+    assert "trainer waits for 4 takeable groups: 0 finished, 4 running" in str(ran.error)
+    assert "rollout-0 is busy" in str(ran.error)
+    assert ran.elapsed_s < 400
+
+
+def test_at_most_two_published_versions_exist():
+    times = {"prefetch_s": lambda rng: rng.random() * 9, "load_s": lambda rng: 0.1}
+    changes = {"eta": Fraction(3), "window_steps": 1, "train_steps": 40}
+    ran = run_world(settings("partial-rollout", **changes), workers=4, times=times)
+    assert ran.error is None
+    assert any(len(worker.loads) < 41 for worker in ran.workers), "a slow worker skips versions"
+    assert all(worker.loads[-1] == 40 for worker in ran.workers)

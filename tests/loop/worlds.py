@@ -1,0 +1,159 @@
+"""Runs of the real loop on a virtual clock, for the tests of this folder."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.ports import Event, Prompt, Snapshot, StepRecord
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+
+MODES: dict[str, dict[str, Any]] = {
+    "on-policy-pipeline": {"window_steps": 1, "eta": Fraction(0)},
+    "stream-off-policy": {"window_steps": 4, "eta": Fraction(0)},
+    "stale-samples": {"window_steps": 2, "eta": Fraction(1, 2)},
+    "partial-rollout": {"window_steps": 2, "eta": Fraction(1, 2), "partial_rollout": True, "interrupt": "keep-kv"},
+    "one-step-off": {"window_steps": 1, "eta": Fraction(1)},
+    "colocate": {"window_steps": 2, "eta": Fraction(0), "colocate": True},
+}
+
+
+def pareto_tokens(rng: random.Random) -> int:
+    """Long-tailed lengths: p50 about 8, now and then hundreds."""
+    return min(int(5 * rng.paretovariate(1.2)), 400)
+
+
+def settings(mode: str, **changes: Any) -> LoopSettings:
+    values = {"seed": 0, "step_groups": 4, "train_steps": 12, "n": 2, "checkpoint_every_steps": 3} | MODES[mode] | changes
+    values.setdefault("max_staleness", -(-values["eta"].numerator // values["eta"].denominator))
+    return LoopSettings(**values)
+
+
+class CountingFeed:
+    """Prompts p0, p1, ...: which one comes next is all its state."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def next(self) -> Prompt:
+        self.given += 1
+        return Prompt(uid=f"p{self.given - 1}", epoch=0, item={"prompt": str(self.given - 1)})
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def restore(self, state: Any) -> None:
+        self.given = state["given"]
+
+
+class Recorder:
+    """Keeps everything an observer is told, and checks conservation on the way."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.steps: list[StepRecord] = []
+        self.ticks: list[Snapshot] = []
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+    def step(self, record: StepRecord) -> None:
+        totals = dict(record.ledger)
+        assert totals.pop("admitted_total") == sum(totals.values())
+        self.steps.append(record)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        self.ticks.append(snapshot)
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": len(self.steps)}
+
+    def restore(self, state: Any) -> None:
+        self.restored = state
+
+    def named(self, name: str) -> list[Event]:
+        return [event for event in self.events if event.name == name]
+
+
+@dataclass
+class Ran:
+    recorder: Recorder
+    trainer: SimulatedTrainer
+    workers: list[SimulatedWorker]
+    pipeline: Pipeline
+    checkpoints: MemoryCheckpoints
+    elapsed_s: float
+    error: BaseException | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> list[Any]:
+        return [group.key for batch in self.trainer.batches for group in batch.groups]
+
+    def staleness(self) -> list[int]:
+        """Of the oldest token of each trained trajectory."""
+        return [
+            batch.window - meta.oldest
+            for batch in self.trainer.batches
+            for group in batch.groups
+            for meta in group.trajectories
+        ]
+
+    def spans(self) -> list[int]:
+        return [
+            meta.span for batch in self.trainer.batches for group in batch.groups for meta in group.trajectories
+        ]
+
+
+def run_world(
+    loop_settings: LoopSettings,
+    *,
+    seed: int = 0,
+    workers: int = 2,
+    slots: int = 8,
+    times: dict[str, Any] | None = None,
+    trainer_times: dict[str, Any] | None = None,
+    evals: int = 0,
+    resume_from: ResumeFrom | None = None,
+    stop_at_s: float | None = None,
+) -> Ran:
+    async def main() -> Ran:
+        loop = asyncio.get_running_loop()
+        worker_times = {
+            "token_s": 0.02,
+            "response_tokens": pareto_tokens,
+            "prefetch_s": lambda rng: rng.random() * 0.5,
+            "load_s": lambda rng: rng.random() * 0.3,
+        } | (times or {})
+        step_times = {"step_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (trainer_times or {})
+        team = [SimulatedWorker(f"rollout-{i}", slots, WorkerTimes(**worker_times), seed) for i in range(workers)]
+        recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
+        trainer = SimulatedTrainer(TrainerTimes(**step_times))
+        world = World(
+            feed=CountingFeed(),
+            trainer=trainer,
+            workers=team,
+            eval_items=[{"prompt": str(i)} for i in range(evals)],
+            observers=[recorder],
+            checkpoints=checkpoints,
+            resume_from=resume_from,
+        )
+        pipeline = Pipeline(loop_settings, world)
+        if stop_at_s is not None:
+            loop.call_later(stop_at_s, pipeline.request_stop)
+        ran = Ran(recorder, trainer, team, pipeline, checkpoints, 0.0)
+        try:
+            await pipeline.run()
+        except Exception as error:
+            ran.error = error
+        ran.elapsed_s = loop.time()
+        return ran
+
+    return run_virtual(main())

@@ -1,0 +1,260 @@
+"""A small hand-made run: reports, groups and records whose metrics can be worked out on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.loop.ports import (
+    AttemptKey,
+    EvalSummary,
+    GroupResult,
+    Snapshot,
+    StepRecord,
+    SyncSummary,
+    TrainReport,
+    TrajectoryMeta,
+)
+from asyncrl_cli.loop.states import ExecutorReport, Span, State
+from asyncrl_cli.observe.live_status import RunFacts
+
+PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")
+
+
+def trajectory(reward: float, *version_tokens: tuple[int, int]) -> TrajectoryMeta:
+    return TrajectoryMeta(
+        prompt_tokens=5,
+        response_tokens=sum(tokens for _, tokens in version_tokens),
+        reward=reward,
+        finish_reason="stop",
+        version_tokens=version_tokens,
+    )
+
+
+def group(uid: str, *trajectories: TrajectoryMeta) -> GroupResult:
+    key = AttemptKey(uid, 0, 0)
+    return GroupResult(key=key, trajectories=trajectories, failures=(), failed_tokens=0, payload=None)
+
+
+def report(
+    name: str,
+    role: str,
+    state_s: Mapping[State, float],
+    *,
+    state: State = State.BUSY,
+    waiting_for: str = "",
+    sums: Mapping[str, float] | None = None,
+    gauges: Mapping[str, float] | None = None,
+    spans: tuple[Span, ...] = (),
+) -> ExecutorReport:
+    return ExecutorReport(
+        name=name,
+        role=role,
+        now_s=sum(state_s.values()),
+        state=state,
+        waiting_for=waiting_for,
+        state_s=dict(state_s),
+        spans=spans,
+        sums=dict(sums or {}),
+        gauges=dict(gauges or {}),
+    )
+
+
+def record(
+    step: int,
+    window: int,
+    groups: Sequence[GroupResult],
+    reports: Sequence[ExecutorReport] = (),
+    *,
+    ended_s: float = 0.0,
+    spans: Mapping[str, tuple[Span, ...]] | None = None,
+    **changed: Any,
+) -> StepRecord:
+    trainer = report("trainer", "trainer", {State.BUSY: 1.0})
+    timing_s = {part: 0.1 for part in PARTS} | {"step": 0.7}
+    fields: dict[str, Any] = {
+        "step": step,
+        "version": window,
+        "window": window,
+        "ended_s": ended_s,
+        "groups": tuple(groups),
+        "timing_s": timing_s,
+        "train": TrainReport(train_s=0.1, old_logprob_s=0.1, tokens=9, metrics={}, report=trainer),
+        "reports": {made.name: made for made in reports},
+        "spans": spans or {},
+        "sync": None,
+        "evals": (),
+        "ledger": {
+            "admitted_total": 7,
+            "running": 2,
+            "finished": 1,
+            "training": 0,
+            "trained": 4,
+            "dropped": 0,
+            "requeued": 0,
+        },
+        "tokens_discarded": 0,
+        "groups_trained": 2 * step,
+        "tokens_trained": 100 * step,
+    }
+    return StepRecord(**(fields | changed))
+
+
+@pytest.fixture
+def facts() -> RunFacts:
+    return RunFacts(
+        name="brave-otter",
+        profile="partial-rollout",
+        mode="partial-rollout",
+        run_dir="runs/brave-otter",
+        train_steps=300,
+        step_groups=16,
+        window_groups=16,
+        trigger_parameter_sync_step=1,
+        max_staleness=1,
+    )
+
+
+def full_record(step: int) -> StepRecord:
+    """A step of a partial-rollout run in which everything was measured."""
+    grown = float(step)
+    groups = [
+        group(
+            f"p{step}-{i}",
+            *(trajectory(0.2 + 0.002 * step, (step - 1, 4), (step, 12)) for _ in range(3)),
+            *(trajectory(0.3 + 0.001 * step, (step, 9)) for _ in range(5)),
+        )
+        for i in range(16)
+    ]
+    trainer = report(
+        "trainer",
+        "trainer",
+        {State.BUSY: 0.6 * grown, State.STARVED: 0.3 * grown, State.SYNCING: 0.1 * grown},
+        state=State.STARVED,
+        waiting_for="16 takeable groups: 12 finished, 9 running",
+        sums={"trained_tokens": 1500 * grown},
+    )
+    rollouts = [
+        report(
+            f"rollout-{i}",
+            "rollout",
+            {State.BUSY: 0.93 * grown, State.LOADING: 0.05 * grown, State.BLOCKED: 0.02 * grown},
+            sums={
+                "running_sequence_s": 52 * grown,
+                "idle_s": 0.03 * grown,
+                "sampled_tokens": 1600 * grown,
+                "eval_s": 0.0,
+            },
+            gauges={"slots": 64, "running_sequences": 57, "version": step - i},
+        )
+        for i in range(2)
+    ]
+    feed = report(
+        "feed",
+        "feed",
+        {State.BLOCKED: 0.99 * grown, State.BUSY: 0.01 * grown},
+        state=State.BLOCKED,
+        waiting_for="free slots",
+    )
+    base = step - 1.0
+    spans = {
+        "trainer": (
+            Span(state=State.STARVED, start_s=base, end_s=base + 0.4),
+            Span(state=State.BUSY, start_s=base + 0.4, end_s=base + 1),
+        ),
+        "rollout-0": (
+            Span(state=State.BUSY, start_s=base, end_s=base + 0.95),
+            Span(state=State.LOADING, start_s=base + 0.95, end_s=base + 1),
+        ),
+    }
+    sync = SyncSummary(version=step, gather_s=0.012, send_s=0.031, load_s=0.014, pause_s=0.022, logprob_abs_diff=2.1e-7)
+    evals = (
+        ()
+        if step % 50
+        else (
+            EvalSummary(
+                version=step,
+                reward_mean=0.3 + step / 1000,
+                num_prompts=512,
+                response_tokens_median=12,
+                eval_s=3,
+                num_failed=0,
+            ),
+        )
+    )
+    ledger = {
+        "admitted_total": 16 * step + 24,
+        "running": 17,
+        "finished": 7,
+        "training": 0,
+        "trained": 16 * step,
+        "dropped": 0,
+        "requeued": 0,
+    }
+    metrics = {
+        "correction/ratio_mean": 1.0,
+        "correction/ratio_max": 1.3,
+        "correction/clipped_ratio": 0.01,
+        "correction/masked_ratio": 0.0,
+    }
+    train = TrainReport(train_s=0.5, old_logprob_s=0.0, tokens=1500, metrics=metrics, report=trainer)
+    timing_s = {
+        "step": 1.0,
+        "wait_data": 0.38,
+        "old_logprob": 0.0,
+        "train": 0.6,
+        "gather": 0.012,
+        "checkpoint": 0.0,
+        "eval": 0.0,
+        "other": 0.008,
+    }
+    return record(
+        step,
+        step,
+        groups,
+        [feed, *rollouts, trainer],
+        ended_s=grown,
+        spans=spans,
+        sync=sync,
+        evals=evals,
+        ledger=ledger,
+        train=train,
+        timing_s=timing_s,
+        groups_trained=16 * step,
+        tokens_trained=1500 * step,
+        tokens_discarded=310,
+    )
+
+
+def full_snapshot(made: StepRecord) -> Snapshot:
+    return Snapshot(
+        phase="running",
+        time_s=made.ended_s,
+        step=made.step,
+        version=made.version,
+        groups_trained=made.groups_trained,
+        admission="window",
+        window_taken=12,
+        window_groups=16,
+        window_budget=24,
+        ledger=made.ledger,
+        reports=made.reports,
+        worker_versions={"rollout-0": made.version, "rollout-1": made.version - 1},
+        eval_running="",
+        checkpoint="step-000100",
+    )
+
+
+@pytest.fixture
+def make() -> dict[str, Callable[..., Any]]:
+    """The builders by name, so that test modules need not import one another."""
+    return {
+        "trajectory": trajectory,
+        "group": group,
+        "report": report,
+        "record": record,
+        "full_record": full_record,
+        "full_snapshot": full_snapshot,
+    }

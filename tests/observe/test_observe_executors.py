@@ -1,0 +1,41 @@
+"""Overlap of busy intervals, compared with counting points on a grid."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.observe.executors import intersection, length_of, overlap, union
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
+
+
+def cells(intervals):
+    return {cell for start, end in intervals for cell in range(start, end)}
+
+
+@given(INTERVALS)
+def test_a_union_covers_the_same_time_once(intervals):
+    joined = union(intervals)
+    assert cells(joined) == cells(intervals)
+    assert length_of(joined) == len(cells(intervals))
+
+
+@given(INTERVALS, INTERVALS)
+def test_an_intersection_is_the_time_in_both(left, right):
+    assert cells(intersection(union(left), union(right))) == cells(left) & cells(right)
+
+
+@given(INTERVALS, INTERVALS, INTERVALS)
+def test_overlap_counts_a_side_as_busy_while_any_of_its_executors_is(trainer, first, second):
+    named = {"trainer": trainer, "rollout-0": first, "rollout-1": second}
+    spans = {
+        name: tuple(Span(state=State.BUSY, start_s=start, end_s=end) for start, end in intervals)
+        for name, intervals in named.items()
+    }
+    roles = {"trainer": "trainer", "rollout-0": "rollout", "rollout-1": "rollout"}
+    measured = overlap(spans, roles)
+    rollout = cells(first) | cells(second)
+    smaller = min(len(cells(trainer)), len(rollout))
+    assert measured.value == (len(cells(trainer) & rollout) / smaller if smaller else None)

@@ -1,0 +1,261 @@
+"""The formulas of design section 8 on numbers worked out by hand, and against a second computation with numpy."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.loop.ports import EvalSummary, SyncSummary
+from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.observe.metrics import StepMetrics
+
+
+def metrics(window_steps=1):
+    return StepMetrics(trigger_parameter_sync_step=window_steps, started_s=100.0)
+
+
+def test_staleness_counts_tokens_for_the_mean_and_trajectories_for_oldest_and_newest(make):
+    t, group = make["trajectory"], make["group"]
+    # Window 5. Ages by token: 10 tokens of age 2, 30 of age 0; 60 of age 0; 20 of age 1.
+    groups = [
+        group("a", t(1.0, (3, 10), (5, 30)), t(0.0, (5, 60))),
+        group("b", t(0.0, (4, 20)), t(1.0, (4, 0), (5, 5))),
+    ]
+    line = metrics().update(make["record"](6, 5, groups))
+    assert line["staleness/mean"] == pytest.approx((10 * 2 + 20 * 1) / 125)
+    assert line["staleness/max"] == 2
+    assert line["staleness/oldest_mean"] == pytest.approx((2 + 0 + 1 + 1) / 4)
+    assert line["staleness/newest_mean"] == pytest.approx((0 + 0 + 1 + 0) / 4)
+    assert line["staleness/histogram"] == [1, 2, 1]
+
+
+def test_staleness_in_train_steps_counts_from_the_step_that_made_the_version(make):
+    t, group = make["trajectory"], make["group"]
+    # K = 4. Step 11 of the lines is step 10 from 0; version 2 was made by step 8, version 1 by step 4.
+    groups = [group("a", t(1.0, (1, 3), (2, 9)), t(0.0, (2, 12)))]
+    line = metrics(window_steps=4).update(make["record"](11, 2, groups))
+    assert line["staleness/steps_max"] == 6
+    assert line["staleness/steps_mean"] == pytest.approx((3 * 6 + 21 * 2) / 24)
+
+
+def test_reward_mean_and_deviation_run_over_trajectories(make):
+    t, group = make["trajectory"], make["group"]
+    groups = [group("a", t(1.0, (0, 4)), t(0.0, (0, 8))), group("b", t(0.5, (0, 6)), t(0.25, (0, 2)))]
+    line = metrics().update(make["record"](1, 0, groups))
+    assert line["reward/mean"] == pytest.approx(np.mean([1, 0, 0.5, 0.25]))
+    assert line["reward/std"] == pytest.approx(np.std([1, 0, 0.5, 0.25]))
+    assert line["response_tokens/median"] == 5
+
+
+def test_partial_counts_cover_the_window_and_stale_counts_the_run(make):
+    t, group, record = make["trajectory"], make["group"], make["record"]
+    whole, partial, stale = t(1.0, (1, 5)), t(0.0, (0, 5), (1, 5)), t(0.0, (0, 5))
+    watched = metrics(window_steps=2)
+    first = watched.update(record(3, 1, [group("a", whole, partial), group("b", whole, whole)]))
+    assert first["fully_async/partial/total_partial_num"] == 1
+    assert first["fully_async/partial/partial_ratio"] == pytest.approx(1 / 4)
+    assert first["fully_async/count/stale_samples_processed"] == 1
+    second = watched.update(record(4, 1, [group("c", partial, stale), group("d", whole, whole)]))
+    assert second["fully_async/partial/total_partial_num"] == 2
+    assert second["fully_async/partial/partial_ratio"] == pytest.approx(2 / 8)
+    assert second["fully_async/partial/max_partial_span"] == 1
+    assert second["fully_async/count/stale_samples_processed"] == 2
+    assert second["fully_async/count/stale_trajectory_processed"] == 3
+    third = watched.update(record(5, 2, [group("e", t(0.0, (2, 5)), t(1.0, (2, 5)))]))
+    assert third["fully_async/partial/total_partial_num"] == 0
+    assert third["fully_async/partial/max_partial_span"] == 0
+    assert third["fully_async/count/stale_trajectory_processed"] == 3
+
+
+def test_idle_ratios_and_rates_cover_the_time_since_the_previous_line(make):
+    report, record = make["report"], make["record"]
+
+    def reports(trainer_s, first, second):
+        busy, starved, syncing = trainer_s
+        state_s = {State.BUSY: busy, State.STARVED: starved, State.SYNCING: syncing}
+        made = [report("trainer", "trainer", state_s, sums={"trained_tokens": 100 * busy})]
+        for name, (elapsed, idle, running, tokens) in {"rollout-0": first, "rollout-1": second}.items():
+            sums = {"idle_s": idle, "running_sequence_s": running, "sampled_tokens": tokens}
+            made.append(report(name, "rollout", {State.BUSY: elapsed}, sums=sums, gauges={"slots": 8}))
+        return made
+
+    watched = metrics()
+    watched.update(record(1, 0, [], reports((4, 1, 0), (5, 5, 0, 0), (5, 5, 0, 0))))
+    line = watched.update(record(2, 1, [], reports((6, 4, 1), (11, 6, 30, 1200), (10, 5, 20, 900))))
+    # Trainer: 6 s, of them 3 starved and 1 syncing. Workers: 6 s with 1 idle, 5 s with none.
+    assert line["trainer/idle_ratio"] == pytest.approx(4 / 6)
+    assert line["trainer/tokens_per_s"] == pytest.approx(200 / 6)
+    assert line["rollouter/idle_ratio"] == pytest.approx((1 / 6 + 0 / 5) / 2)
+    assert line["rollouter/slot_utilization"] == pytest.approx((30 + 20) / (8 * 6 + 8 * 5))
+    assert line["rollouter/tokens_per_s"] == pytest.approx(2100 / 5.5)
+    assert "rollouter/eval_s" not in line
+
+
+def test_a_restarted_executor_counts_from_its_new_start(make):
+    report, record = make["report"], make["record"]
+    watched = metrics()
+    watched.update(record(1, 0, [], [report("trainer", "trainer", {State.BUSY: 90.0, State.STARVED: 10.0})]))
+    line = watched.update(record(2, 1, [], [report("trainer", "trainer", {State.BUSY: 3.0, State.STARVED: 1.0})]))
+    assert line["trainer/idle_ratio"] == pytest.approx(1 / 4)
+
+
+def test_overlap_is_shared_busy_time_over_the_smaller_busy_time(make):
+    report, record = make["report"], make["record"]
+    reports = [
+        report(name, role, {State.BUSY: 1.0})
+        for name, role in (("trainer", "trainer"), ("rollout-0", "rollout"), ("rollout-1", "rollout"))
+    ]
+    spans = {
+        "trainer": (Span(state=State.STARVED, start_s=0, end_s=2), Span(state=State.BUSY, start_s=2, end_s=6)),
+        "rollout-0": (Span(state=State.BUSY, start_s=0, end_s=3),),
+        "rollout-1": (Span(state=State.BUSY, start_s=1, end_s=4), Span(state=State.LOADING, start_s=4, end_s=6)),
+    }
+    line = metrics().update(record(1, 0, [], reports, spans=spans))
+    # Rollout busy 0..4, trainer busy 2..6: shared 2 s of the smaller 4 s.
+    assert line["overlap_ratio"] == pytest.approx(0.5)
+
+
+def test_what_was_not_measured_is_absent(make):
+    line = metrics().update(make["record"](1, 0, []))
+    absent = (
+        "reward/mean",
+        "reward/std",
+        "staleness/mean",
+        "staleness/max",
+        "staleness/histogram",
+        "overlap_ratio",
+        "trainer/idle_ratio",
+        "rollouter/idle_ratio",
+        "rollouter/slot_utilization",
+        "sync/gather_s",
+        "eval/reward_mean",
+        "fully_async/partial/partial_ratio",
+        "rollouter/eval_s",
+    )
+    assert not set(absent) & line.keys()
+    assert None not in line.values()
+
+
+def test_a_probe_that_was_not_scored_has_no_difference(make):
+    sync = SyncSummary(version=3, gather_s=0.1, send_s=0.2, load_s=0.3, pause_s=0.4, logprob_abs_diff=None)
+    line = metrics().update(make["record"](4, 3, [], sync=sync))
+    assert (line["sync/version"], line["sync/gather_s"], line["sync/send_s"]) == (3, 0.1, 0.2)
+    assert (line["sync/load_s"], line["sync/pause_s"]) == (0.3, 0.4)
+    assert "sync/logprob_abs_diff" not in line
+
+
+def test_the_last_eval_that_ended_is_in_the_line(make):
+    evals = tuple(
+        EvalSummary(version=v, reward_mean=r, num_prompts=9, response_tokens_median=4, eval_s=1, num_failed=0)
+        for v, r in ((0, 0.3), (1, 0.4))
+    )
+    watched = metrics()
+    line = watched.update(make["record"](1, 0, [], evals=evals))
+    assert (line["eval/reward_mean"], line["eval/version"]) == (0.4, 1)
+    assert "eval/version" not in watched.update(make["record"](2, 1, []))
+
+
+def test_all_keys_of_the_design_are_there_when_everything_was_measured(make):
+    watched = metrics()
+    line = watched.update(make["full_record"](50))
+    timing = ("step", "wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")
+    keys = {
+        "step",
+        "version",
+        "time_s",
+        "groups_trained",
+        "tokens_trained",
+        "reward/mean",
+        "reward/std",
+        "eval/reward_mean",
+        "eval/version",
+        "trainer/idle_ratio",
+        "rollouter/idle_ratio",
+        "rollouter/slot_utilization",
+        "overlap_ratio",
+        "rollouter/tokens_per_s",
+        "trainer/tokens_per_s",
+        "rollouter/eval_s",
+        "waste/tokens_discarded",
+        "fully_async/count/stale_samples_processed",
+        "fully_async/count/stale_trajectory_processed",
+        *(f"timing/{part}_s" for part in timing),
+        *(
+            f"staleness/{key}"
+            for key in ("mean", "max", "oldest_mean", "newest_mean", "steps_mean", "steps_max", "histogram")
+        ),
+        *(f"fully_async/partial/{key}" for key in ("total_partial_num", "partial_ratio", "max_partial_span")),
+        *(f"sync/{key}" for key in ("gather_s", "send_s", "load_s", "pause_s", "logprob_abs_diff")),
+        *(f"correction/{key}" for key in ("ratio_mean", "ratio_max", "clipped_ratio", "masked_ratio")),
+        *(
+            f"ledger/{key}"
+            for key in ("admitted_total", "running", "finished", "training", "trained", "dropped", "requeued")
+        ),
+    }
+    assert keys <= line.keys()
+    assert line["ledger/admitted_total"] == 16 * 50 + 24
+
+
+def test_time_goes_on_over_a_resume_and_so_do_the_counts(make):
+    t, group, record = make["trajectory"], make["group"], make["record"]
+    groups = [group("a", t(1.0, (0, 5), (1, 5)), t(0.0, (1, 5)))]
+    first = metrics(window_steps=4)
+    assert first.update(record(5, 1, groups, ended_s=130.0))["time_s"] == 30.0
+    state = json.loads(json.dumps(first.state()))
+    second = StepMetrics(trigger_parameter_sync_step=4, started_s=7000.0)
+    second.restore(state)
+    line = second.update(record(6, 1, groups, ended_s=7012.0))
+    assert line["time_s"] == 42.0
+    assert line["fully_async/count/stale_samples_processed"] == 2
+    assert line["fully_async/partial/total_partial_num"] == 2
+    assert line["fully_async/partial/partial_ratio"] == pytest.approx(2 / 4)
+
+
+def test_the_totals_of_a_run_join_steps_by_their_weights(make):
+    t, group, record, report = (make[name] for name in ("trajectory", "group", "record", "report"))
+    watched = metrics()
+    watched.update(record(1, 0, [group("a", t(1.0, (0, 10)))], [report("trainer", "trainer", {State.BUSY: 1.0})]))
+    last = [report("trainer", "trainer", {State.BUSY: 2.0, State.STARVED: 6.0})]
+    watched.update(record(2, 1, [group("b", t(0.0, (0, 90)), t(0.0, (1, 50)))], last))
+    totals = watched.totals()
+    assert totals["trainer/idle_ratio"] == pytest.approx(6 / 8)
+    assert totals["staleness/mean"] == pytest.approx(90 / 150)
+    assert totals["staleness/max"] == 1
+    assert totals["staleness/histogram"] == [2, 1]
+    assert totals["timing/step_s"] == pytest.approx(1.4)
+
+
+def test_a_random_run_agrees_with_numpy(make):
+    rng = random.Random(7)
+    watched = metrics(window_steps=3)
+    stale_groups = partial_in_window = seen_in_window = 0
+    for step in range(1, 31):
+        window = (step - 1) // 3
+        if (step - 1) % 3 == 0:
+            partial_in_window = seen_in_window = 0
+        groups, tokens, oldest = [], [], []
+        for index in range(4):
+            trajectories = []
+            for _ in range(5):
+                versions = sorted(
+                    rng.sample(range(max(0, window - 2), window + 1), k=rng.randint(1, min(2, window + 1)))
+                )
+                counted = tuple((version, rng.randint(1, 40)) for version in versions)
+                trajectories.append(make["trajectory"](rng.random(), *counted))
+                tokens += [version for version, number in counted for _ in range(number)]
+                oldest.append(window - versions[0])
+                partial_in_window += len(versions) > 1
+            seen_in_window += len(trajectories)
+            stale_groups += max(oldest[-5:]) >= 1
+            groups.append(make["group"](f"{step}-{index}", *trajectories))
+        line = watched.update(make["record"](step, window, groups))
+        ages = window - np.array(tokens)
+        assert line["staleness/mean"] == pytest.approx(ages.mean())
+        assert line["staleness/max"] == ages.max()
+        assert line["staleness/steps_mean"] == pytest.approx((step - 1 - 3 * np.array(tokens)).mean())
+        assert line["staleness/histogram"] == np.bincount(oldest).tolist()
+        assert line["fully_async/partial/partial_ratio"] == pytest.approx(partial_in_window / seen_in_window)
+        assert line["fully_async/count/stale_samples_processed"] == stale_groups

@@ -1,0 +1,155 @@
+"""The screen and the plain lines, drawn from the status of a realistic run."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+import pytest
+from rich.console import Console
+
+from asyncrl_cli.loop.ports import Event
+from asyncrl_cli.observe.format import bar, clock, duration, sparkline
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.plain import Plain
+from asyncrl_cli.observe.render import render
+from asyncrl_cli.observe.screen import Screen, can_show, make_ui, print_status
+from asyncrl_cli.observe.status import RunStatus
+
+
+@pytest.fixture
+def status(facts, make):
+    now_s = [0.0]
+    observers = Observers(facts, [], clock=lambda: now_s[0])
+    for step in range(1, 119):
+        now_s[0] = float(step)
+        made = make["full_record"](step)
+        observers.step(made)
+        observers.tick(make["full_snapshot"](made))
+        if step % 50 == 0:
+            fields = {"reward_mean": 0.3 + step / 400, "num_prompts": 512}
+            observers.event(Event(time_s=float(step), name="eval", version=step, step=step, fields=fields))
+    observers.event(Event(time_s=117.0, name="warning", fields={"message": "a reward took longer than 10 s"}))
+    return json.loads(json.dumps(observers.live.picture()))
+
+
+@pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (140, 50), (60, 40), (40, 30), (20, 10)])
+def test_the_picture_fits_every_terminal(status, width, height):
+    console = Console(width=width, height=height, file=io.StringIO(), record=True)
+    console.print(render(status, width=width, height=height - 1))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= height - 1
+    assert max(len(line) for line in lines) <= width
+
+
+def test_a_hundred_columns_show_everything_the_design_asks_for(status):
+    text = render(status, width=100, height=29).plain
+    for shown in (
+        "brave-otter",
+        "step 118/300",
+        "0:01:58",
+        "left",
+        "slots used",
+        "81%",
+        "overlap 92%",
+        "idle   3%",
+        "idle  40%",
+        "waits for 16 takeable groups",
+        "mean 0.13",
+        "max 1",
+        "bound 1",
+        "80",
+        "48",
+        "38%",
+        "max span 1",
+        "v118",
+        "v117",
+        "0.550",
+        "from 0.425",
+        "rollouter 3,200",
+        "gather 12 ms",
+        "pause 22 ms",
+        "2.1e-07",
+        "admitted 1,912",
+        "trained 1,888",
+        "admission waits: window",
+        "a reward took longer than 10 s",
+        "step-000100",
+    ):
+        assert shown in text, shown
+
+
+def test_a_run_that_has_just_begun_can_be_drawn(facts):
+    status = Observers(facts, [], clock=lambda: 0.0).live.picture()
+    assert "starting" in render(status, width=100, height=29).plain
+
+
+def test_the_remark_of_a_dead_run_stands_at_the_top(status):
+    text = render(status, width=100, height=29, remark="not running any more").plain
+    assert "not running any more" in text.splitlines()[3:5]
+
+
+def test_the_screen_draws_the_newest_status_and_leaves_the_totals(status):
+    console = Console(width=100, height=30, file=io.StringIO(), force_terminal=True)
+    screen = Screen(console)
+    for _ in range(20):
+        screen.status(status)
+    screen.close(status | {"phase": "done"})
+    written = console.file.getvalue()
+    assert "step 118/300" in written
+    assert written.count("step 118/300") <= 4
+    assert "admitted 1,912 = running 17" in written
+    assert "0.425 (version 50) -> 0.550 (version 100)" in written
+
+
+def test_drawing_costs_less_than_two_percent_of_a_core_at_four_frames_a_second(status):
+    console = Console(width=100, height=30, file=io.StringIO(), force_terminal=True)
+    frames = 50
+    began_s = time.process_time()
+    for _ in range(frames):
+        console.print(render(status, width=100, height=29))
+    assert (time.process_time() - began_s) / frames * 4 < 0.02
+
+
+def test_plain_lines_are_few_and_close_with_the_totals(status):
+    now_s, stream = [0.0], io.StringIO()
+    plain = Plain(stream, every_s=5.0, now=lambda: now_s[0])
+    plain.status(status)
+    for step in range(1, 21):
+        now_s[0] += 1.0
+        plain.line({"step": step, "version": step, "time_s": float(step), "reward/mean": 0.5})
+    plain.event({"time_s": 21.0, "event": "running"})
+    plain.event({"time_s": 21.0, "event": "eval", "version": 20, "reward_mean": 0.61})
+    plain.close(status)
+    lines = stream.getvalue().splitlines()
+    steps = [line.split("step ")[1].split("/")[0] for line in lines if "  step " in line]
+    assert steps == ["1", "6", "11", "16", "20"]
+    assert "0:00:21  eval of version 20: 0.610" in lines
+    assert any(line.startswith("ledger     admitted 1,912") for line in lines)
+
+
+def test_without_a_terminal_there_are_plain_lines():
+    console = Console(file=io.StringIO())
+    assert not can_show(console)
+    assert isinstance(make_ui("auto", console), Plain)
+    assert make_ui("none", console) is None
+
+
+def test_the_status_of_an_ended_run_closes_with_its_totals(status, tmp_path):
+    console = Console(width=100, file=io.StringIO())
+    print_status(RunStatus(directory=tmp_path, status=status | {"phase": "done"}, liveness="ended", age_s=3), console)
+    assert "overlap    " in console.file.getvalue()
+
+
+def test_figures_are_written_for_people():
+    assert [duration(value) for value in (None, 0.0123, 0.0042, 4.24, 95)] == [
+        "-",
+        "12 ms",
+        "4.2 ms",
+        "4.2 s",
+        "0:01:35",
+    ]
+    assert clock(3723) == "1:02:03"
+    assert bar(0.5, 4) == "██  "
+    assert sparkline([0, 1, 2, 3], 3, low=0, high=3) == "▃▆█"

@@ -1,0 +1,104 @@
+"""`asyncrl status` of live, ended, killed and unknown runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import StatusFile
+from asyncrl_cli.observe.status import read_status
+
+DRIVER = """
+import os, signal, sys
+from pathlib import Path
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.observe.live_status import RunFacts
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import StatusFile
+run = RunDirectory.create(Path(sys.argv[1]), "killed", profile_toml="", resolved={})
+facts = RunFacts(name="killed", profile="p", mode="m", run_dir=str(run.path), train_steps=9, step_groups=1,
+                 window_groups=1, trigger_parameter_sync_step=1, max_staleness=1)
+Observers(facts, [StatusFile(run.status)], clock=lambda: 0.0)
+print("ready", flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write_status(runs_dir, name, facts, **changed):
+    directory = runs_dir / name
+    directory.mkdir(parents=True)
+    observers = Observers(facts, [StatusFile(directory / "status.json")], clock=lambda: 0.0)
+    status = observers.live.picture() | changed
+    (directory / "status.json").write_text(json.dumps(status))
+    return directory
+
+
+def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        live = read_status("killed", tmp_path)
+        driver.communicate("now\n", timeout=10)
+    dead = read_status("killed", tmp_path)
+    assert (live.liveness, live.remark) == ("live", "")
+    assert driver.returncode == -9
+    assert dead.liveness == "dead"
+    assert "asyncrl resume killed" in dead.remark
+
+
+def test_an_ended_run_is_ended_however_old_its_status_is(tmp_path, facts):
+    write_status(tmp_path, "old", facts, phase="done", updated_at=0.0, pid=2**22 + 1)
+    assert read_status("old", tmp_path).liveness == "ended"
+
+
+def test_a_driver_that_holds_the_lock_but_says_nothing_is_silent(tmp_path, facts):
+    run = RunDirectory.create(tmp_path, "quiet", profile_toml="", resolved={})
+    status = Observers(facts, [], clock=lambda: 0.0).live.picture() | {"updated_at": time.time() - 60}
+    run.status.write_text(json.dumps(status))
+    found = read_status("quiet", tmp_path)
+    run.close()
+    assert found.liveness == "silent"
+    assert str(os.getpid()) in found.remark
+
+
+def test_a_run_on_another_host_is_judged_by_its_last_word_alone(tmp_path, facts):
+    write_status(tmp_path, "far", facts, host=socket.gethostname() + "-other", pid=2**22 + 1)
+    assert read_status("far", tmp_path).liveness == "live"
+
+
+def test_without_a_name_the_newest_run_is_shown(tmp_path, facts):
+    old = write_status(tmp_path, "a-old", facts)
+    os.utime(old, (1, 1))
+    write_status(tmp_path, "b-new", facts)
+    assert read_status(None, tmp_path).name == "b-new"
+
+
+def test_an_unknown_run_is_refused_and_the_known_ones_are_named(tmp_path, facts):
+    write_status(tmp_path, "brave-otter", facts)
+    with pytest.raises(ConfigError, match="no run 'brave-oter'") as caught:
+        read_status("brave-oter", tmp_path)
+    assert "brave-otter" in caught.value.hint
+
+
+def test_no_runs_at_all_is_said_so(tmp_path):
+    with pytest.raises(ConfigError, match="there are no runs"):
+        read_status(None, tmp_path / "nothing")
+
+
+def test_a_status_of_another_schema_is_refused(tmp_path, facts):
+    write_status(tmp_path, "future", facts, schema_version=2)
+    with pytest.raises(RefusedError, match="schema_version 2"):
+        read_status("future", tmp_path)

@@ -1,0 +1,72 @@
+"""A real offline W&B run, read back from its own file."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+
+BLOCK_BYTES = 32768
+"""The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1, data)."""
+
+PROGRAM = """
+import json, sys, threading, time
+from pathlib import Path
+from asyncrl_cli.observe.wandb_sink import Wandb
+directory = Path(sys.argv[1])
+sink = Wandb(directory, mode="offline", project="asyncrl-test", name="brave-otter", config={"seed": 7})
+began_s = time.perf_counter()
+for step in range(1, 101):
+    sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1]})
+blocked_s = time.perf_counter() - began_s
+sink.close({})
+wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "wandb"]
+print(json.dumps({"blocked_s": blocked_s, "threads": wandb_threads}))
+"""
+
+
+def records(path):
+    """Every record's bytes; type 1 is whole, 2, 3 and 4 are the first, middle and last part of one."""
+    content, parts, at = path.read_bytes(), b"", 7
+    while at + 7 <= len(content):
+        left_in_block = BLOCK_BYTES - at % BLOCK_BYTES
+        if left_in_block < 7:
+            at += left_in_block
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+def history(path):
+    """The rows that W&B would draw."""
+    from wandb.proto import wandb_internal_pb2
+
+    for data in records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            yield {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+
+
+@pytest.mark.slow
+def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    run_id = (tmp_path / "wandb-run-id").read_text()
+    rows = list(history(next(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))))
+    assert [row["reward/mean"] for row in rows] == [step / 100 for step in range(1, 101)]
+    assert [row["step"] for row in rows] == list(range(1, 101))
+    assert rows[0]["staleness/histogram._type"] == "histogram"
+    assert rows[0]["staleness/histogram.values"] == [3, 1]
+    assert found["blocked_s"] < 0.1
+    assert found["threads"] == []

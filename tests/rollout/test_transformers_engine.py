@@ -1,0 +1,384 @@
+"""The engine against plain forward passes of transformers, with real weight loads in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.rollout.engine import Completion, Sampling
+from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+from tests.rollout import tiny
+
+DEADLINE_S = 60.0
+
+
+@asynccontextmanager
+async def engine_of(
+    model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128
+) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens)
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            await engine.start()
+            yield engine
+    finally:
+        await engine.close()
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = random.Random(3)
+    return [[generator.randrange(2, 64) for _ in range(generator.randrange(5, 40))] for _ in range(count)]
+
+
+def sampling(max_response_tokens: int = 64, **changes: object) -> Sampling:
+    return Sampling(**{"temperature": 1.0, "max_response_tokens": max_response_tokens, **changes})  # type: ignore[arg-type]
+
+
+async def all_of(
+    engine: TransformersEngine, requests: list[list[int]], how: Sampling, first_seed: int = 0
+) -> list[Completion]:
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(engine.generate(f"r{first_seed + i}", prompt, how, first_seed + i))
+            for i, prompt in enumerate(requests)
+        ]
+    return [task.result() for task in running]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110  (what it watches is counted in the generation thread)
+            await asyncio.sleep(0)
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await body()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(1.0, 1.0, 0), (0.7, 1.0, 0), (1.3, 0.8, 0), (0.7, 1.0, 5), (0.9, 0.7, 4)]
+)
+def test_logprobs_are_of_the_scaled_untruncated_distribution(
+    model: Qwen3ForCausalLM, model_dir: Path, temperature: float, top_p: float, top_k: int
+) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            requests = prompts(12)
+            how = sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+            for prompt, completion in zip(requests, await all_of(engine, requests, how), strict=True):
+                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, temperature)
+                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+                assert completion.versions == [0] * len(completion.tokens)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("batching.PREFILL_TOKENS_PACKED", 16),
+        ("batching.CACHE_SHARE_OF_MEMORY", 0.0),
+        ("paged_attention.MODEL_TYPES", frozenset()),
+    ],
+    ids=["prompts are prefilled in pieces", "a small cache evicts sequences", "attention is transformers' sdpa"],
+)
+def test_logprobs_are_the_same_when(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object
+) -> None:
+    monkeypatch.setattr(f"asyncrl_cli.rollout.{setting}", value)
+
+    async def body() -> None:
+        async with engine_of(model_dir, slots=16) as engine:
+            requests = prompts(16)
+            completions = await all_of(engine, requests, sampling(100, temperature=0.5))
+            for prompt, completion in zip(requests, completions, strict=True):
+                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens, 0.5)
+                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+                assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
+
+    run(body)
+
+
+def test_requests_with_different_sampling_share_a_batch(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            prompt = prompts(1)[0]
+            greedy, hot = await asyncio.gather(
+                engine.generate("eval", prompt, sampling(temperature=0.0), 1),
+                engine.generate("train", prompt, sampling(temperature=1.5), 1),
+            )
+            expected = tiny.plain_logprobs(model, model.state_dict(), prompt + hot.tokens, 1.5)
+            assert hot.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+            assert greedy.tokens != hot.tokens
+
+    run(body)
+
+
+def test_greedy_equals_the_argmax_of_plain_forwards(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            requests = prompts(4)
+            first = await all_of(engine, requests, sampling(16, temperature=0.0))
+            again = await all_of(engine, requests, sampling(16, temperature=0.0), first_seed=50)
+            assert [c.tokens for c in first] == [c.tokens for c in again]
+            for prompt, completion in zip(requests, first, strict=True):
+                for count, token in enumerate(completion.tokens):
+                    context = prompt + completion.tokens[:count]
+                    scores = [tiny.plain_logprobs(model, model.state_dict(), [*context, t])[-1] for t in (token, 5, 17)]
+                    assert scores[0] >= max(scores) - 1e-5
+
+    run(body)
+
+
+def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            requests = prompts(8)
+            alone = await engine.generate("alone", requests[0], sampling(), 0)
+            together = await all_of(engine, requests, sampling())
+            other = await engine.generate("other", requests[0], sampling(), 99)
+            assert alone.tokens == together[0].tokens
+            assert alone.tokens != other.tokens
+
+    run(body)
+
+
+def test_a_response_ends_at_its_stop_string_or_its_length(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            prompt = prompts(1)[0]
+            free = await engine.generate("free", prompt, sampling(40), 4)
+            text = [tiny.VOCABULARY_INVERSE[token] for token in free.tokens]
+            stop = "".join(text[10:12])
+            end = next(i for i in range(1, len(text)) if "".join(text[i - 1 : i + 1]) == stop)
+            stopped = await engine.generate("stopped", prompt, sampling(40, stop=("zzz", stop)), 4)
+            assert stopped.tokens == free.tokens[: end + 1]
+            assert stopped.finish_reason == "stop"
+            short = await engine.generate("short", prompt, sampling(7), 4)
+            assert (short.tokens, short.finish_reason) == (free.tokens[:7], "length")
+            assert engine.running == 0
+
+    run(body)
+
+
+def test_an_end_of_sequence_token_ends_the_response_and_stays_in_it(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=64) as engine:
+            completions = await all_of(engine, prompts(64), sampling(128, temperature=2.0))
+            ended = [c for c in completions if c.finish_reason == "stop"]
+            assert ended
+            assert all(c.tokens.index(tiny.EOS) == len(c.tokens) - 1 for c in ended)
+            assert all(len(c.tokens) == 128 for c in completions if c.finish_reason == "length")
+
+    run(body)
+
+
+def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=32) as engine:
+            how = sampling(100, temperature=0.2)
+            completions = await all_of(engine, [[2 + i, 3, 4, 5] * 8 for i in range(32)], how)
+            forwards = engine._manager.current_batch
+            longest = max(len(completion.tokens) for completion in completions)
+            assert forwards <= longest + 8  # a few while the requests came in; with half of the slots it would be twice
+
+    run(body)
+
+
+def test_more_requests_than_slots_wait_for_their_turn(model_dir: Path) -> None:
+    async def body() -> None:
+        seen: list[int] = []
+        engine = TransformersEngine(
+            model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32, on_running=seen.append
+        )
+        await engine.start()
+        completions = await all_of(engine, prompts(10), sampling(12))
+        await engine.close()
+        assert max(seen) == 3
+        assert seen[-1] == 0
+        assert engine.sampled_tokens == sum(len(completion.tokens) for completion in completions)
+
+    run(body)
+
+
+async def _in_flight_load(
+    model: Qwen3ForCausalLM, model_dir: Path, interrupt: str
+) -> tuple[list[list[int]], list[Completion], dict[int, dict[str, object]]]:
+    """24 requests on 8 slots; versions 5 and 6 are loaded after some tokens."""
+    weights = {0: model.state_dict(), 5: tiny.weights_after(model, 1), 6: tiny.weights_after(model, 2)}
+    async with engine_of(model_dir) as engine:
+        requests = prompts(24)
+        generating = asyncio.create_task(all_of(engine, requests, sampling(100, temperature=0.8)))
+        for version, after_tokens in ((5, 60), (6, 160)):
+            await until(lambda after=after_tokens: engine.sampled_tokens >= after)
+            report = await engine.load(weights[version], version, interrupt)  # type: ignore[arg-type]
+            assert 0 < report.load_s <= report.pause_s
+            assert engine.version == version
+        completions = await generating
+        assert engine.sampled_tokens == sum(len(completion.tokens) for completion in completions)
+        return requests, completions, weights  # type: ignore[return-value]
+
+
+def _check_spans(
+    model: Qwen3ForCausalLM,
+    prompt: list[int],
+    completion: Completion,
+    weights: dict[int, dict[str, object]],
+    versions: set[int],
+    tolerance: float,
+) -> None:
+    tokens = prompt + completion.tokens
+    for version in versions & set(completion.versions):
+        expected = tiny.plain_logprobs(model, weights[version], tokens, 0.8)[len(prompt) - 1 :]  # type: ignore[arg-type]
+        span = [i for i, v in enumerate(completion.versions) if v == version]
+        assert [completion.logprobs[i] for i in span] == pytest.approx([expected[i] for i in span], abs=tolerance)
+
+
+def test_recompute_kv_makes_each_span_the_new_weights_own(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        requests, completions, weights = await _in_flight_load(model, model_dir, "recompute-kv")
+        spans = [len(set(completion.versions)) for completion in completions]
+        assert max(spans) == 3
+        for prompt, completion in zip(requests, completions, strict=True):
+            assert completion.versions == sorted(completion.versions)
+            assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) <= 100
+            assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
+            _check_spans(model, prompt, completion, weights, {0, 5, 6}, 1e-4)
+
+    run(body)
+
+
+def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        requests, completions, weights = await _in_flight_load(model, model_dir, "keep-kv")
+        mixed = [c for c in completions if len(set(c.versions)) > 1]
+        assert mixed
+        for prompt, completion in zip(requests, completions, strict=True):
+            assert completion.versions == sorted(completion.versions)
+            _check_spans(model, prompt, completion, weights, {completion.versions[0]}, 1e-4)
+        # the first token after the load attends to old keys: it is neither the old nor the new model's
+        prompt, completion = next((p, c) for p, c in zip(requests, completions, strict=True) if c is mixed[0])
+        border = next(i for i, version in enumerate(completion.versions) if version != completion.versions[0])
+        for version in (completion.versions[0], completion.versions[border]):
+            plain = tiny.plain_logprobs(model, weights[version], prompt + completion.tokens, 0.8)  # type: ignore[arg-type]
+            assert abs(completion.logprobs[border] - plain[len(prompt) - 1 + border]) > 1e-4
+
+    run(body)
+
+
+def test_drain_lets_running_responses_end_on_their_version(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        requests, completions, weights = await _in_flight_load(model, model_dir, "drain")
+        assert all(len(set(completion.versions)) == 1 for completion in completions)
+        assert {completion.versions[0] for completion in completions} == {0, 5, 6}
+        for prompt, completion in zip(requests, completions, strict=True):
+            _check_spans(model, prompt, completion, weights, {0, 5, 6}, 1e-5)
+
+    run(body)
+
+
+@pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
+def test_a_failed_load_leaves_the_old_version_serving(model: Qwen3ForCausalLM, model_dir: Path, interrupt: str) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            bad = tiny.weights_after(model, 1)
+            bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
+            del bad["lm_head.weight"]
+            bad["surprise"] = bad["model.norm.weight"]
+            generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
+            await until(lambda: engine.sampled_tokens > 20)
+            with pytest.raises(ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"):
+                await engine.load(bad, 9, interrupt)  # type: ignore[arg-type]
+            for prompt, completion in zip(prompts(4), await generating, strict=True):
+                assert set(completion.versions) == {0}
+                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens)
+                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+            assert engine.version == 0
+
+    run(body)
+
+
+def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=1) as engine:
+            first = asyncio.create_task(engine.generate("first", [5, 6, 7], sampling(128, temperature=0.1), 0))
+            queued = asyncio.create_task(engine.generate("queued", [5, 6, 7], sampling(), 0))
+            await until(lambda: engine.sampled_tokens > 5)
+            await engine.abort("queued")
+            await engine.abort("unknown")
+            assert await queued == Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
+            await engine.abort("first")
+            aborted = await first
+            assert aborted.finish_reason == "abort"
+            assert 5 < len(aborted.tokens) == len(aborted.logprobs) == len(aborted.versions) < 128
+            assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
+            assert engine.running == 0
+
+    run(body)
+
+
+def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=1) as engine:
+            running = asyncio.create_task(engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0))
+            waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
+            await until(lambda: engine.sampled_tokens > 5)
+            for task in (waiting, running):
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            assert engine.running == 0
+            assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
+
+    run(body)
+
+
+def test_score_equals_plain_forwards_of_the_loaded_weights(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            generating = asyncio.create_task(all_of(engine, prompts(4), sampling()))
+            sequences = prompts(6)
+            weights = tiny.weights_after(model, 3)
+            await engine.load(weights, 3, "keep-kv")
+            scores = await engine.score(sequences, 0.7)
+            for sequence, logprobs in zip(sequences, scores, strict=True):
+                assert logprobs == pytest.approx(tiny.plain_logprobs(model, weights, sequence, 0.7), abs=1e-5)
+            await generating
+
+    run(body)
+
+
+def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=1) as engine:
+            running = asyncio.create_task(engine.generate("running", [5, 6, 7], sampling(128, temperature=0.1), 0))
+            waiting = asyncio.create_task(engine.generate("waiting", [5, 6, 7], sampling(), 0))
+            await until(lambda: engine.sampled_tokens > 5)
+            await engine.close()
+            results = await asyncio.gather(running, waiting, return_exceptions=True)
+            assert [type(result) for result in results] == [ExecutorFailed, ExecutorFailed]
+            with pytest.raises(ExecutorFailed, match="closed"):
+                await engine.generate("late", [5], sampling(), 0)
+
+    run(body)
+
+
+def test_a_request_that_can_not_be_served_is_refused(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            with pytest.raises(ValueError, match="prompt of long has 65 tokens, max_prompt_tokens is 64"):
+                await engine.generate("long", [5] * 65, sampling(), 0)
+            with pytest.raises(ValueError, match="129 response tokens asked"):
+                await engine.generate("much", [5], sampling(129), 0)
+
+    run(body)

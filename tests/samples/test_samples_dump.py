@@ -1,0 +1,67 @@
+"""The dump of a step: one line per trajectory, exact figures, whole or not there."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.samples.dump import dump_samples, is_dump_step, read_samples
+from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+
+
+def segment(tokens, logprobs, versions, mask):
+    return Segment(
+        tokens_T=np.array(tokens, np.int32),
+        logprobs_T=np.array(logprobs, np.float32),
+        versions_T=np.array(versions, np.int32),
+        mask_T=np.array(mask, np.bool_),
+    )
+
+
+@pytest.fixture
+def payloads():
+    first = segment([7, 8, 1, 2], [0, 0, -0.1, -0.2], [-1, -1, 3, 4], [0, 0, 1, 1])
+    second = segment([7, 9], [0, -0.3], [-1, 4], [0, 1])
+    one = Trajectory(segments=(first,), reward=1.0, finish_reason="stop")
+    two = Trajectory(segments=(first, second), reward=0.0, finish_reason="length")
+    return [GroupPayload(uid="p7", epoch=1, attempt=2, trajectories=(one, two))]
+
+
+def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, payloads):
+    path = dump_samples(tmp_path / "samples", 40, payloads, window=4, decode=lambda ids: "".join(f"<{i}>" for i in ids))
+    assert path == tmp_path / "samples" / "step-000040.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == read_samples(path)
+    first, second = lines
+    assert (first["step"], first["window"], first["group"], first["trajectory"]) == (40, 4, "p7@1.2", 0)
+    assert (first["uid"], first["epoch"], first["attempt"], first["reward"]) == ("p7", 1, 2, 1.0)
+    assert (first["tokens"], first["versions"], first["mask"]) == ([7, 8, 1, 2], [-1, -1, 3, 4], [0, 0, 1, 1])
+    assert (first["text"], first["sampled_text"]) == ("<7><8><1><2>", "<1><2>")
+    assert second["segment_lengths"] == [4, 2]
+    assert len(second["tokens"]) == len(second["logprobs"]) == len(second["versions"]) == len(second["mask"]) == 6
+
+
+def test_logprobs_come_back_bit_for_bit(tmp_path, payloads):
+    line = read_samples(dump_samples(tmp_path, 1, payloads, window=0))[0]
+    expected = payloads[0].trajectories[0].segments[0].logprobs_T
+    assert np.array(line["logprobs"], np.float32).tobytes() == expected.tobytes()
+
+
+def test_without_a_tokenizer_there_is_no_text(tmp_path, payloads):
+    assert "text" not in read_samples(dump_samples(tmp_path, 1, payloads, window=0))[0]
+
+
+def test_a_dump_that_fails_leaves_no_half_file(tmp_path, payloads):
+    def broken(ids):
+        raise ValueError("no such token")
+
+    with pytest.raises(ValueError, match="no such token"):
+        dump_samples(tmp_path, 1, payloads, window=0, decode=broken)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_every_so_many_steps_are_dumped_and_zero_is_never():
+    assert [step for step in range(1, 13) if is_dump_step(step, 5)] == [5, 10]
+    assert not any(is_dump_step(step, 0) for step in range(20))

@@ -1,0 +1,171 @@
+"""Tasks read from jsonl and parquet files, and what is said about files that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import Task, load_task
+
+
+def sums(num: int, start: int = 0) -> list[dict]:
+    return [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i % 3} for i in range(start, start + num)]
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def load(path: Path, num_eval: int = 3, run_seed: int = 0, **task) -> Task:
+    kind = "parquet" if path.suffix == ".parquet" else "jsonl"
+    fields = {"task": {"source": f"{kind}:{path}", **task}, "eval": {"prompts": num_eval}, "run": {"seed": run_seed}}
+    return load_task(Profile.model_validate(fields))
+
+
+def prompts_of(items) -> set[str]:
+    return {item["prompt"] for item in items}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_become_items_with_their_other_columns_as_metadata(tmp_path, suffix):
+    task = load(write(tmp_path / f"data.{suffix}", sums(10)))
+    assert prompts_of(task.train) | prompts_of(task.eval) == {f"{i}+1=" for i in range(10)}
+    assert all(int(item["answer"]) == int(item["prompt"][:-3]) + 1 for item in task.train)
+    assert all(item["metadata"] == {"level": int(item["prompt"][:-3]) % 3} for item in task.train)
+    assert task.reward.kind == "exact-match"
+
+
+def test_both_kinds_of_file_give_the_same_items(tmp_path):
+    tasks = [load(write(tmp_path / f"data.{suffix}", sums(10))) for suffix in ("jsonl", "parquet")]
+    assert tasks[0].train == tasks[1].train
+    assert tasks[0].eval == tasks[1].eval
+
+
+def test_eval_prompts_are_held_out_whatever_the_seed_and_the_order_of_rows(tmp_path):
+    first = load(write(tmp_path / "data.jsonl", sums(10)))
+    second = load(write(tmp_path / "data.jsonl", sums(10)[::-1]), run_seed=5)
+    assert len(first.eval) == 3
+    assert not prompts_of(first.eval) & prompts_of(first.train)
+    assert prompts_of(first.eval) == prompts_of(second.eval)
+
+
+def test_rows_that_repeat_a_prompt_are_left_out_and_counted(tmp_path):
+    task = load(write(tmp_path / "data.jsonl", sums(10) + sums(4)))
+    assert len(task.train) + len(task.eval) == 10
+    assert [note.partition(": ")[2] for note in task.notes] == ["left out 4 rows whose prompt repeats an earlier one"]
+
+
+def test_prompts_of_the_eval_file_are_not_trained_on(tmp_path):
+    eval_path = write(tmp_path / "eval.jsonl", sums(4))
+    task = load(write(tmp_path / "data.jsonl", sums(10)), num_eval=4, eval_path=str(eval_path))
+    assert prompts_of(task.eval) == {f"{i}+1=" for i in range(4)}
+    assert prompts_of(task.train) == {f"{i}+1=" for i in range(4, 10)}
+    assert any("left out 4 rows whose prompt is among the eval prompts" in note for note in task.notes)
+
+
+def test_an_eval_file_that_is_too_short_is_used_and_noted(tmp_path):
+    eval_path = write(tmp_path / "eval.jsonl", sums(2, start=100))
+    task = load(write(tmp_path / "data.jsonl", sums(5)), num_eval=4, eval_path=str(eval_path))
+    assert (len(task.train), len(task.eval)) == (5, 2)
+    assert any("has 2 distinct prompts, fewer than eval.prompts = 4" in note for note in task.notes)
+
+
+def test_no_more_than_train_prompts_are_taken(tmp_path):
+    task = load(write(tmp_path / "data.jsonl", sums(50)), train_prompts=7)
+    assert (len(task.train), len(task.eval)) == (7, 3)
+
+
+def test_other_column_names_and_numbers_as_answers_are_read(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"question": f"{i}+1=", "result": i + 1} for i in range(5)])
+    task = load(path, prompt_column="question", answer_column="result")
+    assert {item["answer"] for item in (*task.train, *task.eval)} == {"1", "2", "3", "4", "5"}
+
+
+def test_a_file_that_ends_in_empty_lines_is_fine(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in sums(5)) + "\n\n\n")
+    assert len(load(path).train) == 2
+
+
+GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "data.jsonl holds no rows"),
+        (f"{GOOD}\n\n{GOOD}\n", "data.jsonl:2: the line is empty"),
+        (f"{GOOD}\n{{'prompt': 1}}\n", "data.jsonl:2: not JSON: .* at column 2"),
+        (f"{GOOD}\n[1, 2]\n", "data.jsonl:2: not a JSON object but list"),
+        (f'{GOOD}\n{{"promt": "x", "answer": "y"}}\n', 'data.jsonl:2: no column "prompt"; it has: promt, answer'),
+        (f'{GOOD}\n{{"prompt": "x"}}\n', 'data.jsonl:2: no column "answer"'),
+        ('{"prompt": "  ", "answer": "2"}\n', 'data.jsonl:1: column "prompt" is empty'),
+        ('{"prompt": "x", "answer": ""}\n', 'data.jsonl:1: column "answer" is empty'),
+        ('{"prompt": ["x"], "answer": "2"}\n', 'data.jsonl:1: column "prompt" is not text but list'),
+        (
+            '{"prompt": "x", "answer": null}\n',
+            'data.jsonl:1: column "answer" is neither text nor a number but NoneType',
+        ),
+        (f"{GOOD}\n", "has 1 distinct prompts, and eval.prompts = 3 of them are held out"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name_and_line(tmp_path, text, message):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(path)
+
+
+def test_a_missing_column_is_refused_with_the_nearest_one(tmp_path):
+    path = write(tmp_path / "data.jsonl", [{"prompts": "x", "answer": "y"}])
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert refused.value.hint == 'set task.prompt_column = "prompts"'
+
+
+def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):
+    path = write(tmp_path / "data.parquet", [*sums(2), {"prompt": "", "answer": "1"}])
+    with pytest.raises(ConfigError, match=r'data.parquet:3: column "prompt" is empty'):
+        load(path)
+
+
+def test_a_file_that_is_not_there_or_not_parquet_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"task.source: .*nowhere.jsonl does not exist"):
+        load(tmp_path / "nowhere.jsonl")
+    with pytest.raises(ConfigError, match=r"task.eval_path: .*nowhere.jsonl does not exist"):
+        load(write(tmp_path / "data.jsonl", sums(5)), eval_path=str(tmp_path / "nowhere.jsonl"))
+    (tmp_path / "data.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"data.parquet is not a parquet file"):
+        load(tmp_path / "data.parquet")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b"\xff\xfe{}\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(path)
+
+
+def test_a_wrong_suffix_is_refused(tmp_path):
+    path = write(tmp_path / "data.parquet", sums(5))
+    profile = Profile.model_validate({"task": {"source": f"jsonl:{path}"}})
+    with pytest.raises(ConfigError, match="does not look like jsonl"):
+        load_task(profile)
+
+
+def test_parameters_and_the_worked_form_are_refused_for_files(tmp_path):
+    path = write(tmp_path / "data.jsonl", sums(5))
+    with pytest.raises(ConfigError, match=r"task.params is for reasoning-gym"):
+        load(path, params={"x": 1})
+    with pytest.raises(ConfigError, match="has no worked form"):
+        load(path, adapter="worked")

@@ -1,0 +1,207 @@
+"""Tasks made from reasoning-gym datasets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.gym import dataset_modules, make_dataset
+from asyncrl_cli.tasks.gym_worker import stream_seed
+from asyncrl_cli.tasks.item import content_uid
+from asyncrl_cli.tasks.task import Task, load_task
+
+SOURCE_ROOT = str(Path(__file__).resolve().parents[2] / "src")
+
+
+def profile_of(source: str = "reasoning-gym:number_sorting", **fields) -> Profile:
+    task = {"source": source, "adapter": "plain", "train_prompts": 60, **fields.pop("task", {})}
+    return Profile.model_validate({"task": task, "eval": {"prompts": 20}, **fields})
+
+
+def prompts_of(items) -> list[str]:
+    return [item["prompt"] for item in items]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Task:
+    return load_task(profile_of())
+
+
+def test_there_are_as_many_items_as_asked_for(plain):
+    assert (len(plain.train), len(plain.eval)) == (60, 20)
+    assert plain.name == "reasoning-gym:number_sorting"
+
+
+def test_an_item_is_the_question_and_the_answer_of_the_dataset(plain):
+    item = plain.train[0]
+    numbers = item["prompt"].partition("order: ")[2].partition("\n")[0].split(", ")
+    ordered = sorted(map(float, numbers), reverse="descending" in item["prompt"])
+    assert [float(number) for number in json.loads(item["answer"].replace("'", '"'))] == ordered
+    assert item["uid"] == content_uid(item["prompt"], item["answer"])
+    assert item["metadata"]["entry"]["question"] == item["prompt"]
+
+
+def test_train_and_eval_share_no_prompt_even_where_prompts_are_few():
+    # Two digits of 0..9 in two directions make 200 prompts; 199 of them are asked for.
+    params = {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": -0.49, "max_value": 9.49}
+    task = load_task(profile_of(task={"params": params, "train_prompts": 150}, eval={"prompts": 40}))
+    train, held_out = prompts_of(task.train), prompts_of(task.eval)
+    assert (len(set(train)), len(set(held_out))) == (150, 40)
+    assert not set(train) & set(held_out)
+
+
+def test_a_dataset_that_cannot_make_enough_prompts_says_so_with_numbers():
+    params = {"min_numbers": 1, "max_numbers": 1, "max_decimals": 0, "min_value": 0.51, "max_value": 4.49}
+    with pytest.raises(ConfigError, match=r"only 3 of 60 new prompts for task.train_prompts in \d+ tries \(8 distinct"):
+        load_task(profile_of(task={"params": params}, eval={"prompts": 5}))
+
+
+def test_eval_prompts_do_not_depend_on_the_seed_and_training_prompts_do(plain):
+    other = load_task(profile_of(run={"seed": 1}))
+    assert prompts_of(other.eval) == prompts_of(plain.eval)
+    assert not set(prompts_of(other.train)) & set(prompts_of(plain.train))
+
+
+def test_more_eval_prompts_begin_with_the_same_ones(plain):
+    more = load_task(profile_of(eval={"prompts": 50}))
+    assert prompts_of(more.eval)[:20] == prompts_of(plain.eval)
+
+
+def test_the_same_profile_gives_the_same_items_in_a_process_with_another_hash_seed():
+    # ransom_note builds its letters from sets of strings: their order differs from process to process.
+    script = (
+        "from asyncrl_cli.profile.schema import Profile\n"
+        "from asyncrl_cli.tasks.task import load_task\n"
+        "task = {'source': 'reasoning-gym:ransom_note', 'train_prompts': 20}\n"
+        "print([i['uid'] for i in load_task(Profile.model_validate({'task': task, 'eval': {'prompts': 5}})).train])\n"
+    )
+    uids = [
+        subprocess.check_output(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": SOURCE_ROOT, "PYTHONHASHSEED": seed}
+        )
+        for seed in ("1", "2")
+    ]
+    assert uids[0] == uids[1]
+
+
+def test_five_thousand_items_are_made_in_a_few_seconds():
+    began_s = time.monotonic()
+    task = load_task(Profile.model_validate({"eval": {"prompts": 1000}}))
+    assert len(task.train) + len(task.eval) == 5096
+    assert time.monotonic() - began_s < 10  # 0.5 s on an idle machine
+
+
+def test_parameters_reach_the_dataset():
+    task = load_task(profile_of(task={"params": {"min_numbers": 4, "max_numbers": 4}}))
+    assert {item["prompt"].partition("order: ")[2].partition("\n")[0].count(",") for item in task.train} == {3}
+
+
+def test_a_dataset_that_reads_its_own_data_files_is_made_too():
+    assert len(load_task(profile_of("reasoning-gym:word_ladder")).train) == 60
+
+
+def test_an_unknown_dataset_is_refused_with_the_nearest_names():
+    with pytest.raises(ConfigError, match='no dataset "number_sort"') as refused:
+        load_task(profile_of("reasoning-gym:number_sort"))
+    assert "number_sorting" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("params", "message", "hint"),
+    [
+        ({"max_number": 5}, "task.params.max_number: .* no such parameter", "max_numbers"),
+        ({"max_numbers": "five"}, "task.params.max_numbers = 'five': input should be a valid integer", ""),
+        ({"max_numbers": True}, "task.params.max_numbers = True: input should be a valid integer", ""),
+        ({"max_numbers": 1}, "task.params.max_numbers = 1: max_numbers must be >= min_numbers", ""),
+        ({"min_numbers": 0}, "task.params.min_numbers = 0: min_numbers must be positive", ""),
+        ({"seed": 3}, "task.params.seed cannot be set", "run.seed"),
+        ({"size": 3}, "task.params.size cannot be set", "task.train_prompts"),
+    ],
+)
+def test_a_bad_parameter_is_named_with_the_reason(params, message, hint):
+    with pytest.raises(ConfigError, match=message) as refused:
+        load_task(profile_of(task={"params": params}))
+    assert hint in refused.value.hint
+
+
+@pytest.mark.parametrize("source", ["number_sorting", "reasoning-gym:", "csv:data.csv", ""])
+def test_a_source_of_no_known_form_is_refused(source):
+    with pytest.raises(ConfigError, match="reasoning-gym:<dataset>, jsonl:<path>, parquet:<path>"):
+        load_task(profile_of(source))
+
+
+def test_an_eval_path_is_refused_for_a_dataset():
+    with pytest.raises(ConfigError, match=r"task.eval_path is for files"):
+        load_task(profile_of(task={"eval_path": "eval.jsonl"}))
+
+
+def test_the_worked_form_is_taken_for_the_tiny_model_only():
+    assert load_task(profile_of(task={"adapter": "auto"})).reward.adapter == "worked"
+    elsewhere = load_task(profile_of(task={"adapter": "auto"}, model={"path": "some/model"}))
+    assert elsewhere.reward.adapter == "plain"
+    assert elsewhere.demonstration is None
+
+
+def test_worked_demonstrations_end_in_the_sorted_numbers():
+    task = load_task(profile_of(task={"adapter": "worked"}))
+    assert task.demonstration is not None
+    for item in task.train:
+        digits = item["prompt"].strip("<>=")
+        pairs = sorted(digits[i : i + 2] for i in range(0, len(digits), 2))
+        expected = pairs if item["prompt"].startswith("<") else pairs[::-1]
+        assert task.demonstration(item, Random(0)).endswith("#" + "".join(expected))
+
+
+def test_a_dataset_without_a_worked_form_is_refused_with_those_that_have_one():
+    with pytest.raises(ConfigError, match="reasoning-gym:chain_sum has no worked form, only number_sorting"):
+        load_task(profile_of("reasoning-gym:chain_sum", task={"adapter": "worked"}))
+
+
+def test_parameters_that_the_worked_form_cannot_write_are_refused():
+    with pytest.raises(ConfigError, match="whole numbers") as refused:
+        load_task(profile_of(task={"adapter": "worked", "params": {"max_decimals": 2}}))
+    assert "task.params" in refused.value.hint
+
+
+def test_streams_lie_far_apart():
+    # Item i of a reasoning-gym dataset is made from seed + i, so neighbouring seeds would share nearly all items.
+    seeds = sorted(stream_seed("number_sorting", {}, f"train/{seed}/0") for seed in range(100))
+    assert min(after - before for before, after in pairwise(seeds)) > 10_000
+
+
+@pytest.mark.slow
+def test_the_names_read_from_the_sources_are_those_that_reasoning_gym_registers():
+    # In a process of its own: the whole of reasoning_gym takes seconds and a hundred megabytes.
+    script = "import json, reasoning_gym, reasoning_gym.composite as c; from reasoning_gym.factory import DATASETS\n"
+    registered = json.loads(
+        subprocess.check_output([sys.executable, "-c", script + "print(json.dumps(list(DATASETS)))"])
+    )
+    assert set(dataset_modules()) == set(registered)
+    assert len(registered) > 90
+
+
+def test_one_dataset_is_imported_without_all_the_others_and_leaves_no_half_package_behind():
+    script = (
+        "import sys; from asyncrl_cli.tasks.gym import make_dataset\n"
+        "make_dataset('number_sorting', {}, seed=0, size=5)[0]\n"
+        "assert not {'sympy', 'matplotlib', 'reasoning_gym'} & set(sys.modules)\n"
+        "import reasoning_gym; reasoning_gym.create_dataset('chain_sum', size=3)[0]\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": SOURCE_ROOT}, check=True)
+
+
+def test_a_dataset_rebuilt_elsewhere_scores_the_entry_of_an_item(plain):
+    dataset = make_dataset(plain.reward.dataset, plain.reward.params, seed=99, size=1)
+    item = plain.train[0]
+    assert dataset.score_answer(item["answer"], item["metadata"]["entry"]) == 1.0
+    assert dataset.score_answer("[1]", item["metadata"]["entry"]) == 0.0

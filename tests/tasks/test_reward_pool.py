@@ -1,0 +1,403 @@
+"""Rewards in their process: what they return, and that one that raises, hangs or dies fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, ExecutorFailed
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.item import make_item
+from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
+from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool
+from asyncrl_cli.tasks.scoring import find_answer
+from asyncrl_cli.tasks.task import load_task
+
+FUNCTIONS = '''
+    import asyncio, os, re, time
+
+    def length(item, response):
+        """How much longer the response is than the item says."""
+        return len(response) - item["metadata"].get("length", 0)
+
+    def by_command(item, response):
+        print("rewards may print")
+        if response == "raise":
+            raise KeyError("nothing here")
+        if response == "exit":
+            raise SystemExit(3)
+        if response == "hang":
+            open(item["answer"], "w").close() if "/" in item["answer"] else None
+            time.sleep(600)
+        if response == "hang in C":
+            re.match("(a+)+$", "a" * 64 + "b")
+        if response == "die":
+            os.kill(os.getpid(), 11)
+        if response == "die once" and not os.path.exists(item["answer"]):
+            open(item["answer"], "w").close()
+            os._exit(9)
+        if response.startswith("return "):
+            values = {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1", "true": True, "int": 2}
+            return values[response[7:]]
+        return 1.0
+
+    async def awaiting(item, response):
+        if response == "raise":
+            raise KeyError("nothing here")
+        if response == "forever":
+            await asyncio.Event().wait()
+        if response == "block":
+            time.sleep(600)
+        if response == "own timeout":
+            async with asyncio.timeout(0.001):
+                await asyncio.sleep(600)
+        await asyncio.sleep(0.2)
+        return float(response)
+
+    def one_argument(item):
+        return 1.0
+
+    not_a_function = 3
+'''
+ITEM = make_item("prompt", "answer", {})
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    (tmp_path / "my_rewards.py").write_text(textwrap.dedent(FUNCTIONS))
+    return tmp_path
+
+
+def spec_of(functions: Path, name: str) -> RewardSpec:
+    return RewardSpec(kind="function", function=f"my_rewards:{name}", import_path=str(functions))
+
+
+def with_pool(spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
+    async def main() -> Any:
+        pool = RewardPool(spec, timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(60):
+                return await use(pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(main())
+
+
+async def outcomes(pool: RewardPool, responses: list[str], item=ITEM) -> list[float | str]:
+    """Of responses scored all at once; a failure is its reason."""
+    results = await asyncio.gather(*(pool.score(item, response) for response in responses), return_exceptions=True)
+    assert all(isinstance(result, float | RewardFailed) for result in results), results
+    return [result.reason if isinstance(result, RewardFailed) else result for result in results]
+
+
+def score(spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0) -> list[float | str]:
+    return with_pool(spec, lambda pool: outcomes(pool, responses, item), timeout_s)
+
+
+def test_a_function_of_the_users_scores_items_and_responses(functions):
+    item = make_item("p", None, {"length": 2})
+    assert score(spec_of(functions, "length"), ["", "ab", "abcde"], item) == [-2.0, 0.0, 3.0]
+
+
+def test_results_belong_to_their_requests_when_there_are_many(functions):
+    responses = ["x" * num for num in range(3000)]
+    assert score(spec_of(functions, "length"), responses) == [float(num) for num in range(3000)]
+
+
+def test_the_verifier_of_a_dataset_scores_in_the_child():
+    profile = Profile.model_validate({"task": {"train_prompts": 30, "adapter": "plain"}, "eval": {"prompts": 0}})
+    task = load_task(profile)
+
+    async def use(pool):
+        return [
+            await asyncio.gather(*(pool.score(item, response(item)) for item in task.train))
+            for response in (lambda item: f"so <answer>{item['answer']}</answer>", lambda item: "[1, 2]")
+        ]
+
+    right, wrong = with_pool(task.reward, use)
+    assert right == [1.0] * 30
+    assert wrong == [0.0] * 30
+
+
+def test_worked_responses_are_scored_by_the_same_verifier():
+    from random import Random
+
+    task = load_task(Profile.model_validate({"task": {"train_prompts": 30}, "eval": {"prompts": 0}}))
+    assert task.reward.adapter == "worked"
+
+    async def use(pool):
+        right = [task.demonstration(item, Random(0)) for item in task.train]
+        wrong = [response.rpartition("#")[0] for response in right]
+        return [
+            await asyncio.gather(*(pool.score(*pair) for pair in zip(task.train, responses, strict=True)))
+            for responses in (right, wrong)
+        ]
+
+    assert with_pool(task.reward, use) == [[1.0] * 30, [0.0] * 30]
+
+
+def test_exact_match_compares_the_answer_in_the_last_tag_or_the_whole_response():
+    item = make_item("p", " 42 ", {})
+    responses = [
+        "42",
+        " 42\n",
+        "it is 42",
+        "<answer>41</answer> no <answer> 42 </answer> done",
+        "<answer>42",
+        "42 <answer>",
+    ]
+    assert score(RewardSpec(kind="exact-match"), responses, item) == [1.0, 1.0, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_exact_match_without_an_answer_is_a_failure_and_not_0():
+    (reason,) = score(RewardSpec(kind="exact-match"), ["42"], make_item("p", None, {}))
+    assert "no answer to match" in reason
+
+
+def test_math_verify_takes_equal_mathematics_for_equal():
+    spec, item = (
+        resolve_reward("math-verify", dataset="", params={}, adapter="plain"),
+        make_item("p", "\\frac{1}{2}", {}),
+    )
+    assert score(spec, ["the result is $0.5$", "\\boxed{2/4}", "\\boxed{\\frac{1}{3}}", "no idea"], item) == [
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+def test_a_reward_that_raises_fails_with_its_error_and_place(functions):
+    raised, fine, exited = score(spec_of(functions, "by_command"), ["raise", "ok", "exit"])
+    assert raised.startswith("KeyError: 'nothing here' (my_rewards.py:")
+    assert fine == 1.0
+    assert exited.startswith("SystemExit: 3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("nan", "ValueError: the reward returned nan"),
+        ("inf", "ValueError: the reward returned inf"),
+        ("none", "TypeError: the reward returned NoneType, not a number"),
+        ("text", "TypeError: the reward returned str, not a number"),
+    ],
+)
+def test_a_reward_that_is_no_finite_number_is_a_failure(functions, kind, reason):
+    (outcome,) = score(spec_of(functions, "by_command"), [f"return {kind}"])
+    assert outcome.startswith(reason)
+
+
+def test_whole_numbers_and_truth_are_rewards_too(functions):
+    assert score(spec_of(functions, "by_command"), ["return int", "return true"]) == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("hang", ["hang", "hang in C"])
+def test_a_reward_that_hangs_fails_alone_and_the_others_are_scored(functions, hang):
+    responses = ["ok"] * 20 + [hang] + ["ok"] * 20
+    results = score(spec_of(functions, "by_command"), responses, timeout_s=0.5)
+    assert results[20] == "took longer than 0.5 s and was killed"
+    assert results[:20] + results[21:] == [1.0] * 40
+
+
+def test_each_of_several_hanging_rewards_fails(functions):
+    results = score(spec_of(functions, "by_command"), ["hang", "ok", "hang", "ok"], timeout_s=0.5)
+    assert [isinstance(result, str) for result in results] == [True, False, True, False]
+
+
+def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
+    async def use(pool):
+        await pool.start()
+        task = asyncio.create_task(outcomes(pool, ["hang"]))
+        longest_s = 0.0
+        while not task.done():
+            began_s = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_s = max(longest_s, time.monotonic() - began_s)
+        return longest_s
+
+    assert with_pool(spec_of(functions, "by_command"), use, timeout_s=1.0) < 0.5
+
+
+def test_a_reward_that_kills_its_process_fails_with_the_signal(functions):
+    fine, died, also_fine = score(spec_of(functions, "by_command"), ["ok", "die", "ok"])
+    assert died == "the reward process died (SIGSEGV) while scoring"
+    assert (fine, also_fine) == (1.0, 1.0)
+
+
+def test_a_process_that_dies_once_costs_nobody_the_reward(functions):
+    item = make_item("p", str(functions / "died"), {})
+    assert score(spec_of(functions, "by_command"), ["ok", "die once", "ok"], item) == [1.0, 1.0, 1.0]
+
+
+def test_a_child_killed_from_outside_is_replaced(functions):
+    async def use(pool):
+        first = await outcomes(pool, ["ok"])
+        os.kill(pool.child_pid, signal.SIGKILL)
+        return first, await outcomes(pool, ["ok"] * 10), pool.num_restarts
+
+    assert with_pool(spec_of(functions, "by_command"), use) == ([1.0], [1.0] * 10, 1)
+
+
+def test_a_cancelled_score_leaves_the_pool_well(functions):
+    async def use(pool):
+        await pool.start()
+        cancelled = asyncio.create_task(pool.score(ITEM, "ok"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        return await outcomes(pool, ["ok"] * 5)
+
+    assert with_pool(spec_of(functions, "by_command"), use) == [1.0] * 5
+
+
+def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
+    async def main():
+        pool = RewardPool(spec_of(functions, "by_command"), timeout_s=30)
+        await pool.start()
+        waiting = asyncio.create_task(outcomes(pool, ["hang"]))
+        await asyncio.sleep(0.05)
+        pid = pool.child_pid
+        await pool.close()
+        assert await waiting == ["the reward pool is closed"]
+        assert not _alive(pid)
+        with pytest.raises(RewardFailed, match="closed"):
+            await pool.score(ITEM, "ok")
+
+    asyncio.run(main())
+
+
+def test_async_rewards_await_together(functions):
+    began_s = time.monotonic()
+    assert score(spec_of(functions, "awaiting"), [str(num) for num in range(100)]) == [float(num) for num in range(100)]
+    assert time.monotonic() - began_s < 10  # one after the other they would take 20 s
+
+
+def test_async_rewards_that_raise_never_return_or_block_fail_alone(functions):
+    responses = ["1", "raise", "forever", "2", "block", "own timeout", "3"]
+    results = score(spec_of(functions, "awaiting"), responses, timeout_s=1.0)
+    assert [results[0], results[3], results[6]] == [1.0, 2.0, 3.0]
+    assert results[1].startswith("KeyError")
+    assert results[2] == "took longer than 1 s"
+    assert results[4] == "took longer than 1 s and was killed"
+    assert results[5].startswith("TimeoutError")
+
+
+def test_a_function_that_cannot_be_imported_in_the_child_fails_the_start(tmp_path):
+    async def use(pool):
+        with pytest.raises(ExecutorFailed, match="rewards cannot start: ModuleNotFoundError"):
+            await pool.start()
+        return await outcomes(pool, ["ok"])
+
+    (reason,) = with_pool(spec_of(tmp_path, "length"), use)
+    assert "my_rewards" in reason
+
+
+@pytest.mark.parametrize("child_is", ["idle", "hanging"])
+def test_the_child_dies_with_a_parent_that_is_killed(functions, child_is):
+    marker = functions / "hanging"
+    script = f"""
+import asyncio
+from asyncrl_cli.tasks.item import make_item
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.rewards import RewardPool
+async def main():
+    spec = RewardSpec(kind="function", function="my_rewards:by_command", import_path={str(functions)!r})
+    pool = RewardPool(spec, timeout_s=99)
+    await pool.score(make_item("p", "a", {{}}), "ok")
+    print(pool.child_pid, flush=True)
+    if {child_is!r} == "hanging":
+        await pool.score(make_item("p", {str(marker)!r}, {{}}), "hang")
+    await asyncio.sleep(99)
+asyncio.run(main())
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
+    ) as parent:
+        assert parent.stdout is not None
+        child_pid = int(parent.stdout.readline())
+        assert child_is == "idle" or _soon(marker.exists)
+        assert _alive(child_pid)
+        parent.kill()
+    assert _soon(lambda: not _alive(child_pid))
+
+
+def _soon(happened: Callable[[], bool]) -> bool:
+    deadline_s = time.monotonic() + 10
+    while not happened() and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return happened()
+
+
+def _alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        ("my_reward:length", "ModuleNotFoundError: No module named 'my_reward'"),
+        ("my_rewards:width", "AttributeError: module 'my_rewards' has no attribute 'width'"),
+        ("my_rewards:not_a_function", "TypeError: not_a_function is not a function but int"),
+        ("my_rewards:one_argument", "cannot be called with \\(item, response\\)"),
+        ("broken:score", "ZeroDivisionError: division by zero \\(broken.py:1\\)"),
+        ("leaving:score", "SystemExit: 3"),
+        ("dying:score", "its process ended with exit code 7"),
+        ("exact", "none of auto, exact-match, math-verify and not of the form module:function"),
+        ("my_rewards:", "not of the form module:function"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_refused_at_load_with_its_own_error(functions, monkeypatch, reward, reason):
+    (functions / "broken.py").write_text("1 / 0\n")
+    (functions / "leaving.py").write_text("import sys; sys.exit(3)\n")
+    (functions / "dying.py").write_text("import os; os._exit(7)\n")
+    monkeypatch.chdir(functions)
+    with pytest.raises(ConfigError, match=f'task.reward = "{reward}".*{reason}'):
+        resolve_reward(reward, dataset="", params={}, adapter="plain")
+
+
+def test_a_function_in_the_working_directory_is_found_and_used_after_leaving_it(functions, monkeypatch):
+    monkeypatch.chdir(functions)
+    spec = resolve_reward("my_rewards:length", dataset="", params={}, adapter="plain")
+    monkeypatch.chdir("/")
+    assert score(spec, ["abc"]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("x", "x"),
+        (" x\n", "x"),
+        ("<answer>a</answer>", "a"),
+        ("<answer>a</answer><answer> b</answer> c", "b"),
+        ("", ""),
+    ],
+)
+def test_the_answer_is_the_last_tag_or_everything(response, answer):
+    assert find_answer(response) == answer
+
+
+def test_thousands_of_rewards_a_second(functions):
+    async def use(pool):
+        await pool.start()
+        began_s = time.monotonic()
+        for _ in range(5):
+            await outcomes(pool, ["x"] * 1000)
+        return 5000 / (time.monotonic() - began_s)
+
+    assert with_pool(spec_of(functions, "length"), use) > 1500  # 20,000 on an idle core; the target is 5,000

@@ -1,0 +1,63 @@
+"""One trainer rank as a process of its own: `python -m tests.train.rank_program '<json>'`. Trains, then saves.
+
+Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load (a
+checkpoint), save (a checkpoint), weights (a safetensors file).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
+from asyncrl_cli.train.settings import TrainerSettings
+from tests.train.train_samples import make_step
+
+
+def train_steps(trainer: PolicyTrainer, job: dict) -> None:
+    for step in range(job["first_step"], job["last_step"] + 1):
+        metas, payloads = make_step(step, job["num_groups"])
+        plans = plan_train_step(metas, ranks=job["world_size"], num_minibatches=2, normalize=True)
+        plan = plans[job["rank"]]
+        needed = {group: payloads[group] for group in plan.groups}
+        step_in_window = (step - 1) % trainer.settings.window_steps
+        trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=needed))
+
+
+def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:
+    trainer.gather(1)
+    trainer.snapshot(job["last_step"])
+    writer = threading.Thread(target=trainer.write, args=(job["last_step"], Path(job["save"]), True))
+    writer.start()
+    # Beside the write: one more step, which the snapshot must not see.
+    train_steps(trainer, job | {"first_step": 99, "last_step": 99})
+    writer.join()
+
+
+def main(job: dict) -> None:
+    settings = TrainerSettings(model_dir=job["model_dir"], total_optimizer_steps=100, **job["settings"])
+    trainer = PolicyTrainer(
+        settings, rank=job["rank"], world_size=job["world_size"], device="cpu", init_method=job["init_method"]
+    )
+    if job["load"]:
+        trainer.load(Path(job["load"]))
+    train_steps(trainer, job)
+    if job["weights"]:
+        trainer.gather(0)
+        if job["rank"] == 0:
+            assert trainer._publication is not None
+            save_file(trainer._publication.packing.tensors(), job["weights"])
+    if job["save"]:
+        write_in_thread(trainer, job)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(json.loads(sys.argv[1]))

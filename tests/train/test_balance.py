@@ -1,0 +1,86 @@
+"""Advantages, and the split of a train step over optimizer steps, ranks and microbatches."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.train.advantages import group_advantages
+from asyncrl_cli.train.balance import microbatches, plan_train_step, split_by_tokens
+from tests.train.train_samples import make_step
+
+lengths_lists = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+
+
+def test_advantages_of_one_success_in_four():
+    # mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4, std 1/2.
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], True) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+    assert group_advantages([1.0, 0.0, 0.0, 0.0], False) == [0.75, -0.25, -0.25, -0.25]
+
+
+@pytest.mark.parametrize("rewards", [[], [0.3], [0.1, 0.1, 0.1], [1.0] * 8])
+def test_equal_rewards_give_zero_advantages(rewards):
+    assert group_advantages(rewards, True) == [0.0] * len(rewards)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.booleans())
+def test_advantages_sum_to_zero(rewards, normalize):
+    assert math.fsum(group_advantages(rewards, normalize)) == pytest.approx(0.0, abs=1e-6)
+
+
+@given(lengths_lists, st.integers(1, 5))
+def test_split_gives_every_row_to_one_rank_and_balances_tokens(lengths, ranks):
+    shares = split_by_tokens(lengths, ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    loads = [sum(lengths[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@given(lengths_lists, st.integers(50, 1000), st.integers(0, 500))
+def test_microbatches_hold_every_row_once_within_the_budget(lengths, max_tokens, split_cost):
+    parts = microbatches(lengths, max_tokens, split_cost)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    for part in parts:
+        assert part == sorted(part)
+        assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= max_tokens
+
+
+def test_microbatches_stay_together_until_padding_costs_more_than_a_split():
+    lengths = [100] + [10] * 9
+    # Cutting the long row off saves 9 * 90 = 810 padded tokens.
+    assert microbatches(lengths, 8192, split_cost_tokens=810) == [list(range(10))]
+    assert microbatches(lengths, 8192, split_cost_tokens=809) == [[0], list(range(1, 10))]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_plan_covers_every_trajectory_once_with_its_groups_advantage(ranks):
+    metas, _ = make_step(0, num_groups=6, n=4)
+    plans = plan_train_step(metas, ranks=ranks, num_minibatches=3, normalize=True)
+    for step in range(3):
+        planned = [t for plan in plans for t in plan.optimizer_steps[step].trajectories]
+        expected = [(group, trajectory) for group in (2 * step, 2 * step + 1) for trajectory in range(4)]
+        assert sorted((t.group, t.trajectory) for t in planned) == expected
+        tokens = sum(m.response_tokens for group in metas[2 * step : 2 * step + 2] for m in group.trajectories)
+        assert {plan.optimizer_steps[step].num_loss_tokens for plan in plans} == {tokens}
+        for t in planned:
+            rewards = [m.reward for m in metas[t.group].trajectories]
+            assert (t.advantage > 0) == (len(set(rewards)) > 1 and rewards[t.trajectory] == 1.0)
+    assert pickle.loads(pickle.dumps(plans)) == plans
+    assert plans == plan_train_step(metas, ranks=ranks, num_minibatches=3, normalize=True)
+
+
+def test_groups_that_do_not_divide_into_mini_batches_are_refused():
+    metas, _ = make_step(0, num_groups=3)
+    with pytest.raises(ValueError, match="3 groups do not divide into 2 mini-batches"):
+        plan_train_step(metas, ranks=1, num_minibatches=2, normalize=True)
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, asyncrl_cli.train.balance; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,319 @@
+"""The policy trainer on one CPU rank: against a plain GRPO loop, prox, metrics, gather, publication."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.loop.ports import AttemptKey, GroupResult
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
+from asyncrl_cli.train.balance import microbatches, plan_train_step
+from asyncrl_cli.train.policy_trainer import RankBatch
+from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
+from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.weights.buckets import unpack, verify
+from asyncrl_cli.weights.probes import mean_abs_diff
+from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
+
+
+def rank_batch(metas, payloads, *, step=1, step_in_window=0, num_minibatches=1):
+    (plan,) = plan_train_step(metas, ranks=1, num_minibatches=num_minibatches, normalize=True)
+    return RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
+
+
+def weights_of(trainer):
+    return {name: local.clone() for name, local in trainer.model.locals().items()}
+
+
+class PlainGrpo:
+    """A synchronous GRPO loop with torch and transformers only: no FSDP, full logits, masks instead of selection."""
+
+    def __init__(self, model_dir, lr=2e-4, clip=(0.2, 0.28), grad_clip=1.0):
+        self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+        )
+        self.clip, self.grad_clip = clip, grad_clip
+
+    def advantages(self, payload):
+        rewards = [t.reward for t in payload.trajectories]
+        if max(rewards) == min(rewards):
+            return [0.0] * len(rewards)
+        return [(r - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards]
+
+    def step(self, payloads, parts=None):
+        rows = [
+            (trajectory.segments[0], advantage)
+            for payload in payloads
+            for trajectory, advantage in zip(payload.trajectories, self.advantages(payload), strict=True)
+        ]
+        num_tokens = sum(int(segment.mask_T.sum()) for segment, _ in rows)
+        for part in parts or [range(len(rows))]:
+            self.loss([rows[i] for i in part], num_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def loss(self, rows, num_tokens):
+        pad = lambda values: torch.nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True)  # noqa: E731
+        tokens = pad([s.tokens_T for s, _ in rows]).long()
+        mask = pad([s.mask_T for s, _ in rows])[:, 1:]
+        old = pad([s.logprobs_T for s, _ in rows])[:, 1:]
+        advantage = torch.tensor([a for _, a in rows], dtype=torch.float32)[:, None]
+        logprobs = torch.log_softmax(self.model(tokens[:, :-1], use_cache=False).logits, dim=-1)
+        logprobs = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
+        ratio = torch.where(mask, logprobs - old, 0.0).exp()
+        objective = torch.min(ratio * advantage, ratio.clamp(1 - self.clip[0], 1 + self.clip[1]) * advantage)
+        return torch.where(mask, -objective, 0.0).sum() * (1.0 / num_tokens)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("max_tokens", [100_000, 600])
+def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir, make_trainer, max_tokens):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), max_tokens_per_microbatch=max_tokens))
+    plain = PlainGrpo(tiny_model_dir)
+    for step in range(1, 5):
+        metas, payloads = make_step(step, num_groups=4)
+        trainer.train(rank_batch(metas, payloads, step=step, num_minibatches=2))
+        for half in (payloads[:2], payloads[2:]):
+            lengths = [len(t.segments[0].tokens_T) - 1 for p in half for t in p.trajectories]
+            plain.step(half, microbatches(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
+    theirs = dict(plain.model.named_parameters())
+    for name, ours in weights_of(trainer).items():
+        assert torch.equal(ours, theirs[name]), name
+
+
+def test_logits_of_prompts_make_no_difference(tiny_model_dir, make_trainer):
+    metas, payloads = make_step(1, num_groups=2)
+    weights = []
+    for keeps_logits in (False, True):
+        trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+        trainer.model.keeps_logits = keeps_logits
+        trainer.train(rank_batch(metas, payloads))
+        weights.append(weights_of(trainer))
+    for name, without in weights[0].items():
+        torch.testing.assert_close(weights[1][name], without, rtol=0, atol=1e-6)
+
+
+def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_weights(tiny_model_dir, make_trainer):
+    settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", temperature=0.7, lr=1e-9)
+    trainer = make_trainer(settings)
+    metas, payloads = with_true_logprobs(*make_step(5, num_groups=4), tiny_model_dir, temperature=0.7)
+    metrics = trainer.train(rank_batch(metas, payloads, num_minibatches=2)).metrics
+    assert metrics["correction/weight_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["correction/weight_max"] == pytest.approx(1.0, abs=1e-4)
+    assert metrics["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert metrics["correction/clipped_ratio"] == 0.0
+
+
+def with_true_logprobs(metas, payloads, model_dir, temperature):
+    """The same groups with the logprobs that a plain forward gives, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for segment in (s for p in payloads for t in p.trajectories for s in t.segments):
+        tokens = torch.tensor(segment.tokens_T, dtype=torch.int64)[None]
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(tokens).logits[0] / temperature, dim=-1)
+        picked = logprobs[:-1].gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+        segment.logprobs_T[1:] = np.where(segment.mask_T[1:], picked, 0.0)
+    return metas, payloads
+
+
+def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, make_trainer):
+    settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", window_steps=2, lr=3e-3)
+    trainer = make_trainer(settings)
+    first = with_true_logprobs(*make_step(1, num_groups=2), tiny_model_dir, temperature=1.0)
+    second = with_true_logprobs(*make_step(2, num_groups=2), tiny_model_dir, temperature=1.0)
+    trainer.train(rank_batch(*first, step=1, step_in_window=0))
+    before = weights_of(trainer)
+    report = trainer.train(rank_batch(*second, step=2, step_in_window=1))
+    # mu is the initial model, which is also the window's first: w stays 1 while u has moved with the weights.
+    assert report.metrics["correction/weight_max"] == pytest.approx(1.0, abs=1e-4)
+    assert report.metrics["correction/ratio_max"] > 1.05
+    assert report.old_logprob_s > 0
+    assert any(not torch.equal(before[name], after) for name, after in weights_of(trainer).items())
+
+
+def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir, make_trainer):
+    metas, payloads = make_step(3, num_groups=2)
+    plain = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir))).train(rank_batch(metas, payloads)).metrics
+    assert set(plain) == {
+        "train/loss",
+        "train/entropy",
+        "train/grad_norm",
+        "train/lr",
+        "correction/ratio_mean",
+        "correction/ratio_max",
+        "correction/clipped_ratio",
+    }
+    settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", max_importance_weight=1.1)
+    full = make_trainer(settings).train(rank_batch(metas, payloads)).metrics
+    assert set(full) - set(plain) == {"correction/weight_mean", "correction/weight_max", "correction/masked_ratio"}
+    assert 0 < full["correction/masked_ratio"] < 1
+
+
+def test_a_trajectory_of_two_segments_trains_like_both_apart_with_one_advantage(tiny_model_dir, make_trainer):
+    import random
+
+    rng = random.Random(0)
+    pair = [make_segment(rng, 4, 6, [0]) for _ in range(2)]
+    other = make_segment(rng, 4, 5, [0])
+
+    def train(trajectories):
+        metas = [
+            GroupResult(
+                key=AttemptKey("a", 0, 0),
+                trajectories=tuple(meta_of(t) for t in trajectories),
+                failures=(),
+                failed_tokens=0,
+                payload=None,
+            )
+        ]
+        payload = GroupPayload(uid="a", epoch=0, attempt=0, trajectories=tuple(trajectories))
+        trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+        report = trainer.train(rank_batch(metas, [payload]))
+        return report, weights_of(trainer)
+
+    def trajectory(segments, reward):
+        return Trajectory(segments=segments, reward=reward, finish_reason="stop")
+
+    report, joined = train([trajectory(tuple(pair), 1.0), trajectory((other,), 0.0)])
+    assert report.tokens == 6 + 6 + 5
+    # By hand: two rewards 1 and 0 give advantages +-0.5 / (sqrt(0.5) + 1e-6); for all tokens of a trajectory.
+    plain = PlainGrpo(tiny_model_dir)
+    advantage = 0.5 / (math.sqrt(0.5) + 1e-6)
+    plain.loss([(pair[0], advantage), (pair[1], advantage), (other, -advantage)], 17).backward()
+    torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
+    plain.optimizer.step()
+    for name, theirs in plain.model.named_parameters():
+        assert torch.equal(joined[name], theirs), name
+
+
+def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), gather_bucket_size_bytes=300_000))
+    assert trainer.gather(0) > 0
+    manifest, buckets = trainer.published(0)
+    original = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    trainer.train(rank_batch(*make_step(1, num_groups=2)))
+    verify(buckets, manifest)
+    assert len(buckets) > 5
+    received = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+    assert set(received) == {name for name, _ in original.named_parameters()}
+    for name, parameter in original.named_parameters():
+        assert torch.equal(received[name], parameter), name
+        assert not torch.equal(received[name], trainer.model.locals()[name]), name
+
+
+def test_the_manifests_probe_logprobs_are_those_of_a_plain_forward(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), temperature=0.5, probe_sequences=3))
+    trainer.gather(7)
+    manifest, _ = trainer.published(7)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    tokens = torch.tensor(manifest.probe_tokens)
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(tokens).logits / 0.5, dim=-1)[:, :-1]
+    expected = logprobs.gather(-1, tokens[:, 1:, None])[..., 0].tolist()
+    assert mean_abs_diff(manifest.probe_logprobs, expected) < 1e-5
+    assert manifest.version == 7
+    assert len(manifest.probe_tokens) == 3
+
+
+def test_published_refuses_a_version_it_does_not_hold(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer.gather(3)
+    with pytest.raises(ValueError, match="version 2 is not held by rank 0 \\(held: 3\\)"):
+        trainer.published(2)
+
+
+def test_tied_embeddings_travel_once_with_their_alias(tmp_path, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(save_tiny_model(tmp_path / "tied", tied=True))))
+    trainer.gather(0)
+    _, buckets = trainer.published(0)
+    specs = [entry.spec for bucket in buckets for entry in bucket.entries]
+    assert [s.aliases for s in specs if s.name == "model.embed_tokens.weight"] == [("lm_head.weight",)]
+    assert "lm_head.weight" not in {s.name for s in specs}
+
+
+def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), dtype="bfloat16"))
+    before = weights_of(trainer)
+    metrics = trainer.train(rank_batch(*make_step(1, num_groups=2))).metrics
+    assert math.isfinite(metrics["train/grad_norm"])
+    trainer.gather(1)
+    received = {k: v for bucket in trainer.published(1)[1] for k, v in unpack(bucket).items()}
+    for name, after in weights_of(trainer).items():
+        assert after.dtype == torch.float32
+        assert not torch.equal(before[name], after)
+        assert torch.equal(received[name], after.to(torch.bfloat16))
+
+
+def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_weights(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    metas, payloads = make_step(1, num_groups=1)
+    payloads[0].trajectories[0].segments[0].logprobs_T[-1] = np.nan
+    before = weights_of(trainer)
+    with pytest.raises(AsyncrlError, match="gradient norm is nan at optimizer step 1"):
+        trainer.train(rank_batch(metas, payloads))
+    assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
+
+
+def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    metas, payloads = make_step(1, num_groups=1)
+    flat = [
+        GroupResult(
+            key=metas[0].key,
+            trajectories=tuple(meta_of(Trajectory(segments=t.segments, reward=1.0, finish_reason="stop"))
+                               for t in payloads[0].trajectories),
+            failures=(),
+            failed_tokens=0,
+            payload=None,
+        )
+    ]  # fmt: skip
+    before = weights_of(trainer)
+    assert trainer.train(rank_batch(flat, payloads)).metrics["train/grad_norm"] == 0.0
+    assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
+
+
+def test_settings_are_picklable_and_take_every_key_from_the_profile():
+    profile = Profile.model_validate(
+        {
+            "trainer": {"lr": 1e-5, "warmup_steps": 10, "lr_schedule": "cosine"},
+            "async_training": {"trigger_parameter_sync_step": 4},
+            "algorithm": {"old_logprobs": "recompute"},
+            "rollout": {"temperature": 0.8},
+            "weights": {"gather_bucket_size_mb": 3},
+        }
+    )
+    settings = TrainerSettings.from_profile(profile, "some/model", 110)
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert (settings.lr, settings.window_steps, settings.temperature) == (1e-5, 4, 0.8)
+    assert settings.gather_bucket_size_bytes == 3 * 1024 * 1024
+    assert settings.total_optimizer_steps == 110
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1.0, 1.0, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
+    ],
+)
+def test_learning_rate_warms_up_then_follows_its_schedule(schedule, expected):
+    settings = TrainerSettings(model_dir="m", lr=1.0, warmup_steps=2, lr_schedule=schedule, total_optimizer_steps=6)
+    assert [settings.learning_rate(step) for step in range(6)] == pytest.approx(expected)

@@ -1,0 +1,160 @@
+"""Trainer ranks in processes of their own: one against two ranks, and resume in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.train.policy_trainer import RankBatch
+from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.weights.buckets import verify
+from tests.train.train_samples import make_step
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run_ranks(tmp_path, model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None):
+    """Run the ranks to their end; returns rank 0's full weights after `last_step`."""
+    name = f"{world_size}-{first_step}-{last_step}-{len(list(tmp_path.iterdir()))}"
+    job = {
+        "model_dir": str(model_dir),
+        "settings": settings or {},
+        "world_size": world_size,
+        "init_method": f"file://{tmp_path}/rendezvous-{name}",
+        "first_step": first_step,
+        "last_step": last_step,
+        "num_groups": 4,
+        "load": str(load),
+        "save": str(save),
+        "weights": str(tmp_path / f"weights-{name}.safetensors"),
+    }
+    paths = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-W", "error", "-m", "tests.train.rank_program"]
+    processes = [
+        subprocess.Popen([*command, json.dumps(job | {"rank": rank})], env=environ, stderr=subprocess.PIPE, text=True)
+        for rank in range(world_size)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world_size, errors
+    return load_file(job["weights"])
+
+
+def assert_equal(ours, theirs):
+    assert set(ours) == set(theirs)
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_weights_of_one(tmp_path, tiny_model_dir):
+    # A small budget: the ranks' numbers of microbatches differ, and empty ones fill up.
+    settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4}
+    one = run_ranks(tmp_path, tiny_model_dir, world_size=1, settings=settings)
+    two = run_ranks(tmp_path, tiny_model_dir, world_size=2, settings=settings)
+    initial = load_file(tiny_model_dir / "model.safetensors")
+    for name, ours in one.items():
+        assert not torch.equal(ours, initial[name])
+        torch.testing.assert_close(two[name], ours, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_schedule": "cosine", "warmup_steps": 3},
+        # Step 3 is the window's third: prox comes from weights that only the checkpoint still has.
+        {"old_logprobs": "recompute", "window_steps": 4, "lr": 1e-3},
+    ],
+)
+def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, settings):
+    checkpoint = tmp_path / "checkpoint"
+    straight = run_ranks(tmp_path, tiny_model_dir, settings=settings)
+    run_ranks(tmp_path, tiny_model_dir, last_step=2, save=checkpoint, settings=settings)
+    resumed = run_ranks(tmp_path, tiny_model_dir, first_step=3, load=checkpoint, settings=settings)
+    assert_equal(resumed, straight)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, make_trainer):
+    checkpoint = tmp_path / "checkpoint"
+    weights = run_ranks(tmp_path, tiny_model_dir, world_size=2, last_step=2, save=checkpoint)
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer.load(checkpoint)
+    assert_equal(trainer.model.locals(), weights)
+    assert (trainer.step, trainer.optimizer.steps_made) == (2, 4)
+
+
+def one_step(trainer, step=1):
+    metas, payloads = make_step(step, num_groups=2)
+    (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
+    trainer.train(RankBatch(step=step, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads))))
+
+
+def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir, make_trainer):
+    settings = TrainerSettings(model_dir=str(tiny_model_dir), gather_bucket_size_bytes=300_000)
+    trainer = make_trainer(settings)
+    trainer.gather(5)
+    before, _ = trainer.published(5)
+    one_step(trainer)
+    trainer.snapshot(1)
+    trainer.gather(6)
+    trainer.write(1, tmp_path / "checkpoint", with_published=True)
+    again = make_trainer(settings)
+    again.load(tmp_path / "checkpoint")
+    assert again.published_version == 5
+    after, buckets = again.published(5)
+    verify(buckets, before)
+    assert after == before
+
+
+def test_a_snapshot_does_not_change_when_training_goes_on(tmp_path, tiny_model_dir, make_trainer):
+    settings = TrainerSettings(model_dir=str(tiny_model_dir))
+    trainer = make_trainer(settings)
+    one_step(trainer)
+    expected = {name: local.clone() for name, local in trainer.model.locals().items()}
+    trainer.snapshot(1)
+    one_step(trainer, step=2)
+    trainer.write(1, tmp_path / "checkpoint", with_published=False)
+    again = make_trainer(settings)
+    again.load(tmp_path / "checkpoint")
+    assert_equal(again.model.locals(), expected)
+    assert again.published_version is None
+
+
+def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, make_trainer):
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    with pytest.raises(RefusedError, match="trainer state cannot be read"):
+        trainer.load(tmp_path / "nothing")
+    trainer.snapshot(0)
+    trainer.write(0, tmp_path / "checkpoint", with_published=False)
+    config = Qwen3Config.from_pretrained(tiny_model_dir)
+    config.num_hidden_layers = 4
+    config.layer_types = None
+    AutoModelForCausalLM.from_config(Qwen3Config(**{**config.to_dict(), "layer_types": None})).save_pretrained(
+        tmp_path / "other"
+    )
+    other = make_trainer(TrainerSettings(model_dir=str(tmp_path / "other")))
+    with pytest.raises(RefusedError, match="checkpoint is of another model"):
+        other.load(tmp_path / "checkpoint")
+
+
+def test_writing_a_step_without_snapshot_is_an_error(tmp_path, tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    with pytest.raises(ValueError, match="no snapshot of step 3"):
+        trainer.write(3, tmp_path / "checkpoint", with_published=False)

@@ -1,0 +1,81 @@
+"""Made-up groups and a tiny random model for the trainer's tests, the same in every process."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+
+from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+
+VOCAB_SIZE = 64
+
+
+def save_tiny_model(directory: Path, *, tied: bool = False) -> Path:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=tied,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def make_segment(rng: random.Random, prompt_tokens: int, response_tokens: int, versions: list[int]) -> Segment:
+    length = prompt_tokens + response_tokens
+    sampled = [i >= prompt_tokens for i in range(length)]
+    # Near the logprobs of an untrained model, so that ratios spread around 1 on both sides of the clip.
+    logprobs = [rng.gauss(-math.log(VOCAB_SIZE), 0.3) if s else 0.0 for s in sampled]
+    return Segment(
+        tokens_T=np.array([rng.randrange(VOCAB_SIZE) for _ in range(length)], dtype=np.int32),
+        logprobs_T=np.array(logprobs, dtype=np.float32),
+        versions_T=np.array([rng.choice(versions) if s else -1 for s in sampled], dtype=np.int32),
+        mask_T=np.array(sampled, dtype=np.bool_),
+    )
+
+
+def make_group(
+    rng: random.Random, index: int, n: int, max_response_tokens: int = 40
+) -> tuple[GroupResult, GroupPayload]:
+    prompt_tokens = rng.randint(5, 20)
+    trajectories, metas = [], []
+    for _ in range(n):
+        segment = make_segment(rng, prompt_tokens, rng.randint(3, max_response_tokens), [0])
+        reward = float(rng.random() < 0.5)
+        trajectories.append(Trajectory(segments=(segment,), reward=reward, finish_reason="stop"))
+        metas.append(meta_of(trajectories[-1]))
+    key = AttemptKey(f"prompt-{index}", 0, 0)
+    meta = GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=None)
+    return meta, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories))
+
+
+def meta_of(trajectory: Trajectory) -> TrajectoryMeta:
+    num_tokens = sum(len(segment.tokens_T) for segment in trajectory.segments)
+    num_sampled = sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
+    return TrajectoryMeta(
+        prompt_tokens=num_tokens - num_sampled,
+        response_tokens=num_sampled,
+        reward=trajectory.reward,
+        finish_reason=trajectory.finish_reason,
+        version_tokens=((0, num_sampled),),
+    )
+
+
+def make_step(seed: int, num_groups: int, n: int = 8, max_response_tokens: int = 40):
+    """Metas and payloads of one train step."""
+    rng = random.Random(seed)
+    groups = [make_group(rng, index, n, max_response_tokens) for index in range(num_groups)]
+    return [meta for meta, _ in groups], [payload for _, payload in groups]

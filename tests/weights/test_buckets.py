@@ -1,0 +1,118 @@
+"""Buckets: roundtrip, sizes, aliases, splitting, fingerprints; probes."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack, split, unpack, verify
+from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
+shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+specs = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+
+
+def make_tensors(specs, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"layer.{i}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
+        for i, (shape, dtype) in enumerate(specs)
+    }
+
+
+def manifest_of(buckets):
+    return Manifest(
+        version=3,
+        num_bytes=sum(len(b.data) for b in buckets),
+        fingerprints=tuple(b.fingerprint for b in buckets),
+        temperature=1.0,
+    )
+
+
+def read_only(bucket: Bucket) -> Bucket:
+    """As it comes out of an object store."""
+    data = bucket.data.copy()
+    data.flags.writeable = False
+    return Bucket(data=data, entries=bucket.entries, fingerprint=bucket.fingerprint)
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs, st.integers(1, 3000), st.integers(1, 1500))
+def test_tensors_come_out_as_they_went_in_through_any_bucket_sizes(specs, bucket_bytes, load_bytes):
+    tensors = make_tensors(specs)
+    buckets = [read_only(b) for b in pack(tensors, bucket_bytes)]
+    verify(buckets, manifest_of(buckets))
+    received = {}
+    for piece in (piece for bucket in buckets for piece in split(bucket, load_bytes)):
+        assert len(piece.data) <= load_bytes or len(piece.entries) == 1
+        received |= unpack(piece)
+    assert list(received) == list(tensors)
+    for name, tensor in tensors.items():
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
+    for bucket in buckets:
+        assert len(bucket.data) <= bucket_bytes or len(bucket.entries) == 1
+
+
+def test_a_packed_bucket_shares_no_memory_with_its_tensors():
+    weight = torch.ones(4)
+    (bucket,) = pack({"w": weight}, 1000)
+    weight.zero_()
+    assert unpack(bucket)["w"].tolist() == [1.0] * 4
+
+
+def test_the_same_tensor_under_two_names_travels_once():
+    weight = torch.arange(6.0).reshape(2, 3)
+    (bucket,) = pack({"embed": weight, "head": weight}, 1000)
+    assert len(bucket.data) == 24
+    received = unpack(bucket)
+    assert received["embed"] is received["head"]
+    assert torch.equal(received["head"], weight)
+
+
+def test_a_bucket_survives_pickling_as_raw_bytes():
+    (bucket,) = pack({"w": torch.randn(100)}, 10_000)
+    outside: list[pickle.PickleBuffer] = []
+    again = pickle.loads(pickle.dumps(bucket, protocol=5, buffer_callback=outside.append), buffers=outside)
+    assert outside[0].raw().nbytes == 400
+    assert torch.equal(unpack(again)["w"], unpack(bucket)["w"])
+
+
+def test_fingerprints_are_xxh3_of_the_bytes():
+    (bucket,) = pack({"w": torch.arange(8.0)}, 1000)
+    expected = xxhash.xxh3_64(np.arange(8, dtype=np.float32).tobytes()).intdigest()
+    assert bucket.fingerprint == expected
+
+
+def test_a_flipped_bit_or_a_missing_bucket_is_told_apart():
+    buckets = pack({"a": torch.randn(50), "b": torch.randn(50)}, 250)
+    manifest = manifest_of(buckets)
+    verify(buckets, manifest)
+    with pytest.raises(DamagedWeights, match="version 3: 1 buckets arrived, 2 were sent"):
+        verify(buckets[:1], manifest)
+    buckets[1].data[17] ^= 1
+    with pytest.raises(DamagedWeights, match=r"bucket 1 of 2 .* arrived damaged"):
+        verify(buckets, manifest)
+
+
+def test_probes_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary():
+    probes = make_probes(4, 64, seed=1)
+    assert probes == make_probes(4, 64, seed=1)
+    assert probes != make_probes(4, 64, seed=2)
+    assert [len(p) for p in probes] == [32] * 4
+    assert all(0 <= token < 64 for p in probes for token in p)
+
+
+def test_mean_abs_diff_is_over_all_tokens_and_never_hides_a_nan():
+    assert mean_abs_diff([[1.0, 2.0], [3.0]], [[1.5, 2.0], [2.0]]) == pytest.approx(0.5)
+    assert mean_abs_diff([[1.0, math.nan]], [[1.0, 1.0]]) == math.inf
+    with pytest.raises(ValueError, match="differ in shape"):
+        mean_abs_diff([[1.0]], [[1.0, 2.0]])
