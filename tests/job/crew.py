@@ -27,7 +27,10 @@ REWARD = RewardSpec(kind="exact-match")
 
 
 def small_profile(
-    *, placement: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, weights: dict[str, Any] | None = None
+    *,
+    placement: dict[str, Any] | None = None,
+    rollout: dict[str, Any] | None = None,
+    weights: dict[str, Any] | None = None,
 ) -> Profile:
     """2 groups of 4 per train step, at most 16 tokens per response."""
     small = {"slots": 16, "n": 4, "max_prompt_tokens": 16, "max_response_tokens": 16, "call_timeout_s": 120.0}
@@ -45,7 +48,8 @@ def small_profile(
 def nodes(*cpus_and_gpus: tuple[int, int], elastic_cpus: bool = False) -> ClusterResources:
     return ClusterResources(
         nodes=tuple(
-            NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus) for index, (cpus, gpus) in enumerate(cpus_and_gpus)
+            NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus)
+            for index, (cpus, gpus) in enumerate(cpus_and_gpus)
         ),
         elastic_cpus=elastic_cpus,
     )

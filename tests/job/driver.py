@@ -1,6 +1,6 @@
 """A driver to be ended in every way: a session with an actor whose child left the actor's process group.
 
-    python driver.py HOW     HOW: return | raise | wait (for a signal)
+python driver.py HOW     HOW: return | raise | wait (for a signal)
 """
 
 from __future__ import annotations

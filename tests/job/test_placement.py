@@ -1,4 +1,4 @@
-"""Placement on logical GPUs: which actor sees which device, how nodes are packed, what happens when there is no room."""
+"""Placement on logical GPUs: which actor sees which device, and what happens when there is no room."""
 
 from __future__ import annotations
 

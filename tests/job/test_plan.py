@@ -67,7 +67,9 @@ def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
         ({"gpus": 4}, 2, 2),
     ],
 )
-def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked: dict[str, int], trainer: int, rollout: int) -> None:
+def test_explicit_counts_win_and_the_other_side_gets_the_rest(
+    asked: dict[str, int], trainer: int, rollout: int
+) -> None:
     plan = job(nodes((16, 8)), **asked)
     assert (plan.role("trainer").workers, plan.role("rollout").workers) == (trainer, rollout)
 
@@ -92,7 +94,11 @@ def test_uneven_colocated_cpus_share_bundles_of_equal_size() -> None:
         (nodes((16, 8)), {"gpus_per_rollout_worker": 3}, ["8 GPUs", "3 per rollout worker"]),
         (nodes((16, 8)), {"trainer_workers": 3, "gpus_per_rollout_worker": 2}, ["5 of 8 GPUs", "2 each"]),
         (nodes((16, 8)), {"gpus": 4, "trainer_workers": 4, "workers": 4}, ["placement.gpus = 4", "8"]),
-        (nodes((16, 8)), {"colocate": True, "trainer_workers": 4, "workers": 2}, ["trainer_workers = 4", "workers = 2"]),
+        (
+            nodes((16, 8)),
+            {"colocate": True, "trainer_workers": 4, "workers": 2},
+            ["trainer_workers = 4", "workers = 2"],
+        ),
         (nodes((16, 8)), {"colocate": True, "gpus_per_rollout_worker": 2}, ["gpus_per_rollout_worker = 2"]),
         (nodes((16, 1)), {}, ["1 GPU"]),
     ],
@@ -148,7 +154,6 @@ def test_rows_are_plain_values_one_per_role() -> None:
     rows = plan_rows(job())
     assert [row["role"] for row in rows] == ["trainer", "rollout"]
     assert all(isinstance(value, str | int | float) for row in rows for value in row.values())
-
 
 
 @pytest.mark.parametrize("module", ["asyncrl_cli.job", "asyncrl_cli.job.plan", "asyncrl_cli.job.session"])

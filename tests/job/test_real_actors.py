@@ -1,4 +1,4 @@
-"""One round of everything on real actors with a tiny random model: generate, train, publish, load, checkpoint, resume."""
+"""One round of everything on real actors with a tiny random model: generate, train, publish, load, checkpoint."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         print("workers started", time.monotonic() - began_s)
         assert payloads == []
         assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
+        await _publish_and_load(trainer, workers, 0)
         groups = list(await asyncio.gather(*(workers[i % 2].generate(request(i)) for i in range(4))))
         for index, group in enumerate(groups):
             assert group.key == AttemptKey(f"p{index}", 0, 0)
@@ -67,7 +68,7 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         published = await trainer.publish(1)
         print("gather", gathered.gather_s, "publish", published.publish_s, published.num_bytes)
         sends = await asyncio.gather(*(worker.prefetch(published) for worker in workers))
-        loads = await asyncio.gather(*(worker.load(1, interrupt) for worker, interrupt in zip(workers, ("keep-kv", "drain"), strict=True)))
+        loads = await asyncio.gather(workers[0].load(1, "keep-kv"), workers[1].load(1, "drain"))
         print("send", sends, loads)
         assert all(load.logprob_abs_diff is not None and load.logprob_abs_diff < 1e-4 for load in loads)
         later = await workers[0].generate(request(7))
@@ -85,6 +86,15 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert len(evaluated.rewards) == 1
         await _checkpoint(trainer, groups, tmp_path)
         return [load.version for load in loads]
+
+
+async def _publish_and_load(trainer: Any, workers: list[Any], version: int) -> None:
+    """As the loop does at its start: also version 0 is published, and so verified."""
+    await trainer.gather(version)
+    published = await trainer.publish(version)
+    await asyncio.gather(*(worker.prefetch(published) for worker in workers))
+    loads = await asyncio.gather(*(worker.load(version, "drain") for worker in workers))
+    assert all(load.logprob_abs_diff < 1e-4 for load in loads)
 
 
 async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -> None:
@@ -113,6 +123,7 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
         plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
     ) as (trainer, workers, payloads):
         assert len(payloads) == 2
+        await _publish_and_load(trainer, workers, 1)
         group = await workers[1].generate(request(9))
         assert {version for meta in group.trajectories for version, _ in meta.version_tokens} == {1}
         with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: ValueError: asked to load version 5"):

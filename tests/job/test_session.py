@@ -27,7 +27,11 @@ class Driver:
 
     def __init__(self, how: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(DRIVER), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, str(DRIVER), how],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert self.process.stdout is not None
         word, self.directory, cpus = self.process.stdout.readline().split()

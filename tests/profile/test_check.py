@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
@@ -60,10 +62,8 @@ def test_a_combination_that_makes_no_sense_is_refused_with_numbers_and_a_fix(
     assert hint in caught.value.hint
 
 
-def test_a_run_without_a_length_is_refused(tmp_path: object) -> None:
-    from pathlib import Path
-
-    path = Path(str(tmp_path)) / "own.toml"
+def test_a_run_without_a_length_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
     path.write_text("[rollout]\nn = 4\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="the run has no length") as caught:
         load(str(path), environ={})

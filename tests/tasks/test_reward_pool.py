@@ -138,7 +138,7 @@ def test_worked_responses_are_scored_by_the_same_verifier():
 
     async def use(pool):
         right = [task.demonstration(item, Random(0)) for item in task.train]
-        wrong = [response.rpartition("#")[0] for response in right]
+        wrong = ["" for _ in right]
         return [
             await asyncio.gather(*(pool.score(*pair) for pair in zip(task.train, responses, strict=True)))
             for responses in (right, wrong)
@@ -275,6 +275,13 @@ def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
             await pool.score(ITEM, "ok")
 
     asyncio.run(main())
+
+
+def test_a_child_that_cannot_be_started_at_all_is_a_failure_with_the_reason(functions, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    (reason,) = score(spec_of(functions, "length"), ["ok"])
+    assert "a reward process cannot be started" in reason
+    assert "/nowhere/python" in reason
 
 
 def test_async_rewards_await_together(functions):

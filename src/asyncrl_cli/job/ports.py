@@ -138,7 +138,7 @@ class RayTrainer:
         )
 
     async def _dump(self, batch: TrainBatch) -> None:
-        """Samples are written beside training by rank 0; waits for the previous dump, so that none is lost or in error unseen."""
+        """Rank 0 writes samples beside training; waits for the previous dump, so that no failure goes unseen."""
         await self.finish_dump()
         refs = [group.payload for group in batch.groups]
         self._dumping = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
@@ -165,7 +165,7 @@ class RayTrainer:
         )
 
     async def snapshot(self, step: int) -> float:
-        return max(await self._collective("snapshot", step, call=f"the snapshot of step {step}"))
+        return float(max(await self._collective("snapshot", step, call=f"the snapshot of step {step}")))
 
     async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
         call = f"the checkpoint of step {step}"
@@ -211,4 +211,3 @@ def _absolute(path: Path) -> str:
 def put_payloads(payloads: Sequence[GroupPayload]) -> list[Any]:
     """Payloads of a checkpoint's finished groups, back in the object store: what `GroupResult.payload` holds."""
     return [ray.put(payload) for payload in payloads]
-

@@ -1,22 +1,17 @@
-"""An actor's process: its name for `ps` and `top`, its log file, its compute threads."""
+"""An actor's process: its log file and its compute threads. (Its title in `ps` is Ray's: class and method.)"""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import sys
 from pathlib import Path
 
-PR_SET_NAME = 15
 
-
-def set_up_process(name: str, *, threads: int, log_path: Path | None) -> None:
+def set_up_process(*, threads: int, log_path: Path | None) -> None:
     """Call it first, before torch is imported: OpenMP reads its variable once. Ray sets it to the actor's num_cpus."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, f"asyncrl-{name}".encode(), 0, 0, 0)
     if log_path is not None:
         _log_to(log_path)
 

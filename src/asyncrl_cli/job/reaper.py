@@ -1,9 +1,10 @@
 """A small process that outlives the driver and ends what the driver has started: even kill -9 leaves nothing behind.
 
-Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait for
-a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe. Every
-second it notes the driver's descendants (pid and start time, so that a reused pid is never hit); when the pipe
-closes, because the session ended or the driver died, it lets them go for `GRACE_S`, kills the rest, and removes the directory.
+Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
+for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
+Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
+closes, because the session ended or the driver died, it lets them go for `GRACE_S`, kills the rest, and removes the
+directory.
 
 Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY`. Linux (/proc).
 """

@@ -55,12 +55,15 @@ class RolloutActor:
     """Methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
 
     def __init__(self, name: str, settings: RolloutSettings, log_path: Path | None = None) -> None:
-        set_up_process(name, threads=settings.threads, log_path=log_path)
+        set_up_process(threads=settings.threads, log_path=log_path)
         self._name = name
         self._settings = settings
         self._received: Received | None = None
         self._finished: dict[AttemptKey, int] = {}
         self._ended_tokens = 0
+
+    def __repr__(self) -> str:
+        return self._name
 
     async def start(self) -> None:
         """Load the model and start the reward process, side by side. May take minutes."""
@@ -108,9 +111,7 @@ class RolloutActor:
             sampled_tokens=sampled_tokens,
             running_tokens=max(0, sampled_tokens - self._ended_tokens),
         )
-        return Progress(
-            seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report())
-        )
+        return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
         """Fetch, check and unpack the buckets off the event loop; generation goes on."""
@@ -143,7 +144,7 @@ class RolloutActor:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         self._meter.evals(+1)
         try:
-            result = await self._runner.evaluate(request, self._eval_sampling())
+            result: EvalResult = await self._runner.evaluate(request, self._eval_sampling())
         finally:
             self._meter.evals(-1)
         self._ended_tokens += sum(result.response_tokens)

@@ -1,7 +1,7 @@
 """Starting and ending Ray: a private local cluster, or an existing one by address. Nothing stays behind.
 
-Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. Install handlers at any time,
-but an asyncio loop's (`loop.add_signal_handler`) after `ray_session` has been entered: the loop's is lost by `ray.init`.
+Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. Install handlers at any
+time, but an asyncio loop's (`loop.add_signal_handler`) after `ray_session` has been entered: `ray.init` loses it.
 
 Ends, and who cleans up: a normal end or a failure leave the `with` block, which shuts Ray down; kill -9 leaves it to
 `reaper.py` (within about 5 s). On an existing cluster Ray itself ends the actors of a driver that is gone.
@@ -146,6 +146,12 @@ def _unreachable(address: str, why: str) -> PreflightError:
         f"no ray cluster answers at {address}: {first_line}",
         hint="check `ray status` on that node, or leave --address out to start one here",
     )
+
+
+def object_store_bytes_for(model_dir: Path) -> int:
+    """Shared memory for a local session: two published versions of the model in float32, and payloads."""
+    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
+    return OBJECT_STORE_BYTES + 2 * 2 * weights
 
 
 def _short_directory() -> str:

@@ -55,7 +55,7 @@ class TrainerActor:
         log_path: Path | None = None,
         kept: KeptVersions | None = None,
     ) -> None:
-        set_up_process(f"trainer-{rank}", threads=settings.threads, log_path=log_path)
+        set_up_process(threads=settings.threads, log_path=log_path)
         self._rank = rank
         self._world_size = world_size
         self._settings = settings
@@ -64,6 +64,9 @@ class TrainerActor:
         self._lock = threading.Lock()
         self._clock = StateClock("trainer", "trainer", time.monotonic)
         self._clock.waiting_for = "groups"
+
+    def __repr__(self) -> str:
+        return f"trainer-{self._rank}"
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:

@@ -29,7 +29,7 @@ from asyncrl_cli.train.settings import TrainerSettings
 START_TIMEOUT_S = 600.0
 """Imports, a large model's weights from a slow disk, an engine's memory profiling."""
 STOP_TIMEOUT_S = 1.0
-"""Nothing of value is lost by a kill: checkpoints and publishes have been awaited. A second Ctrl-C must be out in 5 s."""
+"""A kill loses nothing of value: checkpoints and publishes were awaited; and a second Ctrl-C must be out in 5 s."""
 NEVER_AGAIN = {"max_restarts": 0, "max_task_retries": 0}
 MAX_CALLS = 100_000
 """Concurrent calls of a rollout actor: every running group is one, so slots and prefetch set the real limit."""
@@ -52,8 +52,8 @@ async def started_workers(
 ) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any]]]:
     """All trainer ranks and rollout workers, placed and ready, and the payloads of the checkpoint's finished groups.
 
-    Workers hold the weights of `model_dir` until the loop has published a version. `log_dir`: where each actor writes `<name>.log`.
-    Leaving the block ends the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
+    Workers hold the weights of `model_dir` until the loop has published a version. `log_dir`: where each actor writes
+    `<name>.log`. Leaving the block ends the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
 
     Raises:
         PreflightError: no room for the plan within `placement.timeout_s`.
@@ -79,7 +79,7 @@ async def started_workers(
 
 
 async def _restore(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
-    """The trainer's state, and the finished groups' arrays; the loop publishes the checkpoint's version to the workers."""
+    """The trainer's state, and the finished groups' arrays; the loop publishes the checkpoint's version itself."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.load(checkpoint.directory)
     return put_payloads(await asyncio.to_thread(read_payloads, checkpoint.directory))
@@ -134,9 +134,7 @@ def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
     ]
 
 
-def _rollout_workers(
-    crew: _Crew, placement: Placement, reward: RewardSpec, version: int
-) -> list[RayRolloutWorker]:
+def _rollout_workers(crew: _Crew, placement: Placement, reward: RewardSpec, version: int) -> list[RayRolloutWorker]:
     settings = RolloutSettings.from_profile(
         crew.profile, crew.plan, model_dir=crew.model_dir.absolute(), reward=reward, version=version
     )

@@ -33,8 +33,9 @@ class Training:
         """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
         board = self._board
         await self._publish_first()
-        await self._checkpoint()
         board.phase = "running"
+        self._step_began_s = board.now_s()
+        await self._checkpoint()
         while board.step < board.settings.train_steps:
             groups = await self._next_groups()
             if groups is None:

@@ -1,4 +1,4 @@
-"""builtin:tiny, built once: the directory's name is a hash of everything that made it, and it appears whole or not at all."""
+"""builtin:tiny, built once: the directory's name is a hash of all that made it, and it appears whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What builtin:tiny is taught: prompts of the training split with responses, a given share of which has a slip in it.
 
-The slips are the room that RL has: a model taught without any would begin near its end, and one taught by nothing would begin
-at 0, where no reward tells a good response from a bad one.
+The slips are the room that RL has: a model taught without any would begin near its end, and one taught by nothing would
+begin at 0, where no reward tells a good response from a bad one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ class Lesson:
 
 
 def make_lessons(task: Task, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
-    """`num` lessons: the training items in random order, again and again. Raises ConfigError if the task shows no working."""
+    """`num` lessons: the training items in random order, again and again.
+
+    Raises ConfigError if the task shows no working.
+    """
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} has none in this form',

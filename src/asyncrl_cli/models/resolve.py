@@ -1,10 +1,11 @@
-"""`model.path` -> a local Hugging Face directory: a directory that is there, a snapshot from the hub, or builtin:tiny."""
+"""`model.path` -> a local Hugging Face directory: one that is there, a snapshot from the hub, or builtin:tiny."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models.build import built_tiny
@@ -86,7 +87,7 @@ def _check_safetensors(path: Path) -> None:
         raise PreflightError(f"model.path: {path} holds no tensors", hint="copy or download it again")
 
 
-def _read_json(path: Path, what: str) -> dict[str, object]:
+def _read_json(path: Path, what: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -120,7 +121,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     try:
         directory = Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise PreflightError(f"model.path: the hub gives {name} only to those it knows", hint="hf auth login") from error
+        raise PreflightError(f"model.path: the hub wants to know who asks for {name}", hint="hf auth login") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise PreflightError(
             f'model.path: "{name}" is neither a directory here nor a model on the hub',

@@ -1,8 +1,8 @@
 """Supervised warm start: a model learns to answer prompts as demonstrations do, in some hundred steps.
 
 Matrices inside the layers are trained by Muon and the rest by AdamW: to copy what was written before, which all written
-working needs, is learned in about half the steps that AdamW alone takes. It is plain next-token learning on the response
-(prompts are not learned), and it is no part of the RL run: nothing of its optimizers is kept.
+working needs, is learned in about half the steps that AdamW alone takes. It is plain next-token learning on the
+response (prompts are not learned), and it is no part of the RL run: nothing of its optimizers is kept.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Recipe:
     """Everything about the learning that changes its result; part of a built model's content hash."""
 
     steps: int
-    batch_size: int = 32
-    lr: float = 2e-3
+    batch_size: int = 16
+    lr: float = 1e-2
     matrix_lr: float = 0.02
     betas: tuple[float, float] = (0.9, 0.95)
     grad_clip: float = 1.0
     lr_warmup_steps: int = 20
     bucket_batches: int = 32
-    """Batches made of pairs of like length from among so many batches' pairs: padding to the longest would triple the work."""
+    """Batches are made of pairs of like length from among so many batches' pairs: padding would triple the work."""
 
 
 Pair = tuple[list[int], list[int]]
@@ -47,7 +47,7 @@ def warm_start(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[float]:
-    """Teach `model` in place; returns the loss of each step (nats per response token). Needs steps * batch_size pairs."""
+    """Teach `model` in place; returns each step's loss (nats per response token). Needs steps * batch_size pairs."""
     import torch
 
     if len(pairs) < recipe.steps * recipe.batch_size:
@@ -61,7 +61,7 @@ def warm_start(
         for group, peak in zip(groups, peaks, strict=True):
             group["lr"] = peak * _schedule(step, recipe)
         loss = _loss(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
         for optimizer in optimizers:
             optimizer.step()
@@ -97,10 +97,14 @@ def _batches(pairs: Sequence[Pair], recipe: Recipe, rng: Random) -> Iterator[lis
     size = recipe.batch_size
     wanted = pairs[: recipe.steps * size]
     for start in range(0, len(wanted), size * recipe.bucket_batches):
-        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=lambda pair: len(pair[0]) + len(pair[1]))
+        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=_length)
         batches = [bucket[first : first + size] for first in range(0, len(bucket), size)]
         rng.shuffle(batches)
         yield from batches
+
+
+def _length(pair: Pair) -> int:
+    return len(pair[0]) + len(pair[1])
 
 
 def _loss(model: PreTrainedModel, batch: Sequence[Pair]) -> torch.Tensor:

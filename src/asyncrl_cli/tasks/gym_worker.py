@@ -1,14 +1,15 @@
 """Entries of a reasoning-gym dataset, all with different prompts, made in a process of their own.
 
 `make_entries` starts it (`python -m asyncrl_cli.tasks.gym_worker PARENT_PID`). Some datasets iterate over sets of
-strings, so that the same seed gives other entries in another process: this one has a fixed PYTHONHASHSEED. A resumed
-run must find the prompts that it began with.
+strings or draw from the global generator, so that the same seed gives other entries in another process: this one
+fixes both. A resumed run must find the prompts that it began with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ def make_entries(order: Order) -> dict[str, Made]:
 def main() -> None:
     requests, results = become_child(int(sys.argv[1]))
     order = read_frame(requests)
+    random.seed(0)  # some draw from the global generator
     try:
         answer: object = _make(order)
     except AsyncrlError as error:

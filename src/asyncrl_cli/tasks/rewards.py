@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import signal
 import tempfile
 from dataclasses import dataclass, field
 from pickle import PicklingError
-from typing import IO
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.child import command, environment, how_it_ended
@@ -53,7 +53,6 @@ class _Pending:
 class _Child:
     process: asyncio.subprocess.Process
     board: Board
-    shared: IO[bytes]
     killed_for: str = ""
     sent: set[int] = field(default_factory=set)
 
@@ -115,8 +114,7 @@ class RewardPool:
         self._broken = self._broken or "the reward pool is closed"
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task})
 
     def _begin(self) -> None:
         if self._task is None and not self._broken:
@@ -137,23 +135,25 @@ class RewardPool:
                     await self._end(child)
                 if not self._broken:
                     self._bury(child)
+        except OSError as error:  # no memory, no process or no file to be had
+            self._broken = f"a reward process cannot be started: {error}"
         finally:
             self._broken = self._broken or "the reward pool is closed"
             self._settle_first_start()
             self._fail(list(self._pending), self._broken)
 
     async def _spawn(self) -> _Child:
-        shared = tempfile.TemporaryFile()  # noqa: SIM115  lives as long as the child
-        os.truncate(shared.fileno(), os.sysconf("SC_PAGE_SIZE"))
-        process = await asyncio.create_subprocess_exec(
-            *command(WORKER, str(shared.fileno())),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            pass_fds=(shared.fileno(),),
-            env=environment(),
-            start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
-        )
-        return _Child(process, Board(shared.fileno()), shared)
+        with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes when it is closed
+            os.truncate(shared.fileno(), mmap.PAGESIZE)
+            process = await asyncio.create_subprocess_exec(
+                *command(WORKER, str(shared.fileno())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                pass_fds=(shared.fileno(),),
+                env=environment(),
+                start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
+            )
+            return _Child(process, Board(shared.fileno()))
 
     async def _greet(self, child: _Child) -> str:
         """Why the child cannot score; "" if it can."""
@@ -275,7 +275,6 @@ class RewardPool:
         finally:
             child.kill()
             await child.process.wait()
-            child.shared.close()
 
     def _settle_first_start(self) -> None:
         if self._first_start is not None and not self._first_start.done():

@@ -11,7 +11,7 @@ from typing import Literal
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.files import read_items
-from asyncrl_cli.tasks.gym import Entry, dataset_module
+from asyncrl_cli.tasks.gym import dataset_module
 from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
@@ -25,7 +25,8 @@ class Task:
     """No prompt of `eval` is among those of `train`, and no prompt is there twice.
 
     `eval` does not depend on the run's seed, so runs of different seeds compare. `demonstration` is a correct response
-    to an item, `flawed_demonstration` one with a slip in it; None where the task knows none. `notes` are for the user: what was left out of the source, and why.
+    to an item, `flawed_demonstration` one with a slip in it; None where the task knows none. `notes` are for the user:
+    what was left out of the source, and why.
     """
 
     name: str
@@ -39,21 +40,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """A method of a dataset's worked form, called with items; picklable."""
+    """A dataset's worked form, called with items; picklable."""
 
     dataset: str
-    method: Literal["demonstration", "flawed_demonstration"]
+    flawed: bool = False
 
     def __call__(self, item: Item, rng: Random) -> str:
-        demonstrate: Callable[[Entry, Random], str] = getattr(WORKED[self.dataset], self.method)
-        return demonstrate(item["metadata"]["entry"], rng)
-
-
-def _demonstrations(
-    dataset: str, adapter: str, method: Literal["demonstration", "flawed_demonstration"]
-) -> Demonstrations | None:
-    is_there = adapter == "worked" and hasattr(WORKED[dataset], method)
-    return Demonstrations(dataset=dataset, method=method) if is_there else None
+        worked, entry = WORKED[self.dataset], item["metadata"]["entry"]
+        return worked.flawed_demonstration(entry, rng) if self.flawed else worked.demonstration(entry, rng)
 
 
 def load_task(profile: Profile) -> Task:
@@ -88,8 +82,8 @@ def _gym_task(profile: Profile, dataset: str) -> Task:
         train=_gym_items(made[train]),
         eval=_gym_items(made["eval"]),
         reward=resolve_reward(profile.task.reward, dataset=dataset, params=params, adapter=adapter),
-        demonstration=_demonstrations(dataset, adapter, "demonstration"),
-        flawed_demonstration=_demonstrations(dataset, adapter, "flawed_demonstration"),
+        demonstration=Demonstrations(dataset=dataset) if adapter == "worked" else None,
+        flawed_demonstration=Demonstrations(dataset=dataset, flawed=True) if adapter == "worked" else None,
     )
 
 

@@ -3,17 +3,19 @@
 A format turns a dataset entry into a short prompt, knows how a correct response is worked out, and finds the answer in
 a response so that the dataset's own verifier can score it. Pure text: no model, no tensor.
 
-    entry     Sort these numbers in ascending order: 37.0, 5.0, 12.0
-    prompt    <370512=
-    response  053712,051237#051237        every adjacent swap writes the list again; the answer follows `#`
-    answer    [5, 37, 12] -> what score_answer is given
+    entry     Sort these numbers in ascending order: 11.0, 5.0, 2.0
+    prompt    <b52=
+    response  5b2,52b,25b        every swap of neighbours writes the list again; the last list is the answer
+    answer    [2, 5, 11]         what score_answer is given
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any, Protocol
+
+DIGITS = "0123456789ab"
 
 Entry = Mapping[str, Any]
 """An entry of a reasoning-gym dataset: `question`, `answer` and `metadata`."""
@@ -34,58 +36,77 @@ class WorkedFormat(Protocol):
     def demonstration(self, entry: Entry, rng: Random) -> str:
         """A correct response, working and answer; `rng` chooses where several are equally good."""
 
+    def flawed_demonstration(self, entry: Entry, rng: Random) -> str:
+        """A response in the same form with a typical mistake in it: what a half-taught model writes."""
+
     def answer(self, response: str) -> str:
         """What the verifier is given for this response; it need not be well-formed."""
 
 
 class NumberSortingFormat:
-    """Bubble sort in writing: `<` or `>` and two-digit numbers; each swap of the first neighbours out of order is a new list.
+    """Bubble sort in writing: `<` or `>`, one character per number; each swap of the first neighbours out of order is a new list.
 
     The number of swaps grows with the square of the list's size and its text with the cube, so responses are
-    long-tailed although list sizes are uniform. Two digits, because the verifier forgives a difference of 1.
+    long-tailed although list sizes are uniform. Twelve values, because with ten there are too few short lists.
     """
 
-    alphabet = "0123456789<>=,#"
+    alphabet = DIGITS + "<>=,"
     default_params: Mapping[str, Any] = {
         "min_numbers": 2,
-        "max_numbers": 5,
+        "max_numbers": 6,
         "min_decimals": 0,
         "max_decimals": 0,
         "min_value": 0,
-        "max_value": 99,
+        "max_value": 11,
     }
-    max_prompt_chars = 12
+    max_prompt_chars = 8
 
     def prompt(self, entry: Entry) -> str:
-        direction = "<" if entry["metadata"]["direction"] == "ascending" else ">"
-        return direction + "".join(f"{number:02d}" for number in _numbers(entry)) + "="
+        direction = "<" if _sign(entry) > 0 else ">"
+        return direction + _text(_numbers(entry)) + "="
 
     def demonstration(self, entry: Entry, rng: Random) -> str:
-        numbers = _numbers(entry)
-        if entry["metadata"]["direction"] == "ascending":
-            lists = _bubble(numbers, sign=1)
-        else:
-            lists = _bubble(numbers, sign=-1)
-        written = ["".join(f"{number:02d}" for number in line) for line in lists]
-        return ",".join(written[1:]) + "#" + written[-1]
+        return _written(_bubble(_numbers(entry), sign=_sign(entry)))
+
+    def flawed_demonstration(self, entry: Entry, rng: Random) -> str:
+        """Stops before the list is sorted; a list that is sorted already gets a wrong number in it."""
+        lists = _bubble(_numbers(entry), sign=_sign(entry))
+        if len(lists) > 1:
+            return _written(lists[: rng.randrange(1, len(lists))])
+        miscopied = list(lists[0])
+        miscopied[rng.randrange(len(miscopied))] = rng.randrange(len(DIGITS))
+        return _text(miscopied)
 
     def answer(self, response: str) -> str:
-        digits = response.rpartition("#")[2] if "#" in response else ""
-        if not digits.isdecimal() or len(digits) % 2:
+        digits = response.rpartition(",")[2]
+        if not all(digit in DIGITS for digit in digits):
             return digits
-        return "[" + ", ".join(str(int(digits[i : i + 2])) for i in range(0, len(digits), 2)) + "]"
+        return "[" + ", ".join(str(DIGITS.index(digit)) for digit in digits) + "]"
 
 
 def _numbers(entry: Entry) -> list[int]:
     numbers = [float(number) for number in entry["metadata"]["original_numbers"]]
-    if any(number != int(number) or not 0 <= number <= 99 for number in numbers):
-        raise ValueError("the worked form of number_sorting needs whole numbers from 0 to 99")
+    if any(number != int(number) or not 0 <= number < len(DIGITS) for number in numbers):
+        raise ValueError(f"the worked form of number_sorting needs whole numbers from 0 to {len(DIGITS) - 1}")
     return [int(number) for number in numbers]
 
 
-def _bubble(numbers: list[int], *, sign: int) -> list[list[int]]:
+def _sign(entry: Entry) -> int:
+    return 1 if entry["metadata"]["direction"] == "ascending" else -1
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return "".join(DIGITS[number] for number in numbers)
+
+
+def _written(lists: Sequence[Sequence[int]]) -> str:
+    """All lists after the first, which stands in the prompt; that one if there is no other."""
+    return ",".join(_text(numbers) for numbers in (lists[1:] or lists))
+
+
+def _bubble(numbers: Sequence[int], *, sign: int) -> list[list[int]]:
     """All lists on the way from `numbers` to sorted order, each with the first neighbours out of order swapped."""
-    lists = [numbers]
+    lists = [list(numbers)]
     while True:
         last = lists[-1]
         wrong = next((i for i in range(len(last) - 1) if sign * last[i] > sign * last[i + 1]), None)

@@ -1,0 +1,139 @@
+"""Where models come from: the cache of built ones, directories, the hub; and what is said when they are not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.models import resolve
+from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.profile.schema import Profile
+from tests.models.conftest import tiny_profile
+
+
+def with_path(path: Path | str) -> Profile:
+    return Profile.model_validate({"model": {"path": str(path)}})
+
+
+@pytest.fixture
+def copy(built, tmp_path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "model"))
+
+
+def refusal(path: Path | str, task) -> PreflightError:
+    with pytest.raises(PreflightError) as refused:
+        resolve_model(with_path(path), task)
+    assert refused.value.hint
+    assert refused.value.message.startswith("model.path: ")
+    return refused.value
+
+
+def test_building_reports_every_step(task, tmp_path):
+    seen = []
+    resolve_model(tiny_profile(tmp_path), task, progress=lambda *report: seen.append(report))
+    assert seen == [("warm start", 1, 2), ("warm start", 2, 2)]
+
+
+def test_a_cached_model_is_not_built_again(task, built):
+    stamps = {path.name: path.stat().st_mtime_ns for path in built.iterdir()}
+    seen = []
+    again = resolve_model(tiny_profile(built.parent), task, progress=lambda *report: seen.append(report))
+    assert again == built
+    assert seen == []
+    assert {path.name: path.stat().st_mtime_ns for path in built.iterdir()} == stamps
+    assert [path.name for path in built.parent.iterdir()] == [built.name]
+
+
+def test_everything_that_changes_the_model_changes_its_directory(task, tmp_path):
+    profiles = [
+        tiny_profile(tmp_path, steps=1),
+        tiny_profile(tmp_path, steps=2),
+        tiny_profile(tmp_path, steps=1, run={"seed": 1}),
+        tiny_profile(tmp_path, steps=1, model={"warm_start_label_noise": 0.9}),
+    ]
+    assert len({resolve_model(profile, task) for profile in profiles}) == 4
+
+
+def test_two_builds_from_the_same_inputs_are_the_same_bytes(task, built, tmp_path):
+    again = resolve_model(tiny_profile(tmp_path), task)
+    assert again.name == built.name
+    weights = "model.safetensors"
+    assert (again / weights).read_bytes() == (built / weights).read_bytes()
+
+
+def test_nothing_is_left_of_a_build_that_failed(task, tmp_path):
+    def stop(*report):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model(tiny_profile(tmp_path), task, progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_directory_is_taken_as_it_is(task, copy):
+    directory = resolve_model(with_path(copy), task)
+    assert directory == copy
+    assert AutoModelForCausalLM.from_pretrained(directory).config.model_type == "qwen3"
+    assert AutoTokenizer.from_pretrained(directory).eos_token_id == 1
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [("config.json", "holds no config.json"), ("model.safetensors", "no weights"), ("tokenizer.json", "no tokenizer")],
+)
+def test_a_directory_without_one_of_its_parts_is_refused(task, copy, missing, named):
+    (copy / missing).unlink()
+    error = refusal(copy, task)
+    assert named in error.message
+    assert str(copy) in error.message
+
+
+def test_a_missing_shard_is_named(task, copy):
+    (copy / "model.safetensors").rename(copy / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    assert "model-00002-of-00002.safetensors is missing" in refusal(copy, task).message
+
+
+def test_truncated_weights_are_refused(task, copy):
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "is damaged" in refusal(copy, task).message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_configuration_that_is_none_is_refused(task, copy, content):
+    (copy / "config.json").write_text(content)
+    assert "config.json" in refusal(copy, task).message
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(task, tmp_path, monkeypatch):
+    monkeypatch.setattr(resolve, "_from_hub", lambda *_, **__: pytest.fail("asked the hub"))
+    for path in (tmp_path / "none", "./none", "~/none-such-directory", "a/b/c"):
+        assert "does not exist" in refusal(path, task).message
+    (tmp_path / "file").write_text("x")
+    assert "is a file" in refusal(tmp_path / "file", task).message
+
+
+def test_a_hub_name_without_a_network_is_refused(task, monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert "hub cannot be asked" in refusal("nobody-here/no-such-model", task).message
+
+
+def test_another_builtin_is_a_wrong_key(task):
+    with pytest.raises(ConfigError, match='there is no "builtin:huge"'):
+        resolve_model(with_path("builtin:huge"), task)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(task, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(PreflightError, match=r"model\.cache_dir"):
+        resolve_model(tiny_profile(tmp_path / "file"), task)

@@ -1,0 +1,67 @@
+"""The supervised warm start: what it teaches, in which order, and by what."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.models.lessons import make_lessons
+from asyncrl_cli.models.tiny import tiny_model
+from asyncrl_cli.models.warm_start import Recipe, _batches, warm_start
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.task import Task
+
+
+def pairs_of(num: int, longest: int = 12) -> list:
+    rng = Random(0)
+    return [([3] * rng.randint(1, longest), [rng.randint(4, 9), 1]) for _ in range(num)]
+
+
+def test_a_model_learns_to_answer_and_its_prompts_are_not_learned():
+    model = tiny_model(10, seed=0)
+    pairs = [([3, letter], [letter, letter, 1]) for letter in (4, 5, 6, 7)] * 40
+    losses = warm_start(model, pairs, Recipe(steps=40, batch_size=4), seed=0)
+    assert len(losses) == 40
+    assert losses[-1] < 0.1 < losses[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([[3, 6, 6, 6]])).logits[0]
+    assert logits[1:].argmax(-1).tolist() == [6, 6, 1]
+
+
+def test_every_pair_is_used_once_and_batches_hold_pairs_of_like_length():
+    pairs = [(prompt, [index]) for index, (prompt, _) in enumerate(pairs_of(64))]
+    batches = list(_batches(pairs, Recipe(steps=16, batch_size=4, bucket_batches=16), Random(1)))
+    assert [len(batch) for batch in batches] == [4] * 16
+    assert sorted(response[0] for batch in batches for _, response in batch) == list(range(64))
+    spread = [max(map(len, prompts)) - min(map(len, prompts)) for prompts in ([p for p, _ in b] for b in batches)]
+    assert sum(spread) / len(spread) < 2
+
+
+def test_the_same_seed_gives_the_same_weights():
+    models = [tiny_model(10, seed=0) for _ in range(2)]
+    for model in models:
+        warm_start(model, pairs_of(24), Recipe(steps=3, batch_size=8), seed=1)
+    assert all(torch.equal(*both) for both in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+def test_too_few_pairs_are_refused():
+    with pytest.raises(ValueError, match="3 steps of 8 pairs need more than the 23 given"):
+        warm_start(tiny_model(10, seed=0), pairs_of(23), Recipe(steps=3, batch_size=8), seed=1)
+
+
+def test_the_given_share_of_lessons_has_a_slip(task):
+    right = {item["prompt"]: task.demonstration(item, Random(0)) for item in task.train}
+    for label_noise in (0.0, 0.5):
+        lessons = make_lessons(task, num=2000, label_noise=label_noise, seed=0)
+        num_wrong = sum(lesson.response != right[lesson.prompt] for lesson in lessons)
+        # lists already in order cannot be stopped early, so some flawed demonstrations are right
+        assert 0.8 * label_noise * 2000 <= num_wrong <= 1.1 * label_noise * 2000
+
+
+def test_a_task_without_demonstrations_is_refused():
+    bare = Task(name="jsonl:x", train=(), eval=(), reward=RewardSpec(kind="exact-match"), demonstration=None)
+    with pytest.raises(ConfigError, match="learns from demonstrations, and jsonl:x has none"):
+        make_lessons(bare, num=1, label_noise=0.0, seed=0)
