@@ -1,12 +1,12 @@
 """Everything asyncrl raises for a reason a user can act on.
 
-    AsyncrlError             exit 1   the run failed
-    ├── ConfigError          exit 2   a key, a flag or a file of the profile is wrong
-    ├── PreflightError       exit 3   what the run needs is not there (GPUs, Ray, an engine, a model)
-    ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
-    ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
-    ├── StallError           exit 1   nobody made progress; names who waits for whom
-    └── Interrupted          exit 130 stopped on request, after a checkpoint
+AsyncrlError             exit 1   the run failed
+├── ConfigError          exit 2   a key, a flag or a file of the profile is wrong
+├── PreflightError       exit 3   what the run needs is not there (GPUs, Ray, an engine, a model)
+├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
+├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
+├── StallError           exit 1   nobody made progress; names who waits for whom
+└── Interrupted          exit 130 stopped on request, after a checkpoint
 """
 
 from __future__ import annotations

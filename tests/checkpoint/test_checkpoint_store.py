@@ -52,9 +52,7 @@ def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
 def test_checksums_are_those_of_sha256sum(tmp_path):
     directory = write(store_in(tmp_path / "otter"), 1)
     manifest = json.loads((directory / "manifest.json").read_text())
-    told = subprocess.run(
-        ["sha256sum", directory / "trainer" / "rank-0.bin"], capture_output=True, text=True, check=True
-    )
+    told = subprocess.run(["sha256sum", directory / "trainer" / "rank-0.bin"], capture_output=True, text=True, check=True)
     assert manifest["files"]["trainer/rank-0.bin"]["sha256"] == told.stdout.split()[0]
 
 

@@ -43,9 +43,7 @@ def test_a_mistake_is_told_with_its_hint_and_exit_code(
     assert "Traceback" not in said.err
 
 
-def test_an_unknown_environment_name_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_environment_name_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASYNCRL_ROLLOUT__SLOT", "8")
     assert run(["plan", "-p", "base"]) == 2
     assert "hint: did you mean ASYNCRL_ROLLOUT__SLOTS?" in capsys.readouterr().err

@@ -83,9 +83,7 @@ def test_logs_of_a_role_or_of_all(
     assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_an_unknown_role_names_those_there_are(
-    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_role_names_those_there_are(directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["logs", "first", "--runs-dir", str(tmp_path), "--role", "reward"]) == 2
     assert "hint: logs: driver, trainer-0, trainer-1" in capsys.readouterr().err
 

@@ -47,10 +47,7 @@ def small_profile(
 
 def nodes(*cpus_and_gpus: tuple[int, int], elastic_cpus: bool = False) -> ClusterResources:
     return ClusterResources(
-        nodes=tuple(
-            NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus)
-            for index, (cpus, gpus) in enumerate(cpus_and_gpus)
-        ),
+        nodes=tuple(NodeResources(name=f"node-{index}", cpus=cpus, gpus=gpus) for index, (cpus, gpus) in enumerate(cpus_and_gpus)),
         elastic_cpus=elastic_cpus,
     )
 
@@ -77,9 +74,7 @@ def witnesses(plan: JobPlan, placement: Any) -> dict[str, list[tuple[str, str]]]
     import ray
 
     actors = {
-        role.name: [
-            ray.remote(Witness).options(**placement.options(role.name, index)).remote() for index in range(role.workers)
-        ]
+        role.name: [ray.remote(Witness).options(**placement.options(role.name, index)).remote() for index in range(role.workers)]
         for role in plan.roles
     }
     seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=60) for name, made in actors.items()}

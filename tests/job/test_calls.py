@@ -66,9 +66,7 @@ def actor(session: None) -> Iterator[Any]:
 def called(ref: Any, timeout_s: float = 30.0) -> Any:
     from asyncrl_cli.job.calls import answer
 
-    return asyncio.run(
-        answer(ref, executor="rollout-0", call="group p@0.0", timeout_s=timeout_s, key="rollout.call_timeout_s")
-    )
+    return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", timeout_s=timeout_s, key="rollout.call_timeout_s"))
 
 
 def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,9 +86,7 @@ def test_a_timeout_inside_the_actor_is_the_actors_error(actor: Any) -> None:
 
 def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> None:
     began_s = time.monotonic()
-    with pytest.raises(
-        ExecutorFailed, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"
-    ):
+    with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"):
         called(actor.hangs.remote(), timeout_s=0.5)
     assert time.monotonic() - began_s < 5.0
 

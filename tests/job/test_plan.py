@@ -67,9 +67,7 @@ def test_gpus_are_shared_by_ratio_in_whole_rollout_workers() -> None:
         ({"gpus": 4}, 2, 2),
     ],
 )
-def test_explicit_counts_win_and_the_other_side_gets_the_rest(
-    asked: dict[str, int], trainer: int, rollout: int
-) -> None:
+def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked: dict[str, int], trainer: int, rollout: int) -> None:
     plan = job(nodes((16, 8)), **asked)
     assert (plan.role("trainer").workers, plan.role("rollout").workers) == (trainer, rollout)
 

@@ -116,9 +116,7 @@ def test_live_and_trained_groups_never_exceed_the_run():
 def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, window_groups, workers, choices):
     """Finishes, takes and lagging loads in any order. Finished groups always suffice for the next take once all have finished."""
     bound = math.ceil(Fraction(eta))
-    machine = admission(
-        window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, total_groups=10_000
-    )
+    machine = admission(window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, total_groups=10_000)
     sampled_by, number = {}, 0
 
     def admit_all():

@@ -142,7 +142,9 @@ def test_the_versions_of_a_resumed_run_go_on():
     first = run_world(settings("stream-off-policy", train_steps=12))
     frozen, state = next(cut for cut in first.checkpoints.cuts if cut[0].step == 6)
     assert not frozen.at_window_boundary
-    second = run_world(settings("stream-off-policy", train_steps=12), resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads))
+    second = run_world(
+        settings("stream-off-policy", train_steps=12), resume_from=ResumeFrom(loop_state=state, payloads=frozen.payloads)
+    )
     assert second.trainer.gathered == [2, 3], "resuming off a window's boundary publishes the saved weights, not new ones"
     assert all(worker.loads == [1, 2, 3] for worker in second.workers)
 

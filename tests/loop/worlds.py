@@ -100,16 +100,11 @@ class Ran:
     def staleness(self) -> list[int]:
         """Of the oldest token of each trained trajectory."""
         return [
-            batch.window - meta.oldest
-            for batch in self.trainer.batches
-            for group in batch.groups
-            for meta in group.trajectories
+            batch.window - meta.oldest for batch in self.trainer.batches for group in batch.groups for meta in group.trajectories
         ]
 
     def spans(self) -> list[int]:
-        return [
-            meta.span for batch in self.trainer.batches for group in batch.groups for meta in group.trajectories
-        ]
+        return [meta.span for batch in self.trainer.batches for group in batch.groups for meta in group.trajectories]
 
 
 def run_world(

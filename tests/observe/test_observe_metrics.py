@@ -183,17 +183,11 @@ def test_all_keys_of_the_design_are_there_when_everything_was_measured(make):
         "fully_async/count/stale_samples_processed",
         "fully_async/count/stale_trajectory_processed",
         *(f"timing/{part}_s" for part in timing),
-        *(
-            f"staleness/{key}"
-            for key in ("mean", "max", "oldest_mean", "newest_mean", "steps_mean", "steps_max", "histogram")
-        ),
+        *(f"staleness/{key}" for key in ("mean", "max", "oldest_mean", "newest_mean", "steps_mean", "steps_max", "histogram")),
         *(f"fully_async/partial/{key}" for key in ("total_partial_num", "partial_ratio", "max_partial_span")),
         *(f"sync/{key}" for key in ("gather_s", "send_s", "load_s", "pause_s", "logprob_abs_diff")),
         *(f"correction/{key}" for key in ("ratio_mean", "ratio_max", "clipped_ratio", "masked_ratio")),
-        *(
-            f"ledger/{key}"
-            for key in ("admitted_total", "running", "finished", "training", "trained", "dropped", "requeued")
-        ),
+        *(f"ledger/{key}" for key in ("admitted_total", "running", "finished", "training", "trained", "dropped", "requeued")),
     }
     assert keys <= line.keys()
     assert line["ledger/admitted_total"] == 16 * 50 + 24
@@ -240,9 +234,7 @@ def test_a_random_run_agrees_with_numpy(make):
         for index in range(4):
             trajectories = []
             for _ in range(5):
-                versions = sorted(
-                    rng.sample(range(max(0, window - 2), window + 1), k=rng.randint(1, min(2, window + 1)))
-                )
+                versions = sorted(rng.sample(range(max(0, window - 2), window + 1), k=rng.randint(1, min(2, window + 1))))
                 counted = tuple((version, rng.randint(1, 40)) for version in versions)
                 trajectories.append(make["trajectory"](rng.random(), *counted))
                 tokens += [version for version, number in counted for _ in range(number)]

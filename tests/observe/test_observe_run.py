@@ -49,9 +49,7 @@ def watched_run(mode, facts, tmp_path):
         return elapsed_s
 
     elapsed_s = run_virtual(main())
-    lines, events = (
-        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("m.jsonl", "e.jsonl")
-    )
+    lines, events = ([json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in ("m.jsonl", "e.jsonl"))
     return lines, events, json.loads((tmp_path / "s.json").read_text()), elapsed_s
 
 

@@ -69,9 +69,7 @@ def test_figures_that_are_not_finite_are_strict_json_and_stay_visible(tmp_path):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.line({"step": 1, "train/grad_norm": float("nan"), "staleness/histogram": [1, 2]})
     metrics.close({})
-    assert lines_of(tmp_path / "metrics.jsonl") == [
-        {"step": 1, "train/grad_norm": "nan", "staleness/histogram": [1, 2]}
-    ]
+    assert lines_of(tmp_path / "metrics.jsonl") == [{"step": 1, "train/grad_norm": "nan", "staleness/histogram": [1, 2]}]
 
 
 def test_every_observer_call_reaches_the_files(tmp_path, facts, make):

@@ -57,9 +57,7 @@ def history(path):
 
 @pytest.mark.slow
 def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     run_id = (tmp_path / "wandb-run-id").read_text()

@@ -49,9 +49,7 @@ def test_all_numbers_agree_with_exact_fractions(
 
 
 def test_an_eta_written_as_015_admits_115_of_100_groups() -> None:
-    profile = load(
-        "base", ["trainer.ppo_mini_batch_size=100", "async_training.staleness_threshold=0.15"], environ={}
-    ).profile
+    profile = load("base", ["trainer.ppo_mini_batch_size=100", "async_training.staleness_threshold=0.15"], environ={}).profile
     assert budget_groups(profile.async_training.staleness_threshold, 100) == 115
 
 

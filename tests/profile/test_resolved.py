@@ -65,9 +65,7 @@ def test_a_foreign_document_is_refused(loaded: Loaded, change: dict[str, object]
 
 
 @pytest.mark.parametrize("only_given", [True, False])
-def test_the_toml_of_a_profile_is_a_profile_with_the_same_values(
-    loaded: Loaded, tmp_path: Path, only_given: bool
-) -> None:
+def test_the_toml_of_a_profile_is_a_profile_with_the_same_values(loaded: Loaded, tmp_path: Path, only_given: bool) -> None:
     path = tmp_path / "again.toml"
     path.write_text(to_toml(loaded.profile, loaded.origins, only_given=only_given), encoding="utf-8")
     assert load(str(path), environ={}).profile == loaded.profile

@@ -38,9 +38,7 @@ def test_the_package_exports_run_and_refuses_other_names() -> None:
 
 
 def test_doctor_checks_the_versions_that_are_pinned() -> None:
-    pins = {
-        name.split("[")[0]: version for name, _, version in (text.partition("==") for text in PROJECT["dependencies"])
-    }
+    pins = {name.split("[")[0]: version for name, _, version in (text.partition("==") for text in PROJECT["dependencies"])}
     exact = {name: version.removesuffix("*") for name, version in pins.items() if version}
     assert {name: start for name, start in NEEDED.items() if start} == exact
 

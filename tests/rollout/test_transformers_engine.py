@@ -20,9 +20,7 @@ DEADLINE_S = 60.0
 
 
 @asynccontextmanager
-async def engine_of(
-    model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128
-) -> AsyncIterator[TransformersEngine]:
+async def engine_of(model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128) -> AsyncIterator[TransformersEngine]:
     engine = TransformersEngine(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens)
     try:
         async with asyncio.timeout(DEADLINE_S):
@@ -41,9 +39,7 @@ def sampling(max_response_tokens: int = 64, **changes: object) -> Sampling:
     return Sampling(**{"temperature": 1.0, "max_response_tokens": max_response_tokens, **changes})  # type: ignore[arg-type]
 
 
-async def all_of(
-    engine: TransformersEngine, requests: list[list[int]], how: Sampling, first_seed: int = 0
-) -> list[Completion]:
+async def all_of(engine: TransformersEngine, requests: list[list[int]], how: Sampling, first_seed: int = 0) -> list[Completion]:
     async with asyncio.TaskGroup() as tasks:
         running = [
             tasks.create_task(engine.generate(f"r{first_seed + i}", prompt, how, first_seed + i))
@@ -198,9 +194,7 @@ def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
 def test_more_requests_than_slots_wait_for_their_turn(model_dir: Path) -> None:
     async def body() -> None:
         seen: list[int] = []
-        engine = TransformersEngine(
-            model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32, on_running=seen.append
-        )
+        engine = TransformersEngine(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32, on_running=seen.append)
         await engine.start()
         completions = await all_of(engine, prompts(10), sampling(12))
         await engine.close()

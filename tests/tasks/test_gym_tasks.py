@@ -183,9 +183,7 @@ def test_streams_lie_far_apart():
 def test_the_names_read_from_the_sources_are_those_that_reasoning_gym_registers():
     # In a process of its own: the whole of reasoning_gym takes seconds and a hundred megabytes.
     script = "import json, reasoning_gym, reasoning_gym.composite as c; from reasoning_gym.factory import DATASETS\n"
-    registered = json.loads(
-        subprocess.check_output([sys.executable, "-c", script + "print(json.dumps(list(DATASETS)))"])
-    )
+    registered = json.loads(subprocess.check_output([sys.executable, "-c", script + "print(json.dumps(list(DATASETS)))"]))
     assert set(dataset_modules()) == set(registered)
     assert len(registered) > 90
 

@@ -104,9 +104,7 @@ def test_another_seed_is_refused_with_the_one_that_fits():
     assert "run.seed = 5" in refused.value.hint
 
 
-@pytest.mark.parametrize(
-    "damage", [{"cursor": 3}, {"cursor": -1}, {"cursor": "1"}, {"epoch": -1}, {"fingerprint": None}]
-)
+@pytest.mark.parametrize("damage", [{"cursor": 3}, {"cursor": -1}, {"cursor": "1"}, {"epoch": -1}, {"fingerprint": None}])
 def test_a_damaged_state_is_refused(damage):
     feed = PromptFeed(items_named("a", "b"), seed=0)
     with pytest.raises(RefusedError, match="damaged"):

@@ -329,9 +329,7 @@ async def main():
 asyncio.run(main())
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env
-    ) as parent:
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env) as parent:
         assert parent.stdout is not None
         child_pid = int(parent.stdout.readline())
         assert child_is == "idle" or _soon(marker.exists)

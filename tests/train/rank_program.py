@@ -42,9 +42,7 @@ def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:
 
 def main(job: dict) -> None:
     settings = TrainerSettings(model_dir=job["model_dir"], total_optimizer_steps=100, **job["settings"])
-    trainer = PolicyTrainer(
-        settings, rank=job["rank"], world_size=job["world_size"], device="cpu", init_method=job["init_method"]
-    )
+    trainer = PolicyTrainer(settings, rank=job["rank"], world_size=job["world_size"], device="cpu", init_method=job["init_method"])
     if job["load"]:
         trainer.load(Path(job["load"]))
     train_steps(trainer, job)

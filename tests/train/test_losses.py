@@ -59,7 +59,5 @@ def test_tokens_above_the_importance_limit_lose_nothing_and_teach_nothing():
 def test_with_prox_equal_to_mu_the_weight_is_exactly_one(advantage):
     theta, mu, _, _ = random_inputs(3)
     theta_N, mu_N = (torch.tensor(a, dtype=torch.float32) for a in (theta, mu))
-    losses = decoupled_ppo(
-        theta_N, mu_N, mu_N, torch.full_like(mu_N, advantage), clip_ratio_low=0.2, clip_ratio_high=0.28
-    )
+    losses = decoupled_ppo(theta_N, mu_N, mu_N, torch.full_like(mu_N, advantage), clip_ratio_low=0.2, clip_ratio_high=0.28)
     assert (losses.weight_N == 1.0).all()

@@ -38,9 +38,7 @@ class PlainGrpo:
 
     def __init__(self, model_dir, lr=2e-4, clip=(0.2, 0.28), grad_clip=1.0):
         self.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
         self.clip, self.grad_clip = clip, grad_clip
 
     def advantages(self, payload):

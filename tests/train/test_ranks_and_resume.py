@@ -146,9 +146,7 @@ def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, ma
     config = Qwen3Config.from_pretrained(tiny_model_dir)
     config.num_hidden_layers = 4
     config.layer_types = None
-    AutoModelForCausalLM.from_config(Qwen3Config(**{**config.to_dict(), "layer_types": None})).save_pretrained(
-        tmp_path / "other"
-    )
+    AutoModelForCausalLM.from_config(Qwen3Config(**{**config.to_dict(), "layer_types": None})).save_pretrained(tmp_path / "other")
     other = make_trainer(TrainerSettings(model_dir=str(tmp_path / "other")))
     with pytest.raises(RefusedError, match="checkpoint is of another model"):
         other.load(tmp_path / "checkpoint")

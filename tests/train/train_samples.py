@@ -47,9 +47,7 @@ def make_segment(rng: random.Random, prompt_tokens: int, response_tokens: int, v
     )
 
 
-def make_group(
-    rng: random.Random, index: int, n: int, max_response_tokens: int = 40
-) -> tuple[GroupResult, GroupPayload]:
+def make_group(rng: random.Random, index: int, n: int, max_response_tokens: int = 40) -> tuple[GroupResult, GroupPayload]:
     prompt_tokens = rng.randint(5, 20)
     trajectories, metas = [], []
     for _ in range(n):

@@ -23,8 +23,7 @@ specs = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=1, max_siz
 def make_tensors(specs, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
-        f"layer.{i}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype)
-        for i, (shape, dtype) in enumerate(specs)
+        f"layer.{i}": torch.randint(-1000, 1000, shape, generator=generator).to(dtype) for i, (shape, dtype) in enumerate(specs)
     }
 
 

@@ -136,9 +136,7 @@ def _newest_of_run(run_dir: Path) -> Path:
         finish_interrupted_replacements(run_dir / "checkpoints")
     found = checkpoints_in(run_dir / "checkpoints")
     if not found:
-        raise RefusedError(
-            f"run '{run_dir.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`"
-        )
+        raise RefusedError(f"run '{run_dir.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`")
     return found[0]
 
 

@@ -43,10 +43,7 @@ def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
         raise RefusedError(f"{directory / STRUCTURE} has schema_version {structure.get('schema_version')}, not 1")
     arrays = load_file(directory / ARRAYS)
     lengths = [
-        length
-        for group in structure["groups"]
-        for trajectory in group["trajectories"]
-        for length in trajectory["segment_lengths"]
+        length for group in structure["groups"] for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]
     ]
     if {len(array) for array in arrays.values()} != {sum(lengths)}:
         raise RefusedError(f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected")

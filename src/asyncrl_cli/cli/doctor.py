@@ -57,9 +57,7 @@ def command(as_json: JsonOption = False) -> None:
 
 def examine() -> Iterator[Finding]:
     yield Finding(what="asyncrl", found=__version__)
-    yield Finding(
-        what="python", found=sys.version.split()[0], ok=sys.version_info >= (3, 11), hint="asyncrl needs 3.11 or newer"
-    )
+    yield Finding(what="python", found=sys.version.split()[0], ok=sys.version_info >= (3, 11), hint="asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield _machine()
     yield _shared_memory()
@@ -81,9 +79,7 @@ def _version(name: str) -> str:
 def _package(name: str, start: str) -> Finding:
     found = _version(name)
     wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
-    return Finding(
-        what=name, found=found or "missing", ok=bool(found) and found.startswith(start), hint=f"pip install '{wanted}'"
-    )
+    return Finding(what=name, found=found or "missing", ok=bool(found) and found.startswith(start), hint=f"pip install '{wanted}'")
 
 
 def _machine() -> Finding:
@@ -93,9 +89,7 @@ def _machine() -> Finding:
 
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
-    return Finding(
-        what="machine", found=f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here"
-    )
+    return Finding(what="machine", found=f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
 
 
 def _shared_memory() -> Finding:
@@ -108,9 +102,7 @@ def _shared_memory() -> Finding:
     free = shutil.disk_usage(path).free
     enough = free >= LEAST_SHARED_MEMORY_BYTES
     hint = "" if enough else "give the container more, as docker run --shm-size=1g"
-    return Finding(
-        what="shared memory", found=f"{free / 2**20:.0f} MiB free in /dev/shm", ok=True if enough else None, hint=hint
-    )
+    return Finding(what="shared memory", found=f"{free / 2**20:.0f} MiB free in /dev/shm", ok=True if enough else None, hint=hint)
 
 
 def _gpus() -> Finding:

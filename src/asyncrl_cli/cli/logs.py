@@ -45,9 +45,7 @@ def run_directory(run: str, runs_dir: Path) -> Path:
         if (candidate / "logs" / "latest").is_dir():
             return candidate
     known = ", ".join(run_names(runs_dir)[:8])
-    raise ConfigError(
-        f"no run '{run}' with logs in {runs_dir}", hint=f"known runs: {known}" if known else "there are none"
-    )
+    raise ConfigError(f"no run '{run}' with logs in {runs_dir}", hint=f"known runs: {known}" if known else "there are none")
 
 
 def select(directory: Path, role: str | None) -> list[Path]:
@@ -56,15 +54,11 @@ def select(directory: Path, role: str | None) -> list[Path]:
     chosen = [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
     if not chosen:
         known = ", ".join(path.stem for path in paths) or "none yet"
-        raise ConfigError(
-            f"no log of role '{role}' in {directory}" if role else f"no logs in {directory}", hint=f"logs: {known}"
-        )
+        raise ConfigError(f"no log of role '{role}' in {directory}" if role else f"no logs in {directory}", hint=f"logs: {known}")
     return chosen
 
 
-def follow_lines(
-    directory: Path, paths: Sequence[Path], *, follow: bool, wait: Callable[[], None]
-) -> Iterator[tuple[str, str]]:
+def follow_lines(directory: Path, paths: Sequence[Path], *, follow: bool, wait: Callable[[], None]) -> Iterator[tuple[str, str]]:
     """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run."""
     from asyncrl_cli.checkpoint.lock import is_locked
 

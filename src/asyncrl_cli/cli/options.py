@@ -24,27 +24,19 @@ class Ui(StrEnum):
 
 ProfileOption = Annotated[
     str,
-    typer.Option(
-        "--profile", "-p", metavar="NAME|FILE", help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file."
-    ),
+    typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file."),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override a key; the value is TOML, else a string. May be repeated."
-    ),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; the value is TOML, else a string. May be repeated."),
 ]
-RunsDirOption = Annotated[
-    Path, typer.Option("--runs-dir", metavar="DIR", help="Where runs are kept, one directory each.")
-]
+RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Where runs are kept, one directory each.")]
 UiOption = Annotated[
     Ui, typer.Option("--ui", help="live tables on a terminal, plain lines elsewhere (auto), or one of them, or none.")
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address", metavar="RAY", help="HOST:PORT of a Ray cluster; without it Ray is started here, and ended."
-    ),
+    typer.Option("--address", metavar="RAY", help="HOST:PORT of a Ray cluster; without it Ray is started here, and ended."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 

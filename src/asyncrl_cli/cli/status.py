@@ -19,9 +19,7 @@ EXAMPLES = """[bold]Examples[/]
 
 
 def command(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; the newest if not given.")
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; the newest if not given.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Redraw every second until the run ends.")] = False,
     as_json: JsonOption = False,

@@ -27,13 +27,8 @@ def command(
 
     found = read_status(run, runs_dir)
     if found.liveness in ("ended", "dead"):
-        raise RefusedError(
-            f"run '{found.name}' is not running", hint=f"`asyncrl status {found.name}` says how it ended"
-        )
+        raise RefusedError(f"run '{found.name}' is not running", hint=f"`asyncrl status {found.name}` says how it ended")
     if request_stop(found.directory) == 1:
-        say(
-            f"asked run '{found.name}' to finish its step, checkpoint and end; "
-            f"watch it with `asyncrl status {found.name} --watch`"
-        )
+        say(f"asked run '{found.name}' to finish its step, checkpoint and end; watch it with `asyncrl status {found.name} --watch`")
     else:
         say(f"asked run '{found.name}' to end at once")

@@ -34,14 +34,10 @@ Ctrl-C once: finish the step, checkpoint, exit 130; go on with [bold]asyncrl res
 def command(
     profile: ProfileOption,
     sets: SetOption = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="N", help="Name of the run; made from profile and time.")
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; made from profile and time.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = Ui.AUTO,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the profile, print the plan, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile, print the plan, start nothing.")] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -100,9 +100,7 @@ def _cuda(profile: Profile, ranks: int, workers: int, gpus: int) -> Counts:
 def _total(profile: Profile, cluster: ClusterResources) -> int:
     total = profile.placement.gpus or cluster.gpus
     if total == 0:
-        raise PreflightError(
-            f'placement.device = "cuda", but the cluster has no GPU: {cluster}', hint="--set placement.device=cpu"
-        )
+        raise PreflightError(f'placement.device = "cuda", but the cluster has no GPU: {cluster}', hint="--set placement.device=cpu")
     return total
 
 

@@ -13,9 +13,7 @@ from asyncrl_cli.rollout.engine import Engine, Sampling
 def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) -> Engine:
     """The engine, not yet started. Raises PreflightError if it is not installed."""
     if settings.engine != "transformers":
-        raise PreflightError(
-            f'rollout.engine = "{settings.engine}" is not available', hint="--set rollout.engine=transformers"
-        )
+        raise PreflightError(f'rollout.engine = "{settings.engine}" is not available', hint="--set rollout.engine=transformers")
     from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 
     return TransformersEngine(

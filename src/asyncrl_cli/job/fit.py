@@ -50,9 +50,7 @@ def fits(bundles: Sequence[Bundle], cluster: ClusterResources) -> bool:
 def check_fit(counts: Counts, cluster: ClusterResources) -> None:
     """Raises PreflightError with what was asked, what there is, and the `--set` that would fit."""
     if not fits(_all(counts), cluster):
-        raise PreflightError(
-            f"the cluster is too small: {asked(counts)}; it has {cluster}", hint=fitting_hint(counts, cluster)
-        )
+        raise PreflightError(f"the cluster is too small: {asked(counts)}; it has {cluster}", hint=fitting_hint(counts, cluster))
 
 
 def asked(counts: Counts) -> str:

@@ -6,6 +6,7 @@ twice would be worse than a failed run.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -189,7 +190,8 @@ class RayTrainer:
         return version
 
     async def stop(self, timeout_s: float) -> None:
-        await self.finish_dump()
+        async with asyncio.timeout(timeout_s):
+            await self.finish_dump()
         await self._collective("stop", call="its end", timeout_s=timeout_s, key=CALL_KEY)
 
     async def _collective(

@@ -76,7 +76,7 @@ class Run:
 
     async def run(self) -> RunResult:
         """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result."""
-        from asyncrl_cli.job.session import ray_session
+        from asyncrl_cli.job.session import object_store_bytes_for, ray_session
         from asyncrl_cli.observe.starting import Starting
 
         with contextlib.ExitStack() as stack:
@@ -84,7 +84,8 @@ class Run:
             with Starting(self.ui) as say:
                 prepared = await self._prepare(say)
                 say("starting Ray")
-                plan = stack.enter_context(ray_session(self.profile, address=self.address))
+                store_bytes = object_store_bytes_for(prepared.model_dir)
+                plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
                 directory = directory or self._make_directory(stack)
                 attempt_dir = directory.start_attempt()
                 stack.enter_context(_log_to(attempt_dir / "driver.log"))

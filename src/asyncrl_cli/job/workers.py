@@ -118,9 +118,7 @@ class _Crew:
 def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
     role = crew.plan.role(TRAINER)
     optimizer_steps = Schedule.of(crew.profile).optimizer_steps
-    settings = replace(
-        TrainerSettings.from_profile(crew.profile, crew.model_dir.absolute(), optimizer_steps), threads=role.threads
-    )
+    settings = replace(TrainerSettings.from_profile(crew.profile, crew.model_dir.absolute(), optimizer_steps), threads=role.threads)
     kept = None
     if crew.profile.weights.keep_versions != 0:
         root = (crew.run_dir / "versions").absolute()

@@ -192,9 +192,7 @@ class Admission:
         """The version rises and a window begins. Returns untaken groups whose deadline has passed (never under "wait")."""
         self.version += 1
         self.taken_in_window = 0
-        late = [
-            key for pool in (self.finished, self.running) for key, deadline in pool.items() if deadline < self.version
-        ]
+        late = [key for pool in (self.finished, self.running) for key, deadline in pool.items() if deadline < self.version]
         assert not (late and self.strict), f"passed the staleness bound: {late}"
         return late
 

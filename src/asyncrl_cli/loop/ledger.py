@@ -67,9 +67,7 @@ class Ledger:
     def totals(self) -> dict[str, int]:
         """`admitted_total` and the six states, under their metric names."""
         live = Counter(self._live.values())
-        return {"admitted_total": self.admitted_total} | {
-            state.value: live[state] + self._ended[state] for state in Account
-        }
+        return {"admitted_total": self.admitted_total} | {state.value: live[state] + self._ended[state] for state in Account}
 
     def check(self) -> None:
         counted = len(self._live) + self._ended.total()

@@ -7,20 +7,20 @@
       +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <------------+
                        +---------------------- version rises when the gather has ended
 
-    part (task)          consumes                waits for                               unblocked by
-    -------------------  ----------------------  --------------------------------------  ---------------------------------
-    admit                prompts (feed, again)   admission open                          _follow (slots), _run_group (a drop),
-                                                                                         _keep_in_sync (a load), training (publish)
-    group (one each)     a request               its worker's engine and rewards         the worker; bounded by rollout.call_timeout_s
-    follow (per worker)  progress reports        the worker's next change                the worker, at most one second
-    sync (per worker)    the newest version      a version newer than the worker's       publish; then the worker's prefetch and load,
-                                                                                         and the version's eval, each bounded
-    training             R finished groups       R takeable groups                       group tasks; colocate: also the eval's end
-                         -                       at most one older version being loaded  sync tasks (before a gather)
-                         -                       the previous checkpoint written         the checkpoint task
-    publish              gathered buckets        the trainer's publish                   the trainer, bounded
-    checkpoint           a cut                   the writer                              disk, bounded
-    tick                 -                       one second                              the clock
+    part (task)        consumes              waits for                              unblocked by
+    -----------------  --------------------  -------------------------------------  -----------------------------------
+    admit              prompts (feed, again) admission open                         follow (slots), group (a drop),
+                                                                                    sync (a load), training (a publish)
+    group (one each)   a request             its worker's engine and rewards        the worker, rollout.call_timeout_s
+    follow (a worker)  progress reports      the worker's next change               the worker, one second at most
+    sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
+                                                                                    load and eval, each bounded
+    training           R finished groups     R takeable groups                      groups; colocate: also the eval's end
+                       -                     one older version in loading at most   sync (before a gather)
+                       -                     the previous checkpoint written        checkpoint
+    publish            gathered buckets      the trainer's publish                  the trainer, weights.timeout_s
+    checkpoint         a cut                 the writer                             disk, weights.timeout_s
+    tick               -                     one second                             the clock
 
 Why nothing waits in a circle: training waits for groups; groups run on workers whatever training does; admission is closed
 by slots (freed by groups), by the window (reopened by training's publish, which needs only groups that are admitted already:
@@ -193,15 +193,11 @@ class Pipeline:
             if board.stopping:
                 stop_s = stop_s if stop_s is not None else board.now_s()
                 if board.now_s() - stop_s > settings.stop_grace_s:
-                    raise board.failure or StallError(
-                        f"the stop took longer than run.stop_grace_s = {settings.stop_grace_s:g}"
-                    )
+                    raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {settings.stop_grace_s:g}")
             await asyncio.sleep(_TICK_S)
 
     def _who_waits(self) -> str:
         board = self.board
         waits = [f"{who} waits for {what}" for who, what in board.changes.waits.items()]
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
-        return f"nothing moved for run.stall_timeout_s = {board.settings.stall_timeout_s:g}: " + "; ".join(
-            waits + states
-        )
+        return f"nothing moved for run.stall_timeout_s = {board.settings.stall_timeout_s:g}: " + "; ".join(waits + states)

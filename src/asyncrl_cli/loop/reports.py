@@ -24,10 +24,7 @@ class ReportBook:
         offset_s = min(arrived_s - report.now_s, self._offset_s.get(report.name, float("inf")))
         self._offset_s[report.name] = offset_s
         spans = self._spans.setdefault(report.name, [])
-        spans.extend(
-            Span(state=span.state, start_s=span.start_s + offset_s, end_s=span.end_s + offset_s)
-            for span in report.spans
-        )
+        spans.extend(Span(state=span.state, start_s=span.start_s + offset_s, end_s=span.end_s + offset_s) for span in report.spans)
         return previous is None or _tokens(previous) != _tokens(report)
 
     def take_spans(self) -> dict[str, tuple[Span, ...]]:

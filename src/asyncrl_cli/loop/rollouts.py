@@ -128,8 +128,8 @@ class Rollouts:
         )
         diff = report.logprob_abs_diff
         if diff is not None and not diff <= board.settings.max_logprob_diff:
-            message = f"{name} disagrees with the trainer after loading version {report.version}: mean logprob difference {diff:.2e}"
-            board.event(
-                "warning", message=f"{message}, above weights.max_logprob_diff = {board.settings.max_logprob_diff:g}"
+            message = (
+                f"{name} disagrees with the trainer after loading version {report.version}: mean logprob difference {diff:.2e}"
             )
+            board.event("warning", message=f"{message}, above weights.max_logprob_diff = {board.settings.max_logprob_diff:g}")
         board.changes.notify()

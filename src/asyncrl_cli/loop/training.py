@@ -88,9 +88,7 @@ class Training:
 
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
         board = self._board
-        batch = TrainBatch(
-            step=board.step + 1, window=board.version, step_in_window=self._step_in_window, groups=groups
-        )
+        batch = TrainBatch(step=board.step + 1, window=board.version, step_in_window=self._step_in_window, groups=groups)
         report = await board.trainer.train(batch)
         board.step += 1
         board.reports.add(report.report, board.now_s())
@@ -140,9 +138,7 @@ class Training:
         if self._publishing is not None:
             await self._publishing
         board = self._board
-        await board.changes.until(
-            lambda: board.sync.room or board.stopping, "trainer (gather)", "workers to finish older loads"
-        )
+        await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", "workers to finish older loads")
 
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
@@ -174,9 +170,7 @@ class Training:
             async with asyncio.timeout(limit_s):
                 await board.changes.until(ended, "run", f"every worker to load and score version {board.last_version}")
         except TimeoutError:
-            raise StallError(
-                f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}"
-            ) from None
+            raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None
         self._spent_s["eval"] += board.evaluator.active_s - eval_began_s
         self._spent_s["wait_load"] += board.now_s() - began_s - (board.evaluator.active_s - eval_began_s)
 

@@ -78,6 +78,8 @@ def _build(
     seed: int,
     progress: Callable[[str, int, int], None] | None,
 ) -> None:
+    from transformers.utils import logging
+
     tokenizer = tiny_tokenizer(characters)
     model = tiny_model(len(tokenizer), seed=seed)
     pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
@@ -85,6 +87,7 @@ def _build(
     losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
     temporary = _temporary_beside(directory)
     try:
+        logging.disable_progress_bar()
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         content = {**description, "losses": [round(loss, 4) for loss in losses]}

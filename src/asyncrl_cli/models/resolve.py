@@ -46,9 +46,7 @@ def check_model_directory(directory: Path) -> None:
     """PreflightError naming what is missing or damaged: configuration, weights (every shard), tokenizer."""
     config = _read_json(directory / "config.json", "a configuration")
     if not config.get("model_type"):
-        raise PreflightError(
-            f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained"
-        )
+        raise PreflightError(f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained")
     _check_weights(directory)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise PreflightError(
@@ -59,10 +57,8 @@ def check_model_directory(directory: Path) -> None:
 
 def _check_weights(directory: Path) -> None:
     index = directory / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        wanted = sorted(set(_read_json(index, "an index of weights").get("weight_map", {}).values()))
-    else:
-        wanted = [WEIGHTS]
+    indexed = _read_json(index, "an index of weights").get("weight_map", {}) if index.is_file() else {"": WEIGHTS}
+    wanted = sorted(set(indexed.values()))
     missing = [name for name in wanted if not (directory / name).is_file()]
     if not wanted or missing:
         what = f"{missing[0]} is missing" if missing else f"{index.name} names no file"
@@ -107,7 +103,6 @@ def _looks_like_a_path(path: str) -> bool:
 
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -127,7 +122,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
             f'model.path: "{name}" is neither a directory here nor a model on the hub',
             hint='a hub name is like "Qwen/Qwen3-0.6B"',
         ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PreflightError(
             f'model.path: "{name}" is not a directory here, and the hub cannot be asked for it: {reason}',

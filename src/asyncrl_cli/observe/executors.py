@@ -57,9 +57,7 @@ def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
         )
         values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
     if rollouts:
-        values["rollouter/idle_ratio"] = _mean_share(
-            (stretch.sums.get("idle_s", 0.0), stretch.elapsed_s) for stretch in rollouts
-        )
+        values["rollouter/idle_ratio"] = _mean_share((stretch.sums.get("idle_s", 0.0), stretch.elapsed_s) for stretch in rollouts)
         values["rollouter/slot_utilization"] = Ratio(
             sum(stretch.sums.get("running_sequence_s", 0.0) for stretch in rollouts),
             sum(stretch.gauges.get("slots", 0.0) * stretch.elapsed_s for stretch in rollouts),
@@ -83,9 +81,7 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
         )
         for role in (TRAINER, ROLLOUT)
     }
-    return Overlap(
-        length_of(intersection(busy[TRAINER], busy[ROLLOUT])), length_of(busy[TRAINER]), length_of(busy[ROLLOUT])
-    )
+    return Overlap(length_of(intersection(busy[TRAINER], busy[ROLLOUT])), length_of(busy[TRAINER]), length_of(busy[ROLLOUT]))
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -99,9 +95,7 @@ def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]
     return joined
 
 
-def intersection(
-    left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]]
-) -> list[tuple[float, float]]:
+def intersection(left: Sequence[tuple[float, float]], right: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The time that two lists of disjoint, ascending intervals share."""
     shared, i, j = [], 0, 0
     while i < len(left) and j < len(right):

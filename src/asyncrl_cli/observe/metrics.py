@@ -151,9 +151,7 @@ def staleness_values(window: int, trajectories: Sequence[TrajectoryMeta]) -> dic
     }
 
 
-def step_staleness_values(
-    step_index: int, window_steps: int, trajectories: Sequence[TrajectoryMeta]
-) -> dict[str, Value]:
+def step_staleness_values(step_index: int, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
     """In train steps: version v was made by step v * K (counted from 0), so a token of it is `step - v * K` old."""
     tokens = [(step_index - version * window_steps, n) for t in trajectories for version, n in t.version_tokens]
     return {

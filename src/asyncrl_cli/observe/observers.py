@@ -31,9 +31,7 @@ class Observers:
         self._time_before_s = -self._clock()
         self._sinks = list(sinks)
         self._closed = False
-        self.metrics = StepMetrics(
-            trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock()
-        )
+        self.metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock())
         self.live = LiveStatus(facts)
         self._each("status", self.live.picture())
 

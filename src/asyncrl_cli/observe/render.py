@@ -152,9 +152,7 @@ def _strip(state_s: Mapping[str, float], total_s: float, width: int) -> Text:
 def _staleness(status: Status) -> list[Text]:
     figures, partial = status["staleness"], status["partial"]
     top = _label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', '-')}")
-    top.append(
-        f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim"
-    )
+    top.append(f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim")
     histogram: Sequence[int] = figures.get("histogram", [])
     largest = max(histogram, default=0) or 1
     lines = [top]

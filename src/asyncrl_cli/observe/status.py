@@ -35,9 +35,7 @@ class RunStatus:
     def remark(self) -> str:
         """What a reader has to know beside the status; empty for a live or ended run."""
         if self.liveness == "dead":
-            return (
-                f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
-            )
+            return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
         if self.liveness == "silent":
             return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
         return ""

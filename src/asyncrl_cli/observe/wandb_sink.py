@@ -99,9 +99,7 @@ class Wandb(NullSink):
 
         if self._settings["mode"] == "online" and not wandb.login(prompt=False):
             raise RuntimeError("nobody is logged in")
-        settings = wandb.Settings(
-            console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S
-        )
+        settings = wandb.Settings(console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S)
         run = wandb.init(**self._settings, resume="allow", settings=settings)
         run.define_metric("*", step_metric="step")
         return run

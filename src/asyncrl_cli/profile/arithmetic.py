@@ -100,9 +100,7 @@ def train_steps_of(run: RunSection, step_groups: int) -> int:
     steps, groups = run.train_steps, run.total_rollout_steps
     if groups is None:
         if steps is None:
-            raise ConfigError(
-                "the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)"
-            )
+            raise ConfigError("the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)")
         return steps
     if groups < step_groups:
         raise ConfigError(

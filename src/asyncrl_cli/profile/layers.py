@@ -101,9 +101,7 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         if section not in sections():
             problems.append(_unknown(section, where, [*sections(), *keys()]))
         elif not isinstance(table, Mapping):
-            problems.append(
-                ConfigError(f"{where}: {section} is a section, not a value", hint=f"{section}.<key> = {table!r}")
-            )
+            problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=f"{section}.<key> = {table!r}"))
         else:
             for key, value in table.items():
                 dotted = f"{section}.{key}"
@@ -142,11 +140,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     for key, name in names.items():
         if key not in keys() and not key.startswith(f"{PARAMS}."):
             guess = nearest(key, keys())
-            hint = (
-                f"did you mean {_env_name(guess)}?"
-                if guess
-                else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
-            )
+            hint = f"did you mean {_env_name(guess)}?" if guess else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
             problems.append(ConfigError(f"environment: unknown name {name}", hint=hint))
     if problems:
         raise combine(problems)
@@ -154,10 +148,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     model = create_model("Environment", __base__=BaseSettings, **tables)
     source = EnvSettingsSource(model, env_prefix=ENV_PREFIX, env_nested_delimiter="__")
     source.env_vars = {name.lower(): value for name, value in ours.items()}
-    flat = {
-        key: parse_value(text) if isinstance(text, str) else text
-        for key, text in flatten(source(), "environment").items()
-    }
+    flat = {key: parse_value(text) if isinstance(text, str) else text for key, text in flatten(source(), "environment").items()}
     origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in flat}
     return Layer(origin="environment", values=_anchored(flat, Path.cwd()), origins=origins)
 
@@ -200,11 +191,7 @@ def _anchored(values: dict[str, Any], directory: Path) -> dict[str, Any]:
 def _anchor(key: str, value: str, directory: Path) -> str:
     scheme, colon, rest = value.partition(":")
     if key == "task.source":
-        return (
-            f"{scheme}:{directory / Path(rest).expanduser()}"
-            if colon and scheme in ("jsonl", "parquet") and rest
-            else value
-        )
+        return f"{scheme}:{directory / Path(rest).expanduser()}" if colon and scheme in ("jsonl", "parquet") and rest else value
     path = directory / Path(value).expanduser()
     if key == "model.path" and not path.exists() and not value.startswith((".", "~")):
         return value

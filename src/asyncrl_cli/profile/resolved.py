@@ -52,9 +52,7 @@ def _with_exact_eta(tables: Mapping[str, Any]) -> dict[str, Any]:
     return {**tables, "async_training": {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}}
 
 
-def to_toml(
-    profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False
-) -> str:
+def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
     """A profile file that needs no other: what some layer gave, or (`only_given=False`) every value that is set."""
     lines = [f"name = {_toml(profile.name)}", f"purpose = {_toml(profile.purpose)}"]
     for section in sections():
@@ -64,9 +62,7 @@ def to_toml(
     return "\n".join(lines) + "\n"
 
 
-def _entries(
-    profile: Profile, section: str, origins: Mapping[str, str], only_given: bool, with_origins: bool
-) -> Iterator[str]:
+def _entries(profile: Profile, section: str, origins: Mapping[str, str], only_given: bool, with_origins: bool) -> Iterator[str]:
     for name, value in getattr(profile, section):
         key = f"{section}.{name}"
         if key == PARAMS:

@@ -59,9 +59,7 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         return known[reference].resolve()
     guess = nearest(reference, known)
     hint = f"did you mean `{guess}`?" if guess else f"known profiles: {', '.join(known)}"
-    raise ConfigError(
-        f"{asked_by}: there is no profile '{reference}'", hint=f"{hint} A file is given with its path or .toml"
-    )
+    raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=f"{hint} A file is given with its path or .toml")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -69,9 +67,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         return tomli.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
     except tomli.TOMLDecodeError as error:
-        raise ConfigError(
-            f"{path}:{error.lineno}: {_lower(error.msg)} (column {error.colno})", hint=_syntax_hint(error)
-        ) from None
+        raise ConfigError(f"{path}:{error.lineno}: {_lower(error.msg)} (column {error.colno})", hint=_syntax_hint(error)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="a profile is a TOML file in UTF-8") from None
 
@@ -93,16 +89,12 @@ def chain(reference: str) -> list[ProfileFile]:
     while True:
         if any(file.path == path for file in files):
             circle = " -> ".join([*(str(file.path) for file in files), str(path)])
-            raise ConfigError(
-                f"{files[-1].path}: extends goes in a circle: {circle}", hint='end the chain at `extends = "base"`'
-            )
+            raise ConfigError(f"{files[-1].path}: extends goes in a circle: {circle}", hint='end the chain at `extends = "base"`')
         content = read(path)
         files.append(ProfileFile(name=path.stem, path=path, content=content))
         if "extends" not in content:
             return files[::-1]
         above = content["extends"]
         if not isinstance(above, str):
-            raise ConfigError(
-                f"{path}: extends = {above!r}: expected one profile's name or file", hint='extends = "base"'
-            )
+            raise ConfigError(f"{path}: extends = {above!r}: expected one profile's name or file", hint='extends = "base"')
         path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{above}"')

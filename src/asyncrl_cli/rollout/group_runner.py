@@ -122,9 +122,7 @@ class GroupRunner:
         request_id = f"eval-{request.version}-{request.seed}/{index}-{item['uid']}"
         async with places:
             alone = _Running(request_ids=[request_id])
-            return await self._respond(
-                alone, request_id, prompt_tokens, item, sampling, seed, lambda num_finished: None
-            )
+            return await self._respond(alone, request_id, prompt_tokens, item, sampling, seed, lambda num_finished: None)
 
     def tokenize(self, item: Mapping[str, Any]) -> list[int]:
         if self._use_chat_template:
@@ -136,9 +134,7 @@ class GroupRunner:
 
     def _prompt_problem(self, uid: str, prompt_tokens: list[int]) -> str:
         if len(prompt_tokens) > self._max_prompt_tokens:
-            return (
-                f"prompt {uid} has {len(prompt_tokens)} tokens, rollout.max_prompt_tokens is {self._max_prompt_tokens}"
-            )
+            return f"prompt {uid} has {len(prompt_tokens)} tokens, rollout.max_prompt_tokens is {self._max_prompt_tokens}"
         return "" if prompt_tokens else f"prompt {uid} has no tokens"
 
     async def _respond(
@@ -207,9 +203,7 @@ def _result(
         payload=None,
     )
     trajectories = tuple(
-        Trajectory(
-            segments=(segment_of(prompt_tokens, completion),), reward=reward, finish_reason=completion.finish_reason
-        )
+        Trajectory(segments=(segment_of(prompt_tokens, completion),), reward=reward, finish_reason=completion.finish_reason)
         for completion, reward in kept
     )
     return result, GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=trajectories)

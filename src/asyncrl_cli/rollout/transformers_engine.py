@@ -246,9 +246,7 @@ class TransformersEngine:
         """In the generation thread: a stop string is nothing that continuous batching knows of."""
         self._loop.call_soon_threadsafe(_finish, track, "stop")
 
-    def _swap(
-        self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt
-    ) -> tuple[PauseReport, list[Track]]:
+    def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[Track]]:
         """In a worker thread. Returns the responses that have to be submitted again."""
         with self._manager.pause():
             paused_s = time.perf_counter()

@@ -119,9 +119,7 @@ class SimulatedWorker:
         self._check_alive()
         self._count(0)
         self._clock.gauges |= {"running_sequences": self._running, "slots": self.slots, "version": self.version}
-        return Progress(
-            seen=self._changes, finished_sequences=dict(self._finished), reports=(self._clock.report(),)
-        )
+        return Progress(seen=self._changes, finished_sequences=dict(self._finished), reports=(self._clock.report(),))
 
     async def prefetch(self, published: Published) -> float:
         send_s = self._times.prefetch_s(self._rng)
@@ -152,9 +150,7 @@ class SimulatedWorker:
             spans = await self._sample(None)
             lengths.append(sum(tokens for _, tokens in spans))
             assert {version for version, _ in spans} == {request.version}, "a load during an eval"
-        return EvalResult(
-            version=request.version, rewards=(0.5,) * len(lengths), response_tokens=tuple(lengths), failures=()
-        )
+        return EvalResult(version=request.version, rewards=(0.5,) * len(lengths), response_tokens=tuple(lengths), failures=())
 
     async def pause(self) -> None:
         assert self._running == 0, "paused while sequences run"

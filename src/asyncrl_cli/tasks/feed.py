@@ -62,9 +62,7 @@ class PromptFeed:
         self._refuse_foreign(state)
         epoch, cursor = state["epoch"], state["cursor"]
         if epoch < 0 or not 0 <= cursor <= len(self._items):
-            raise RefusedError(
-                f"the prompt feed's state is damaged: epoch {epoch}, cursor {cursor} of {len(self._items)} items"
-            )
+            raise RefusedError(f"the prompt feed's state is damaged: epoch {epoch}, cursor {cursor} of {len(self._items)} items")
         self._enter(epoch=epoch, cursor=cursor)
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:

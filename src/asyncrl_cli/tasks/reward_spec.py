@@ -32,9 +32,7 @@ class RewardSpec:
     import_path: str = ""
 
 
-def resolve_reward(
-    reward: str, *, dataset: str, params: Mapping[str, Any], adapter: Literal["plain", "worked"]
-) -> RewardSpec:
+def resolve_reward(reward: str, *, dataset: str, params: Mapping[str, Any], adapter: Literal["plain", "worked"]) -> RewardSpec:
     """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried in a process of its own."""
     if reward == "auto":
         kind: Literal["dataset", "exact-match"] = "dataset" if dataset else "exact-match"

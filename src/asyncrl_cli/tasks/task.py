@@ -111,9 +111,7 @@ def _file_task(profile: Profile, path: Path) -> Task:
         train, held_out, notes = _one_file(profile, path, reward)
     else:
         train, held_out, notes = _two_files(profile, path, Path(profile.task.eval_path).expanduser(), reward)
-    return Task(
-        name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=tuple(notes)
-    )
+    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=tuple(notes))
 
 
 def _refuse_wrong_suffix(source: str, path: Path) -> None:
@@ -152,9 +150,7 @@ def _one_file(profile: Profile, path: Path, reward: RewardSpec) -> tuple[list[It
     return [item for item in items if item["uid"] not in held_out_uids], held_out, notes
 
 
-def _two_files(
-    profile: Profile, path: Path, eval_path: Path, reward: RewardSpec
-) -> tuple[list[Item], list[Item], list[str]]:
+def _two_files(profile: Profile, path: Path, eval_path: Path, reward: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
     num_eval = profile.eval.prompts
     held_out, eval_notes = _read(profile, eval_path, "task.eval_path", num_eval, reward) if num_eval else ([], [])
     eval_prompts = {item["prompt"] for item in held_out}

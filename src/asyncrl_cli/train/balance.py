@@ -43,9 +43,7 @@ class RankPlan:
         return tuple(sorted({t.group for step in self.optimizer_steps for t in step.trajectories}))
 
 
-def plan_train_step(
-    groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool
-) -> list[RankPlan]:
+def plan_train_step(groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool) -> list[RankPlan]:
     """Plan `num_minibatches` optimizer steps on the groups of a train step, in take order.
 
     Raises:
@@ -54,10 +52,7 @@ def plan_train_step(
     if not groups or len(groups) % num_minibatches:
         raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
     size = len(groups) // num_minibatches
-    per_step = [
-        _plan_optimizer_step(groups, range(start, start + size), ranks, normalize)
-        for start in range(0, len(groups), size)
-    ]
+    per_step = [_plan_optimizer_step(groups, range(start, start + size), ranks, normalize) for start in range(0, len(groups), size)]
     return [RankPlan(rank=rank, optimizer_steps=tuple(step[rank] for step in per_step)) for rank in range(ranks)]
 
 
@@ -103,9 +98,7 @@ def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: i
     ]
 
 
-def _plan_optimizer_step(
-    groups: Sequence[GroupResult], indices: range, ranks: int, normalize: bool
-) -> list[OptimizerStepPlan]:
+def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, ranks: int, normalize: bool) -> list[OptimizerStepPlan]:
     planned: list[PlannedTrajectory] = []
     lengths: list[int] = []
     num_loss_tokens = 0

@@ -49,9 +49,7 @@ def rows_of(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> li
     ]
 
 
-def build_microbatches(
-    rows: Sequence[Row], *, max_tokens: int, split_cost_tokens: int, device: torch.device
-) -> list[Microbatch]:
+def build_microbatches(rows: Sequence[Row], *, max_tokens: int, split_cost_tokens: int, device: torch.device) -> list[Microbatch]:
     lengths = [len(row.segment.tokens_T) - 1 for row in rows]
     parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
     return [build_microbatch([rows[i] for i in part], device) for part in parts]

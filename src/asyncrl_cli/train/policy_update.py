@@ -93,8 +93,7 @@ class PolicyUpdate:
         own = [self._own_microbatches(plan, batch.payloads) for plan in batch.plan.optimizer_steps]
         counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
         return [
-            part + [empty_microbatch(device) for _ in range(count - len(part))]
-            for part, count in zip(own, counts, strict=True)
+            part + [empty_microbatch(device) for _ in range(count - len(part))] for part, count in zip(own, counts, strict=True)
         ]
 
     def _own_microbatches(self, plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[Microbatch]:

@@ -69,9 +69,7 @@ def read_counters(directory: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RefusedError(f"{directory}: trainer state cannot be read: {error}") from error
     if (schema := counters.get("schema_version")) != SCHEMA_VERSION:
-        raise RefusedError(
-            f"{directory}: schema_version of trainer state is {schema}, this asyncrl reads {SCHEMA_VERSION}"
-        )
+        raise RefusedError(f"{directory}: schema_version of trainer state is {schema}, this asyncrl reads {SCHEMA_VERSION}")
     return counters
 
 

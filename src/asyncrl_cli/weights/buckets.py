@@ -195,8 +195,7 @@ def verify(buckets: Sequence[Bucket], manifest: Manifest) -> None:
     """
     if len(buckets) != len(manifest.fingerprints):
         raise DamagedWeights(
-            f"weights of version {manifest.version}: {len(buckets)} buckets arrived, "
-            f"{len(manifest.fingerprints)} were sent"
+            f"weights of version {manifest.version}: {len(buckets)} buckets arrived, {len(manifest.fingerprints)} were sent"
         )
     for index, (bucket, expected) in enumerate(zip(buckets, manifest.fingerprints, strict=True)):
         if (found := fingerprint(bucket.data)) != expected:

@@ -33,9 +33,7 @@ def kept_versions(root: Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
 
 
-def keep(
-    root: Path, version: int, buckets: Sequence[Bucket], model_dir: Path, keep_versions: int | Literal["all"]
-) -> Path | None:
+def keep(root: Path, version: int, buckets: Sequence[Bucket], model_dir: Path, keep_versions: int | Literal["all"]) -> Path | None:
     """Write a version and remove those beyond the newest `keep_versions`. Returns its directory; None if 0 are kept.
 
     A version that is there already (a resumed run publishes it again) is replaced.

@@ -14,9 +14,7 @@ PROBE_TOKENS = 32
 """Length of a probe: long enough to reach every layer and position encoding, short enough to cost nothing."""
 
 
-def make_probes(
-    num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS
-) -> tuple[tuple[int, ...], ...]:
+def make_probes(num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS) -> tuple[tuple[int, ...], ...]:
     """The same sequences for the same arguments, in every process; tokens uniform over the vocabulary."""
     rng = random.Random(seed)
     return tuple(tuple(rng.randrange(vocab_size) for _ in range(length_tokens)) for _ in range(num_sequences))
