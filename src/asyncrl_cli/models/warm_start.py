@@ -25,7 +25,7 @@ class Recipe:
     """Everything about the learning that changes its result; part of a built model's content hash."""
 
     steps: int
-    batch_size: int = 16
+    batch_size: int = 32
     lr: float = 1e-2
     matrix_lr: float = 0.02
     betas: tuple[float, float] = (0.9, 0.95)

@@ -91,10 +91,10 @@ class ModelSection(Section):
     """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32)."""
     trust_remote_code: bool = False
     """Let a hub model run code of its own."""
-    warm_start_steps: NonNegativeInt = 300
+    warm_start_steps: NonNegativeInt = 500
     """builtin:tiny: supervised steps on demonstrations before RL begins."""
-    warm_start_label_noise: Ratio = 0.3
-    """builtin:tiny: share of demonstrations with a wrong answer; sets the starting reward."""
+    warm_start_label_noise: Ratio = 0.52
+    """builtin:tiny: share of flawed demonstrations; sets the starting reward."""
     cache_dir: str | None = None
     """Where built models are kept; the user's cache directory if not given."""
 

@@ -53,13 +53,13 @@ class NumberSortingFormat:
     alphabet = DIGITS + "<>=,"
     default_params: Mapping[str, Any] = {
         "min_numbers": 2,
-        "max_numbers": 6,
+        "max_numbers": 5,
         "min_decimals": 0,
         "max_decimals": 0,
         "min_value": 0,
         "max_value": 11,
     }
-    max_prompt_chars = 8
+    max_prompt_chars = 7
 
     def prompt(self, entry: Entry) -> str:
         direction = "<" if _sign(entry) > 0 else ">"
@@ -69,7 +69,7 @@ class NumberSortingFormat:
         return _written(_bubble(_numbers(entry), sign=_sign(entry)))
 
     def flawed_demonstration(self, entry: Entry, rng: Random) -> str:
-        """Stops before the list is sorted; a list that is sorted already gets a wrong number in it."""
+        """Stops before the list is sorted; one that is sorted already gets a wrong number in it."""
         lists = _bubble(_numbers(entry), sign=_sign(entry))
         if len(lists) > 1:
             return _written(lists[: rng.randrange(1, len(lists))])
