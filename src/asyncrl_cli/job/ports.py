@@ -127,7 +127,8 @@ class RayTrainer:
             payload_refs = {index: batch.groups[index].payload for index in plan.groups}
             ref = actor.train.remote(batch.step, batch.step_in_window, plan, payload_refs)
             calls.append(self._answer(rank, ref, f"train step {batch.step}", self._call_timeout_s, CALL_KEY))
-        reports = await all_of(calls)
+        answers = await all_of(calls)
+        reports = [report for report, _ in answers]
         if is_dump_step(batch.step, self._samples_every_steps):
             await self._dump(batch)
         return TrainReport(
@@ -135,7 +136,7 @@ class RayTrainer:
             old_logprob_s=max(report.old_logprob_s for report in reports),
             tokens=reports[0].tokens,
             metrics=reports[0].metrics,
-            report=await self.report(),
+            report=answers[0][1],
         )
 
     async def _dump(self, batch: TrainBatch) -> None:
@@ -150,8 +151,8 @@ class RayTrainer:
             self._dumping = None
 
     async def gather(self, version: int) -> GatherReport:
-        seconds = await self._collective("gather", version, call=f"the gather of version {version}")
-        return GatherReport(version=version, gather_s=max(seconds), report=await self.report())
+        answers = await self._collective("gather", version, call=f"the gather of version {version}")
+        return GatherReport(version=version, gather_s=max(seconds for seconds, _ in answers), report=answers[0][1])
 
     async def publish(self, version: int) -> Published:
         began_s = time.monotonic()

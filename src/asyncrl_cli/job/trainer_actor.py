@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -93,25 +93,30 @@ class TrainerActor:
             return self._trainer.published_version
 
     @ray.method(concurrency_group="main")
-    def train(self, step: int, step_in_window: int, plan: RankPlan, payload_refs: Mapping[int, Any]) -> RankReport:
-        """One train step. The arrays come from the object store, to this rank only."""
+    def train(
+        self, step: int, step_in_window: int, plan: RankPlan, payload_refs: Mapping[int, Any]
+    ) -> tuple[RankReport, ExecutorReport]:
+        """One train step. The arrays come from the object store, to this rank only; fetching them is part of `train_s`."""
         from asyncrl_cli.train.policy_trainer import RankBatch
 
-        payloads = dict(zip(payload_refs, ray.get(list(payload_refs.values())), strict=True))
-        batch = RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=payloads)
         began_s = time.monotonic()
         with self._in(State.BUSY):
-            report = self._trainer.train(batch)
+            payloads = dict(zip(payload_refs, ray.get(list(payload_refs.values())), strict=True))
+            fetch_s = time.monotonic() - began_s
+            report = self._trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=payloads))
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
             self._clock.add("trained_tokens", report.tokens)
             self._clock.gauges["step"] = step
-        return report
+            return replace(report, train_s=report.train_s + fetch_s), self._clock.report()
 
     @ray.method(concurrency_group="main")
-    def gather(self, version: int) -> float:
+    def gather(self, version: int) -> tuple[float, ExecutorReport]:
+        """Seconds, and this rank's report: with the answer, because a further call would cost the loop its delay."""
         with self._in(State.SYNCING, "weights to be gathered"):
-            return self._trainer.gather(version)
+            gather_s = self._trainer.gather(version)
+        with self._lock:
+            return gather_s, self._clock.report()
 
     @ray.method(concurrency_group="main")
     def snapshot(self, step: int) -> float:
