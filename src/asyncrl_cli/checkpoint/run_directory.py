@@ -44,10 +44,7 @@ class RunDirectory:
         try:
             path.mkdir()
         except FileExistsError:
-            raise RefusedError(
-                f"run directory {path} is in use: a run of that name exists",
-                hint=f"continue it with `asyncrl resume {name}`, or give another --name",
-            ) from None
+            raise _in_use(path) from None
         run = cls(path)
         run._take_lock()
         for directory in (run.checkpoints, run.samples, run.logs):
@@ -148,6 +145,20 @@ def request_stop(run_dir: Path) -> int:
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{time.time():.3f}\n")
     return path.read_text(encoding="utf-8").count("\n")
+
+
+def check_free(runs_dir: Path, name: str) -> None:
+    """Raises what `RunDirectory.create` would, before anything has been started."""
+    check_name(name)
+    if (runs_dir / name).exists():
+        raise _in_use(runs_dir / name)
+
+
+def _in_use(path: Path) -> RefusedError:
+    return RefusedError(
+        f"run directory {path} is in use: a run of that name exists",
+        hint=f"continue it with `asyncrl resume {path.name}`, or give another --name",
+    )
 
 
 def check_name(name: str) -> None:

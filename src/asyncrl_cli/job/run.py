@@ -76,9 +76,13 @@ class Run:
 
     async def run(self) -> RunResult:
         """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result."""
+        from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
         from asyncrl_cli.job.session import object_store_bytes_for, ray_session
         from asyncrl_cli.observe.starting import Starting
 
+        if self.checkpoint is None:
+            self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
+            check_free(self.runs_dir, self.name)
         with contextlib.ExitStack() as stack:
             directory = self._open_directory(stack) if self.checkpoint else None
             with Starting(self.ui) as say:
@@ -191,13 +195,13 @@ class Run:
         )
 
     def _make_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
-        from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
+        from asyncrl_cli.checkpoint.run_directory import RunDirectory
         from asyncrl_cli.profile.resolved import to_document, to_toml
 
-        name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
+        assert self.name is not None
         directory = RunDirectory.create(
             self.runs_dir,
-            name,
+            self.name,
             profile_toml=to_toml(self.profile, self.origins),
             resolved=to_document(self.profile, self.origins),
         )
@@ -228,6 +232,7 @@ async def _to_the_end(pipeline: Pipeline, directory: RunDirectory, observers: Ob
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
     except AsyncrlError as failure:
         error = failure
+        error.hint = error.hint or (f"asyncrl resume {directory.name}" if isinstance(failure, Interrupted) else "")
         log.error("the run ended early", exc_info=failure)
     except Exception as failure:
         error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")

@@ -151,4 +151,7 @@ def refused_params(name: str, params: Mapping[str, Any], error: Exception) -> Co
     reason = str(error) or type(error).__name__
     named = [key for key in params if key in reason] or list(params)
     given = ", ".join(f"task.params.{key} = {params[key]!r}" for key in named)
-    return ConfigError(f'dataset "{name}" refuses {given or "its default parameters"}: {reason}')
+    return ConfigError(
+        f'dataset "{name}" refuses {given or "its default parameters"}: {reason}',
+        hint="change task.params; what is not given there has the dataset's default",
+    )
