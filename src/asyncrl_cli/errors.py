@@ -6,6 +6,7 @@ AsyncrlError             exit 1   the run failed
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 ├── StallError           exit 1   nobody made progress; names who waits for whom
+├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
 """
 

@@ -102,6 +102,7 @@ def test_resuming_at_an_older_step_sets_the_later_ones_aside(tmp_path):
         write(store, step)
     assert [path.name for path in store.abandon_newer(20)] == ["abandoned-step-000060", "abandoned-step-000040"]
     assert newest_intact(store.directory) == store.directory / "step-000020"
+    assert os.readlink(store.directory / "latest") == "step-000020"
 
 
 def test_the_event_loop_goes_on_while_files_are_written(tmp_path):

@@ -80,12 +80,24 @@ def test_attempts_have_numbered_logs_and_a_link_to_the_latest(run):
     assert run.attempts == 11
 
 
-def test_stop_requests_are_counted_and_end_with_the_attempt(run):
-    assert not run.stop_requested()
+def test_stop_requests_are_counted_until_the_next_driver_takes_the_run(run):
+    assert run.stop_requests() == 0
     assert [request_stop(run.path), request_stop(run.path)] == [1, 2]
-    assert (run.stop_requested(), run.stop_requests()) == (True, 2)
+    assert run.stop_requests() == 2
+    run.close()
+    resumed = RunDirectory.open(run.path)
+    assert resumed.stop_requests() == 0
+    request_stop(run.path)
+    resumed.start_attempt()
+    assert resumed.stop_requests() == 1
+    resumed.close()
+
+
+def test_a_removed_run_gives_its_name_free(run):
     run.start_attempt()
-    assert not run.stop_requested()
+    run.remove()
+    assert list(run.path.parent.iterdir()) == []
+    RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={}).close()
 
 
 def test_a_fresh_name_is_free(tmp_path):

@@ -52,9 +52,19 @@ def test_a_run_that_has_ended_cannot_be_stopped(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say_status(directory, "done")
+    directory.close()
     assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 4
     assert "is not running" in capsys.readouterr().err
     assert directory.stop_requests() == 0
+
+
+def test_a_resumed_run_that_is_still_starting_can_be_stopped(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say_status(directory, "stopped")
+    assert run(["stop", "first", "--runs-dir", str(tmp_path)]) == 0
+    assert "finish its step" in capsys.readouterr().err
+    assert directory.stop_requests() == 1
 
 
 def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(

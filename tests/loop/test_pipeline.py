@@ -43,7 +43,7 @@ def test_no_trained_token_is_older_than_the_bound(eta, partial, workers):
     interrupt = "keep-kv" if partial else "drain"
     worst = []
     for seed in range(6):
-        changes = {"eta": Fraction(eta), "partial_rollout": partial, "interrupt": interrupt, "train_steps": 30}
+        changes = {"eta": Fraction(eta), "interrupt": interrupt, "train_steps": 30}
         loop_settings = settings("stale-samples", **changes)
         lagging = {"load_s": lambda rng: rng.random() * 3, "prefetch_s": lambda rng: rng.random() * 2}
         ran = run_world(loop_settings, seed=seed, workers=workers, times=lagging)
@@ -176,6 +176,9 @@ def test_a_dead_trainer_fails_the_run_at_once():
     ran = run_world(settings("partial-rollout"), trainer_times={"dies_at_step": 5})
     assert isinstance(ran.error, ExecutorFailed)
     assert "step 5" in str(ran.error)
+    assert [event.fields["error"] for event in ran.recorder.named("failed")] == [str(ran.error)]
+    assert ran.recorder.ticks[-1].phase == "failed"
+    assert ran.recorder.ticks[-1].reports["trainer-0"].state == "failed"
     assert len(ran.trainer.batches) == 4
 
 
@@ -208,12 +211,69 @@ def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):
     assert ran.error is None
     totals = ran.recorder.steps[-1].ledger
     assert totals["trained"] == 80
+    warnings = [event.fields["message"] for event in ran.recorder.named("warning")]
     if policy == "accept":
         assert max(ran.staleness()) > 2
+        assert any("older than max_staleness = 2" in warning for warning in warnings)
         return
+    assert not warnings
     assert max(ran.staleness()) <= 2
     assert totals["dropped" if policy == "drop" else "requeued"] > 0
     assert ran.recorder.steps[-1].tokens_discarded > 0
+
+
+@pytest.mark.parametrize("policy", ["drop", "requeue"])
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_never_start_on_weights_so_old_that_they_would_be_late_at_once(policy, seed):
+    changes = {"on_stale": policy, "eta": Fraction(1), "train_steps": 40, "step_groups": 2, "on_exhausted": "drop"}
+    slow = {"prefetch_s": lambda rng: rng.random() * 6}
+    ran = run_world(settings("partial-rollout", window_steps=1, **changes), seed=seed, workers=3, times=slow)
+    assert ran.error is None
+    assert max(ran.staleness()) <= 1
+
+
+def test_a_prompt_that_is_stale_too_often_fails_the_run_after_a_checkpoint():
+    changes = {"on_stale": "requeue", "on_exhausted": "fail", "max_requeues": 0, "eta": Fraction(1), "step_groups": 2}
+    loop_settings = settings("partial-rollout", window_steps=1, train_steps=60, checkpoint_every_steps=0, **changes)
+    ran = run_world(loop_settings, times={"response_tokens": lambda rng: 2000 if rng.random() < 0.1 else 5})
+    assert isinstance(ran.error, AsyncrlError)
+    assert "requeued 0 times" in str(ran.error)
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
+    assert len(ran.recorder.named("failed")) == 1
+
+
+def test_a_load_that_never_ends_is_named_by_the_trainer_that_waits_for_it():
+    times = {"load_s": lambda rng: 1e6, "prefetch_s": lambda rng: rng.random() * 4}
+    changes = {"eta": Fraction(3), "window_steps": 1, "train_steps": 200, "stall_timeout_s": 1e5, "sync_timeout_s": 50.0}
+    ran = run_world(settings("partial-rollout", **changes), workers=3, times=times | {"load_s": hangs_after_the_first()})
+    assert isinstance(ran.error, StallError)
+    assert ran.elapsed_s < 2000
+
+
+def hangs_after_the_first():
+    loads = []
+
+    def load_s(rng):
+        loads.append(0)
+        return 0.1 if len(loads) <= 4 else 1e4
+
+    return load_s
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_was_stopped_in_its_last_eval_makes_up_for_it_when_resumed(mode):
+    loop_settings = settings(mode, train_steps=4)
+    whole = run_world(loop_settings, evals=40)
+    in_the_eval_s = whole.recorder.named("loaded")[-1].time_s + 0.05
+    stopped = run_world(loop_settings, evals=40, stop_at_s=in_the_eval_s)
+    assert isinstance(stopped.error, Interrupted)
+    cut, state = stopped.checkpoints.cuts[-1]
+    assert cut.step == 4
+    resumed = run_world(loop_settings, evals=40, resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    assert resumed.error is None
+    in_the_cut = [summary["version"] for summary in state["evals_ended"]]
+    made_up_for = [event.version for event in resumed.recorder.named("eval")]
+    assert in_the_cut + made_up_for == [whole.pipeline.board.version]
 
 
 def test_a_hang_is_reported_with_who_waits_for_whom():

@@ -19,7 +19,7 @@ MODES: dict[str, dict[str, Any]] = {
     "on-policy-pipeline": {"window_steps": 1, "eta": Fraction(0)},
     "stream-off-policy": {"window_steps": 4, "eta": Fraction(0)},
     "stale-samples": {"window_steps": 2, "eta": Fraction(1, 2)},
-    "partial-rollout": {"window_steps": 2, "eta": Fraction(1, 2), "partial_rollout": True, "interrupt": "keep-kv"},
+    "partial-rollout": {"window_steps": 2, "eta": Fraction(1, 2), "interrupt": "keep-kv"},
     "one-step-off": {"window_steps": 1, "eta": Fraction(1)},
     "colocate": {"window_steps": 2, "eta": Fraction(0), "colocate": True},
 }

@@ -1,4 +1,4 @@
-"""The formulas of design section 8 on numbers worked out by hand, and against a second computation with numpy."""
+"""The formulas of docs/metrics.md on numbers worked out by hand, and against a second computation with numpy."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_last_eval_that_ended_is_in_the_line(make):
     assert "eval/version" not in watched.update(make["record"](2, 1, []))
 
 
-def test_all_keys_of_the_design_are_there_when_everything_was_measured(make):
+def test_every_key_is_there_when_everything_was_measured(make):
     watched = metrics()
     line = watched.update(make["full_record"](50))
     timing = ("step", "wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")

@@ -6,8 +6,12 @@ import json
 import struct
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+
+from asyncrl_cli.observe import wandb_sink
 
 BLOCK_BYTES = 32768
 """The file is a LevelDB log: 7 bytes of its own, then blocks of records (checksum 4, length 2, type 1, data)."""
@@ -22,7 +26,7 @@ began_s = time.perf_counter()
 for step in range(1, 101):
     sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1]})
 blocked_s = time.perf_counter() - began_s
-sink.close({})
+sink.close({"phase": "done"})
 wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "wandb"]
 print(json.dumps({"blocked_s": blocked_s, "threads": wandb_threads}))
 """
@@ -68,3 +72,21 @@ def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
     assert rows[0]["staleness/histogram.values"] == [3, 1]
     assert found["blocked_s"] < 0.1
     assert found["threads"] == []
+
+
+@pytest.mark.parametrize(("phase", "waits"), [("done", True), ("stopped", False), ("failed", False)])
+def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monkeypatch, phase, waits):
+    finish_s = 0.3
+
+    class SlowRun:
+        def finish(self):
+            time.sleep(finish_s)
+
+    monkeypatch.setattr(wandb_sink, "EARLY_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(wandb_sink.Wandb, "_start", lambda sink: SlowRun())
+    sink = wandb_sink.Wandb(tmp_path, mode="online", project="p", name="n", config={})
+    sink.close({"phase": phase})
+    left = [thread for thread in threading.enumerate() if thread.name == "wandb"]
+    assert bool(left) is not waits
+    for thread in left:
+        thread.join()

@@ -89,7 +89,7 @@ def test_an_engine_that_is_not_there_yet_is_a_preflight_error() -> None:
         ("rollout.top_p=0.9", "rollout.top_p = 0.9"),
         ("rollout.top_k=20", "rollout.top_k = 20"),
         ("task.train_prompts=8", "R = 16"),
-        ("trainer.warmup_steps=200", "200 optimizer steps"),
+        ("trainer.warmup_steps=200", "110 optimizer steps"),
     ],
 )
 def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:

@@ -182,6 +182,62 @@ def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -
     run(body)
 
 
+def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) -> None:
+    async def body() -> None:
+        items = tuple({"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(6))
+        async with runner_of(model_dir, Rewards()) as runner:
+            together = await runner.evaluate(EvalRequest(version=0, items=items, seed=1), SAMPLING)
+            parts = [await runner.evaluate(EvalRequest(version=0, items=items[a:b], seed=1), SAMPLING) for a, b in ((4, 6), (0, 4))]
+        assert len(set(together.response_tokens)) > 1
+        assert together.response_tokens == parts[1].response_tokens + parts[0].response_tokens
+
+    run(body)
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
+def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: bool) -> None:
+    async def body() -> None:
+        rewards = Rewards(hangs=hangs)
+        items = tuple({"uid": f"e{i}", "prompt": "1", "metadata": {}} for i in range(40))
+        long = Sampling(temperature=0.9, max_response_tokens=128)
+        async with runner_of(model_dir, rewards) as runner:
+            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, items=items, seed=1), long))
+            while not rewards.texts:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            rewards.hangs = False
+            beside = asyncio.create_task(runner.run(group(), lambda finished: None))
+            await runner.abort_evals()
+            result = await evaluating
+            assert len((await beside)[0].trajectories) == 8
+        assert len(result.rewards) + len(result.failures) == 40
+        assert set(result.failures) == {"aborted"}
+
+    run(body)
+
+
+def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path) -> None:
+    async def body() -> None:
+        rewards = Rewards(hangs=True)
+        items = tuple({"uid": f"e{i}", "prompt": "1", "metadata": {}} for i in range(3))
+        async with runner_of(model_dir, rewards) as runner:
+            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, items=items, seed=1), SAMPLING))
+            while len(rewards.texts) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert runner._engine.sampled_tokens > runner.running_tokens == 0
+            eval_tokens = runner._engine.sampled_tokens
+            running = asyncio.create_task(runner.run(group(), lambda finished: None))
+            while len(rewards.texts) < 11:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert runner.running_tokens == runner._engine.sampled_tokens - eval_tokens
+            await runner.abort(KEY)
+            assert (await running)[0].failed_tokens == runner._engine.sampled_tokens - eval_tokens
+            assert runner.running_tokens == 0
+            await runner.abort_evals()
+            await evaluating
+
+    run(body)
+
+
 def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:

@@ -345,8 +345,9 @@ def test_score_equals_plain_forwards_of_the_loaded_weights(model: Qwen3ForCausal
             weights = tiny.weights_after(model, 3)
             await engine.load(weights, 3, "keep-kv")
             scores = await engine.score(sequences, 0.7)
-            for sequence, logprobs in zip(sequences, scores, strict=True):
+            for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
                 assert logprobs == pytest.approx(tiny.plain_logprobs(model, weights, sequence, 0.7), abs=1e-5)
+            assert scores.pause_s > 0
             await generating
 
     run(body)

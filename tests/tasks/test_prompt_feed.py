@@ -120,14 +120,6 @@ def test_a_refused_state_leaves_the_feed_as_it_was():
     assert take(feed, 20) == take(same, 20)
 
 
-def test_a_prompt_of_a_running_group_is_found_by_its_uid():
-    feed = PromptFeed(numbered_items(9), seed=0)
-    prompt = feed.next()
-    assert feed.prompt(prompt.uid, prompt.epoch) == prompt
-    with pytest.raises(RefusedError, match="no item with uid nowhere"):
-        feed.prompt("nowhere", 0)
-
-
 def test_two_items_with_one_uid_are_refused():
     with pytest.raises(ValueError, match="only 1 different uids"):
         PromptFeed(items_named("a", "a"), seed=0)

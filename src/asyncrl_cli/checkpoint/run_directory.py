@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +56,10 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Lock an existing run for a resume. Raises RefusedError if it is live or no run."""
+        """Lock an existing run for a resume, and forget what earlier attempts were asked: from here on a stop is for this one.
+
+        Raises RefusedError if it is live or no run.
+        """
         if not (path / "profile.toml").exists():
             raise RefusedError(
                 f"{path} is not a run directory: profile.toml is missing",
@@ -63,6 +67,7 @@ class RunDirectory:
             )
         run = cls(path)
         run._take_lock()
+        (path / STOP_REQUEST).unlink(missing_ok=True)
         for directory in (run.checkpoints, run.samples, run.logs):
             directory.mkdir(exist_ok=True)
         return run
@@ -104,8 +109,7 @@ class RunDirectory:
         replace_text(self.config_resolved, json.dumps(content, indent=2, default=str) + "\n")
 
     def start_attempt(self) -> Path:
-        """Make the next `logs/attempt-N`, point `logs/latest` at it, and forget stop requests of earlier attempts."""
-        (self.path / STOP_REQUEST).unlink(missing_ok=True)
+        """Make the next `logs/attempt-N` and point `logs/latest` at it."""
         directory = self.logs / f"attempt-{self.attempts + 1}"
         directory.mkdir()
         replace_link(self.logs / "latest", directory.name)
@@ -124,8 +128,12 @@ class RunDirectory:
         except FileNotFoundError:
             return 0
 
-    def stop_requested(self) -> bool:
-        return self.stop_requests() > 0
+    def remove(self) -> None:
+        """Delete it, so that its name is free again: for a run that never began."""
+        gone = self.path.with_name(f".deleting-{self.name}")
+        shutil.rmtree(gone, ignore_errors=True)
+        self.path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def close(self) -> None:
         """Give the lock back."""

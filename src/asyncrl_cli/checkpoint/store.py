@@ -69,6 +69,9 @@ class CheckpointStore:
                 if aside.exists():
                     remove_tree(aside)
                 moved.append(directory.rename(aside))
+        remaining = [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]
+        if moved and remaining:
+            replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
     def _finish(self, cut: Cut, working: Path) -> Path:

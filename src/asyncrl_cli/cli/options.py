@@ -11,7 +11,7 @@ import typer
 from asyncrl_cli.cli.console import print_json
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.run import RunResult
+    from asyncrl_cli.job.ending import RunResult
     from asyncrl_cli.profile.layers import Loaded
 
 

@@ -7,6 +7,7 @@ twice would be worse than a failed run.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples.dump import is_dump_step
 from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.train.balance import plan_train_step
+
+logger = logging.getLogger(__name__)
 
 CALL_KEY = "rollout.call_timeout_s"
 WEIGHTS_KEY = "weights.timeout_s"
@@ -84,6 +87,9 @@ class RayRolloutWorker:
         ref = self.actor.evaluate.remote(request)
         result: EvalResult = await self._answer(ref, what, self._call_timeout_s, CALL_KEY)
         return result
+
+    async def abort_evals(self) -> None:
+        await self._answer(self.actor.abort_evals.remote(), "the abort of its evals", self._call_timeout_s, CALL_KEY)
 
     async def pause(self) -> None:
         await self._answer(self.actor.pause.remote(), "a pause", self._call_timeout_s, CALL_KEY)
@@ -146,6 +152,7 @@ class RayTrainer:
         self._dumping = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
 
     async def finish_dump(self) -> None:
+        """Waits for the last dump, for `weights.timeout_s` at most. Call it before `stop`, which does not wait for it."""
         if self._dumping is not None:
             await self._answer(0, self._dumping, "a dump of samples", self._weights_timeout_s, WEIGHTS_KEY)
             self._dumping = None
@@ -191,8 +198,11 @@ class RayTrainer:
         return version
 
     async def stop(self, timeout_s: float) -> None:
-        async with asyncio.timeout(timeout_s):
-            await self.finish_dump()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.finish_dump()
+        except TimeoutError:
+            logger.warning("the last dump of samples was still being written: it is lost")
         await self._collective("stop", call="its end", timeout_s=timeout_s, key=CALL_KEY)
 
     async def _collective(

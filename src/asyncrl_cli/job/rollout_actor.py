@@ -60,7 +60,6 @@ class RolloutActor:
         self._settings = settings
         self._received: Received | None = None
         self._finished: dict[AttemptKey, int] = {}
-        self._ended_tokens = 0
 
     def __repr__(self) -> str:
         return self._name
@@ -94,22 +93,20 @@ class RolloutActor:
 
         try:
             result, payload = await self._runner.run(request, on_sequence)
+            return result, payload
         finally:
             del self._finished[request.key]
             self._changes.note()
-        self._ended_tokens += sum(meta.response_tokens for meta in result.trajectories) + result.failed_tokens
-        return result, payload
 
     async def abort(self, key: AttemptKey) -> None:
         await self._runner.abort(key)
 
     async def progress(self, seen: int) -> Progress:
         seen = await self._changes.after(seen)
-        sampled_tokens = self._engine.sampled_tokens
         report = self._meter.report(
             version=self._engine.version,
-            sampled_tokens=sampled_tokens,
-            running_tokens=max(0, sampled_tokens - self._ended_tokens),
+            sampled_tokens=self._engine.sampled_tokens,
+            running_tokens=self._runner.running_tokens,
         )
         return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))
 
@@ -129,26 +126,30 @@ class RolloutActor:
         self._meter.load_begins(interrupt)
         try:
             pause = await self._engine.load(received.weights, version, interrupt)
+            if self._received is received:
+                self._received = None
+            self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
+            logprob_abs_diff, probe_pause_s = await self._probe(received.manifest)
         finally:
             self._meter.load_ended()
-        if self._received is received:
-            self._received = None
         return LoadReport(
             version=version,
             send_s=received.send_s,
             load_s=pause.load_s,
-            pause_s=pause.pause_s,
-            logprob_abs_diff=await self._probe(received.manifest),
+            pause_s=pause.pause_s + probe_pause_s,
+            logprob_abs_diff=logprob_abs_diff,
         )
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         self._meter.evals(+1)
         try:
             result: EvalResult = await self._runner.evaluate(request, self._eval_sampling())
+            return result
         finally:
             self._meter.evals(-1)
-        self._ended_tokens += sum(result.response_tokens)
-        return result
+
+    async def abort_evals(self) -> None:
+        await self._runner.abort_evals()
 
     async def pause(self) -> None:
         self._meter.pause(True)
@@ -156,14 +157,16 @@ class RolloutActor:
     async def resume(self) -> None:
         self._meter.pause(False)
 
-    async def _probe(self, manifest: Manifest) -> float | None:
-        """Mean |difference| between the engine's own logprobs of the probes and the trainer's; None without probes."""
+    async def _probe(self, manifest: Manifest) -> tuple[float | None, float]:
+        """Mean |difference| between the engine's own logprobs of the probes and the trainer's (None without probes), and
+        the seconds for which generation stood still."""
         from asyncrl_cli.weights.probes import mean_abs_diff
 
         if not manifest.probe_tokens:
-            return None
+            return None, 0.0
         probes = [list(tokens) for tokens in manifest.probe_tokens]
-        return mean_abs_diff(await self._engine.score(probes, manifest.temperature), manifest.probe_logprobs)
+        scores = await self._engine.score(probes, manifest.temperature)
+        return mean_abs_diff(scores.logprobs, manifest.probe_logprobs), scores.pause_s
 
     def _receive(self, manifest: Manifest, bucket_refs: list[Any]) -> dict[str, torch.Tensor]:
         """In a thread. The object store's memory is read-only, so slices of load-bucket size are copied out of it."""

@@ -7,16 +7,15 @@ What can be refused is refused before anything is started, in that order: nothin
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import AsyncrlError, Interrupted
+from asyncrl_cli.job.attempt_log import logged_to
+from asyncrl_cli.job.ending import RunResult, run_to_the_end
+from asyncrl_cli.job.preparing import Prepared, prepare
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -27,25 +26,6 @@ if TYPE_CHECKING:
     from asyncrl_cli.observe.observers import Observers
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.tasks.task import Task
-
-log = logging.getLogger("asyncrl")
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run ended. `summary` is the last status (what status.json holds); `error` the failure, if it failed."""
-
-    run_dir: Path
-    exit_code: int
-    summary: Mapping[str, Any]
-    error: AsyncrlError | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    task: Task
-    model_dir: Path
 
 
 @dataclass
@@ -60,6 +40,7 @@ class Run:
     address: str | None = None
     ui: str = "auto"
     checkpoint: Checkpoint | None = None
+    _unbegun: RunDirectory | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def resume(cls, argument: str, *, runs_dir: Path, ui: str = "auto", address: str | None = None) -> Run:
@@ -84,37 +65,20 @@ class Run:
             self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
             check_free(self.runs_dir, self.name)
         with contextlib.ExitStack() as stack:
+            stack.callback(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
             directory = self._open_directory(stack) if self.checkpoint else None
             with Starting(self.ui) as say:
-                prepared = await self._prepare(say)
+                prepared = await prepare(self.profile, say)
                 say("starting Ray")
                 store_bytes = object_store_bytes_for(prepared.model_dir)
                 plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
                 directory = directory or self._make_directory(stack)
                 attempt_dir = directory.start_attempt()
-                stack.enter_context(_log_to(attempt_dir / "driver.log"))
+                stack.enter_context(logged_to(attempt_dir / "driver.log"))
                 return await self._run_with(directory, attempt_dir, plan, prepared, say)
 
-    async def _prepare(self, say: Starting) -> _Prepared:
-        """Task and model, in a thread that a Ctrl-C can end."""
-        from asyncrl_cli.models.resolve import resolve_model
-        from asyncrl_cli.tasks.task import load_task
-
-        say("loading the task")
-        task = await _interruptible(lambda look: load_task(self.profile))
-        say("loading the model")
-
-        def resolve(look: Callable[[], None]) -> Path:
-            def progress(text: str, done: int, total: int) -> None:
-                look()
-                say(text, done, total)
-
-            return resolve_model(self.profile, task, progress=progress)
-
-        return _Prepared(task=task, model_dir=await _interruptible(resolve))
-
     async def _run_with(
-        self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: _Prepared, say: Starting
+        self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: Prepared, say: Starting
     ) -> RunResult:
         from asyncrl_cli.job.workers import started_workers
 
@@ -137,7 +101,8 @@ class Run:
                 raise
             for warning in (*self.warnings, *plan.warnings, *prepared.task.notes):
                 observers.warning(warning)
-            return await _to_the_end(pipeline, directory, observers)
+            self._unbegun = None
+            return await run_to_the_end(pipeline, trainer, directory, observers)
 
     def _pipeline(
         self,
@@ -206,7 +171,13 @@ class Run:
             resolved=to_document(self.profile, self.origins),
         )
         stack.callback(directory.close)
+        self._unbegun = directory
         return directory
+
+    def _remove_unbegun(self) -> None:
+        """A run that never began leaves no directory: nothing could resume it, and its name would be taken."""
+        if self._unbegun is not None:
+            self._unbegun.remove()
 
     def _open_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
         from asyncrl_cli.checkpoint.run_directory import RunDirectory
@@ -215,61 +186,3 @@ class Run:
         directory = RunDirectory.open(self.checkpoint.directory.parent.parent)
         stack.callback(directory.close)
         return directory
-
-
-async def _to_the_end(pipeline: Pipeline, directory: RunDirectory, observers: Observers) -> RunResult:
-    """Run the loop; a stop ends it in order, a second one cancels it."""
-    from asyncrl_cli.job.stopping import StopRequests
-
-    running = asyncio.ensure_future(pipeline.run())
-    requests = StopRequests(pipeline.request_stop, running.cancel)
-    watching = asyncio.ensure_future(requests.watch(directory.stop_requests))
-    error: AsyncrlError | None = None
-    try:
-        with requests.on_signals():
-            await running
-    except asyncio.CancelledError:
-        error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
-    except AsyncrlError as failure:
-        error = failure
-        error.hint = error.hint or (f"asyncrl resume {directory.name}" if isinstance(failure, Interrupted) else "")
-        log.error("the run ended early", exc_info=failure)
-    except Exception as failure:
-        error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
-        log.error("asyncrl itself failed", exc_info=failure)
-    finally:
-        watching.cancel()
-    phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
-    summary = observers.close(phase, "" if phase != "failed" else str(error))
-    exit_code = 0 if error is None else error.exit_code
-    return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
-
-
-async def _interruptible(work: Callable[[Callable[[], None]], T]) -> T:
-    """Run `work(look)` in a thread; if we are cancelled, its next call of `look` raises and ends it."""
-    cancelled = threading.Event()
-
-    def look() -> None:
-        if cancelled.is_set():
-            raise Interrupted("interrupted before the run began")
-
-    try:
-        return await asyncio.to_thread(work, look)
-    except asyncio.CancelledError:
-        cancelled.set()
-        raise
-
-
-@contextlib.contextmanager
-def _log_to(path: Path) -> Any:
-    """Everything that asyncrl and its libraries log, into the attempt's file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        handler.close()

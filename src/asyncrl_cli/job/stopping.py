@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
+import threading
 from collections.abc import Callable, Iterator
+
+log = logging.getLogger("asyncrl")
 
 _LOOK_EVERY_S = 0.5
 
@@ -23,7 +27,13 @@ class StopRequests:
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM over from whoever had them (`ray.init` replaces handlers: enter this after it)."""
+        """Take SIGINT and SIGTERM over from whoever had them (`ray.init` replaces handlers: enter this after it).
+
+        Outside the main thread nobody may: such a run is stopped by file, or by cancelling it.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         loop = asyncio.get_running_loop()
         numbers = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in numbers}
@@ -38,8 +48,15 @@ class StopRequests:
 
     async def watch(self, num_requests: Callable[[], int]) -> None:
         """Look for requests that come by file, until cancelled."""
-        seen = 0
+        seen, readable = 0, True
         while True:
-            for _ in range(seen, seen := max(seen, num_requests())):
+            try:
+                total, readable = num_requests(), True
+            except OSError as error:
+                if readable:
+                    log.warning("stop requests cannot be read, looking again until they can: %s", error)
+                total, readable = seen, False
+            for _ in range(seen, total):
                 self.request()
+            seen = max(seen, total)
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
@@ -28,7 +29,6 @@ def loop_settings(profile: Profile) -> LoopSettings:
         max_staleness=schedule.max_staleness,
         n=profile.rollout.n,
         colocate=profile.placement.colocate,
-        partial_rollout=training.partial_rollout,
         interrupt=interrupt_of(profile),
         on_stale=training.on_stale,
         max_requeues=training.max_requeues,
@@ -77,7 +77,13 @@ class RunCheckpoints:
         self._trainer = trainer
 
     async def write(self, cut: Cut) -> Path:
-        return await self._store.write(cut, self._write_trainer(cut))
+        try:
+            return await self._store.write(cut, self._write_trainer(cut))
+        except OSError as error:
+            raise AsyncrlError(
+                f"the checkpoint of step {cut.step} cannot be written: {error}",
+                hint=f"look at the free space and the permissions of {self._store.directory}; older checkpoints are as they were",
+            ) from error
 
     def _write_trainer(self, cut: Cut) -> Callable[[Path], Awaitable[Any]]:
         with_published = not cut.at_window_boundary

@@ -1,4 +1,4 @@
-"""Who may start, and who may be trained next: one pure state machine, no I/O (design: section 4).
+"""Who may start, and who may be trained next: one pure state machine, no I/O (docs/admission.md).
 
 Three layers have to agree before a group starts:
 
@@ -30,6 +30,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.settings import OnStale
 
 
 class Closed(StrEnum):
@@ -72,7 +73,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Admission and take. Every method is O(workers + deadlines); nothing here waits."""
+    """Admission and take. Every method is O(workers + live groups); nothing here waits."""
 
     def __init__(
         self,
@@ -81,17 +82,20 @@ class Admission:
         total_groups: int,
         eta: Fraction,
         max_staleness: int,
-        strict: bool = True,
+        on_stale: OnStale = "wait",
         n: int,
         prefetch_groups: int = 0,
         workers: Iterable[WorkerSlots],
     ) -> None:
-        """`strict` False switches the deadline layer off (on_stale other than "wait"); `publish` then tells who is late."""
+        """`on_stale` other than "wait" switches inequality (*) off; `publish` then tells who is late.
+
+        "drop" and "requeue" still never start a group on weights so old that it would be late at once.
+        """
         self.window_groups = window_groups
         self.total_groups = total_groups
         self.budget = math.floor((1 + eta) * window_groups)
         self.max_staleness = max_staleness
-        self.strict = strict
+        self.on_stale = on_stale
         self.n = n
         self.prefetch_groups = prefetch_groups
         self.workers = {worker.name: worker for worker in workers}
@@ -193,11 +197,11 @@ class Admission:
         self.version += 1
         self.taken_in_window = 0
         late = [key for pool in (self.finished, self.running) for key, deadline in pool.items() if deadline < self.version]
-        assert not (late and self.strict), f"passed the staleness bound: {late}"
+        assert not (late and self.on_stale == "wait"), f"passed the staleness bound: {late}"
         return late
 
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
-        if not self.strict:
+        if self.on_stale != "wait":
             return True
         counts = {deadline: count for deadline, count in untaken.items() if count}
         return takeable_in_time(counts, self.version, takes_left, self.window_groups)
@@ -218,8 +222,10 @@ class Admission:
             return None, Closed.SLOTS
         untaken = Counter(self.running.values()) + Counter(self.finished.values())
         for worker in sorted(room, key=lambda worker: (-worker.version, worker.used - worker.slots)):
-            untaken[self.deadline_on(worker)] += 1
-            if self._in_time(untaken, self.takes_left):
+            deadline = self.deadline_on(worker)
+            untaken[deadline] += 1
+            is_late = deadline < self.version and self.on_stale != "accept"
+            if not is_late and self._in_time(untaken, self.takes_left):
                 return worker, Closed.OPEN
-            untaken[self.deadline_on(worker)] -= 1
+            untaken[deadline] -= 1
         return None, Closed.DEADLINES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
@@ -15,8 +15,10 @@ from asyncrl_cli.loop.ports import AttemptKey, EvalSummary, Event, Observer, Rol
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.signal import Changes
-from asyncrl_cli.loop.states import StateClock
+from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
+
+ENDED = ("done", "failed", "stopped")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,12 +73,22 @@ class Board:
         self.groups.admission.stopping = True
         self.changes.notify()
 
+    def end(self, phase: str, error: BaseException | None = None) -> None:
+        """The run is over: every executor is done, or failed if the error is its own."""
+        self.phase = phase
+        if error is not None and self.failure is None:
+            self.event("failed", error=str(error))
+        for name, report in self.reports.latest.items():
+            is_culprit = error is not None and str(error).startswith(name)
+            ended = State.FAILED if is_culprit else State.DONE
+            self.reports.latest[name] = replace(report, state=ended, waiting_for="")
+
     def snapshot(self) -> Snapshot:
         admission = self.groups.admission
         running_eval = self.evaluator.running
         closed = admission.closed()
         return Snapshot(
-            phase=self.phase if not self.stopping else "stopping",
+            phase="stopping" if self.stopping and self.phase not in ENDED else self.phase,
             time_s=self.time_before_s + self.now_s(),
             step=self.step,
             version=self.version,
@@ -86,11 +98,18 @@ class Board:
             window_groups=admission.window_groups,
             window_budget=admission.budget,
             ledger=self.groups.ledger.totals(),
-            reports=dict(self.reports.latest),
+            reports={name: self._explained(report) for name, report in self.reports.latest.items()},
             worker_versions=dict(self.sync.held),
             eval_running=str(running_eval) if running_eval else "",
             checkpoint=self.checkpoint,
         )
+
+    def _explained(self, report: ExecutorReport) -> ExecutorReport:
+        """The loop knows better than an idle executor why nobody calls it."""
+        if report.role != "trainer" or report.state is not State.STARVED:
+            return report
+        waits = [what for who, what in self.changes.waits.items() if who.startswith("trainer")]
+        return replace(report, waiting_for=waits[0]) if waits else report
 
     def observer_states(self) -> list[dict[str, Any]]:
         return [observer.state() for observer in self.observers]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut, EvalSummary
 
@@ -76,11 +77,16 @@ def freeze(board: Board) -> Cut:
 
 
 def thaw(board: Board, state: Mapping[str, Any], payloads: Sequence[Any]) -> None:
-    """Continue where `freeze` was called."""
+    """Continue where `freeze` was called. Raises RefusedError for a state of another schema."""
+    if state["schema_version"] != STATE_SCHEMA_VERSION:
+        raise RefusedError(
+            f"the checkpoint's loop state has schema_version {state['schema_version']}; this asyncrl reads {STATE_SCHEMA_VERSION}",
+            hint="resume with the version of asyncrl that started the run",
+        )
     board.step = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
     board.evaluator.last_version = state["last_eval_version"]
     board.evals_ended = [EvalSummary(**summary) for summary in state["evals_ended"]]
     board.restore_observers(state["observers"])
+    board.event("resumed", from_step=board.step, version=state["groups"]["version"])
     board.groups.restore(state["groups"], payloads, state["running_tokens"])
-    board.event("resumed", from_step=board.step)

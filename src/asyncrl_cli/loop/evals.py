@@ -1,4 +1,4 @@
-"""Evals: one version, held-out prompts, on the workers that hold it (design: section 8).
+"""Evals: one version, held-out prompts, on the workers that hold it.
 
 A worker that has loaded a version whose eval is due helps until its prompts are gone; its next load waits meanwhile. Evals
 take slots but no window budget.
@@ -72,6 +72,7 @@ class Evaluator:
                     calls.create_task(self._score(current, worker, slots, chunk))
         except TimeoutError:
             current.timed_out = True
+            await worker.abort_evals()
         finally:
             current.helpers -= 1
         if current.helpers == 0 and self.running is current:

@@ -1,4 +1,4 @@
-"""The accounts of a run: every attempt is in exactly one state, and nothing is ever lost (design: section 4).
+"""The accounts of a run: every attempt is in exactly one state, and nothing is ever lost.
 
             admit            finish            take             train
     (new) -------> running -------> finished -------> training -------> trained

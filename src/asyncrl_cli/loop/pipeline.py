@@ -35,12 +35,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, Interrupted, StallError
+from asyncrl_cli.errors import Interrupted, StallError
 from asyncrl_cli.loop.admission import Admission, WorkerSlots
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
 from asyncrl_cli.loop.evals import Evaluator
-from asyncrl_cli.loop.failures import own_error
+from asyncrl_cli.loop.failures import first_error, own_error
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ledger import Account
 from asyncrl_cli.loop.ports import (
@@ -99,33 +99,38 @@ class Pipeline:
         """Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
         board = self.board
         try:
-            async with asyncio.TaskGroup() as tasks:
-                rollouts = Rollouts(board, tasks)
-                checkpointer = Checkpointer(board, tasks, self._world.checkpoints)
-                if self._world.resume_from is not None:
-                    checkpointer.mark_resumed()
-                ticking = tasks.create_task(self._tick(), name="tick")
-                rollouts.start()
-                await Training(board, tasks, rollouts, checkpointer).run()
-                rollouts.cancel()
-                ticking.cancel()
-        except* AsyncrlError as group:
-            error = own_error(group)
-            assert error is not None
-            self._end("failed")
+            await self._run_tasks()
+        except BaseExceptionGroup as group:
+            error = own_error(group) or first_error(group)
+            self._end("failed", error)
             raise error from group
-        self._end("failed" if board.failure else "done")
         if board.failure is not None:
+            self._end("failed", board.failure)
             raise board.failure
+        self._end("stopped" if board.stopping else "done")
         if board.stopping:
             raise Interrupted(f"stopped after step {board.step} of {self._settings.train_steps}")
+
+    async def _run_tasks(self) -> None:
+        board = self.board
+        async with asyncio.TaskGroup() as tasks:
+            rollouts = Rollouts(board, tasks)
+            checkpointer = Checkpointer(board, tasks, self._world.checkpoints)
+            if self._world.resume_from is not None:
+                checkpointer.mark_resumed()
+            watching = [tasks.create_task(self._tick(), name="tick"), tasks.create_task(self._follow_trainer(), name="reports")]
+            rollouts.start()
+            await Training(board, tasks, rollouts, checkpointer).run()
+            rollouts.cancel()
+            for task in watching:
+                task.cancel()
 
     def request_stop(self) -> None:
         """Finish the train step, checkpoint, end: all within `stop_grace_s`."""
         self.board.stop()
 
-    def _end(self, phase: str) -> None:
-        self.board.phase = phase
+    def _end(self, phase: str, error: BaseException | None = None) -> None:
+        self.board.end(phase, error)
         snapshot = self.board.snapshot()
         for observer in self.board.observers:
             observer.tick(snapshot)
@@ -137,7 +142,7 @@ class Pipeline:
             total_groups=settings.total_groups,
             eta=settings.eta,
             max_staleness=settings.max_staleness,
-            strict=settings.on_stale == "wait",
+            on_stale=settings.on_stale,
             n=settings.n,
             prefetch_groups=settings.prefetch_groups,
             workers=[WorkerSlots(name=worker.name, slots=worker.slots, loading=True) for worker in world.workers],
@@ -176,20 +181,28 @@ class Pipeline:
             board.event("eval", version=version, reward_mean=summary.reward_mean, num_prompts=summary.num_prompts)
         board.changes.notify()
 
+    async def _follow_trainer(self) -> None:
+        """Once a second, beside the tick: a trainer that does not answer must not silence the watchdog."""
+        board = self.board
+        while True:
+            board.reports.add(await board.trainer.report(), board.now_s())
+            await asyncio.sleep(_TICK_S)
+
     async def _tick(self) -> None:
         """Once a second: a snapshot for the observers, and a look at whether anything moves."""
         board, settings = self.board, self._settings
         progress, moved_s, stop_s = -1, board.now_s(), None
         while True:
+            if board.feed_clock.state is State.BLOCKED:
+                board.feed_clock.enter(State.BLOCKED, f"admission: {board.groups.admission.closed()}")
             board.reports.add(board.feed_clock.report(), board.now_s())
-            board.reports.add(await board.trainer.report(), board.now_s())
             snapshot = board.snapshot()
             for observer in board.observers:
                 observer.tick(snapshot)
             if board.changes.progress != progress or "trainer" not in board.changes.waits:
                 progress, moved_s = board.changes.progress, board.now_s()
             if board.now_s() - moved_s > settings.stall_timeout_s:
-                raise StallError(self._who_waits(), hint="the run's log has the last thing that each executor said")
+                board.stop(StallError(self._who_waits(), hint="the run's log has the last thing that each executor said"))
             if board.stopping:
                 stop_s = stop_s if stop_s is not None else board.now_s()
                 if board.now_s() - stop_s > settings.stop_grace_s:

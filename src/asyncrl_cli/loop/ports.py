@@ -183,6 +183,9 @@ class RolloutWorker(Protocol):
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         """Generate one answer per item beside the running groups and reward it."""
 
+    async def abort_evals(self) -> None:
+        """Stop what `evaluate` runs; its calls return soon after, with what they have."""
+
     async def pause(self) -> None:
         """Colocate: give the resources to the trainer (nothing is running)."""
 
@@ -248,7 +251,7 @@ class Cut:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of events.jsonl. `name` is a ledger state or one of: published, loaded, checkpointed, failed, resumed,
-    warning, eval, sequence. `fields` are further JSON values."""
+    warning, eval. `fields` are further JSON values."""
 
     time_s: float
     name: str
@@ -260,10 +263,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSummary:
-    """The last version that every worker loaded or skipped; maxima over workers."""
+    """The last version that every worker loaded or skipped; maxima over workers. `gather_s` None: it came from a checkpoint."""
 
     version: int
-    gather_s: float
+    gather_s: float | None
     send_s: float
     load_s: float
     pause_s: float
@@ -282,7 +285,7 @@ class EvalSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """All facts of one train step, for whoever turns them into metrics (design: section 8).
+    """All facts of one train step, for whoever turns them into metrics (docs/metrics.md).
 
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
     executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
@@ -310,8 +313,9 @@ class StepRecord:
 class Snapshot:
     """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
 
-    `phase`: starting, running, stopping, evaluating, done, failed. `admission`: why nothing more is admitted ("" if
-    open): slots, window, deadlines, end. `windows`: taken, groups (W), budget. `worker_versions`: by worker name.
+    `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
+    ("" if open): stopping, end, window, loading, slots, deadlines. `window_taken`, `window_groups` (W) and
+    `window_budget` are numbers of groups. `worker_versions`: by worker name.
     """
 
     phase: str

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Coroutine
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.admission import Closed
+from asyncrl_cli.loop.admission import Closed, WorkerSlots
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, RolloutWorker
@@ -88,24 +88,25 @@ class Rollouts:
         slots = board.groups.admission.workers[worker.name]
         while True:
             await board.changes.until(
-                lambda: sync.wanted(worker.name) is not None,
-                f"{worker.name} (weights)",
-                "a new version from the trainer",
+                lambda: sync.wanted(worker.name) is not None, f"{worker.name} (weights)", "a new version from the trainer"
             )
-            published = sync.wanted(worker.name)
-            assert published is not None
-            sync.begin(worker.name, published.version)
-            with board.changes.waiting(f"{worker.name} (weights)", f"prefetch and load of version {published.version}"):
-                send_s = await worker.prefetch(published)
-                slots.loading = True
-                report = await worker.load(published.version, board.settings.interrupt)
-            slots.loading = False
-            slots.version = published.version
-            self._loaded(worker.name, report, send_s)
-            is_last = published.version == board.last_version
+            await self._load_newest(worker, slots)
             if not board.stopping:
-                await board.evaluator.work(worker, slots, is_last=is_last)
+                await board.evaluator.work(worker, slots, is_last=slots.version == board.last_version)
             board.changes.notify()
+
+    async def _load_newest(self, worker: RolloutWorker, slots: WorkerSlots) -> None:
+        board, sync = self._board, self._board.sync
+        published = sync.wanted(worker.name)
+        assert published is not None
+        sync.begin(worker.name, published.version)
+        with board.changes.waiting(f"{worker.name} (weights)", f"prefetch and load of version {published.version}"):
+            send_s = await worker.prefetch(published)
+            slots.loading = True
+            report = await worker.load(published.version, board.settings.interrupt)
+        slots.loading = False
+        slots.version = published.version
+        self._loaded(worker.name, report, send_s)
 
     def _loaded(self, name: str, report: LoadReport, send_s: float) -> None:
         board = self._board

@@ -13,7 +13,7 @@ OnStale = Literal["wait", "accept", "drop", "requeue"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Derived from a validated profile. Groups and steps as in design section 1: R, K, W = K * R."""
+    """Derived from a validated profile. Groups and steps as in docs/admission.md: R, K, W = K * R."""
 
     seed: int
     step_groups: int
@@ -23,7 +23,6 @@ class LoopSettings:
     max_staleness: int
     n: int
     colocate: bool = False
-    partial_rollout: bool = False
     interrupt: Interrupt = "drain"
     on_stale: OnStale = "wait"
     max_requeues: int = 2

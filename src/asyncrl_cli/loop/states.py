@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class State(StrEnum):
-    """An executor is in exactly one of these at any moment (design: section 3)."""
+    """An executor is in exactly one of these at any moment."""
 
     STARVED = "starved"
     BUSY = "busy"

@@ -1,4 +1,4 @@
-"""Weights on their way to the workers: send beside generation, load worker by worker (design: section 5).
+"""Weights on their way to the workers: send beside generation, load worker by worker.
 
     trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
 
@@ -62,7 +62,7 @@ class WeightSync:
         diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
         self.summary = SyncSummary(
             version=version,
-            gather_s=self._gather_s.get(version, 0.0),
+            gather_s=self._gather_s.get(version),
             send_s=max(report.send_s for report in reports),
             load_s=max(report.load_s for report in reports),
             pause_s=max(report.pause_s for report in reports),

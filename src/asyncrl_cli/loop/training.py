@@ -7,14 +7,14 @@ from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.errors import StallError
+from asyncrl_cli.errors import AsyncrlError, StallError
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.cuts import Checkpointer
 from asyncrl_cli.loop.ports import EvalSummary, GroupResult, StepRecord, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Coroutine, Iterable, Iterator, Sequence
 
 _PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
 
@@ -26,6 +26,7 @@ class Training:
         self._rollouts = rollouts
         self._checkpointer = checkpointer
         self._publishing: asyncio.Task[None] | None = None
+        self._warned_in: int | None = None
         self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._step_began_s = board.now_s()
 
@@ -36,6 +37,8 @@ class Training:
         board.phase = "running"
         self._step_began_s = board.now_s()
         await self._checkpoint()
+        if board.step == board.settings.train_steps:
+            await self._finish_last_version()
         while board.step < board.settings.train_steps:
             groups = await self._next_groups()
             if groups is None:
@@ -65,8 +68,27 @@ class Training:
         if board.stopping:
             return None
         if settings.colocate and self._step_in_window == 0:
-            await asyncio.gather(*(worker.pause() for worker in board.workers))
-        return board.groups.take(settings.step_groups)
+            await self._hand_over(worker.pause() for worker in board.workers)
+        groups = board.groups.take(settings.step_groups)
+        self._warn_of_stale(groups)
+        return groups
+
+    async def _hand_over(self, calls: Iterable[Coroutine[None, None, None]]) -> None:
+        """The lease changes hands. A worker that cannot answer ends the run in good order: the trainer is whole."""
+        try:
+            await asyncio.gather(*calls)
+        except AsyncrlError as error:
+            self._board.stop(error)
+
+    def _warn_of_stale(self, groups: Sequence[GroupResult]) -> None:
+        """on_stale = "accept" lets groups pass the bound, but not in silence: once per window."""
+        board = self._board
+        oldest_allowed = board.version - board.settings.max_staleness
+        stale = [group for group in groups if min(meta.oldest for meta in group.trajectories) < oldest_allowed]
+        if stale and self._warned_in != board.version:
+            self._warned_in = board.version
+            message = f"{len(stale)} of {len(groups)} groups of step {board.step + 1} are older than max_staleness"
+            board.event("warning", message=f"{message} = {board.settings.max_staleness}")
 
     def _may_take(self) -> bool:
         board, settings, admission = self._board, self._board.settings, self._board.groups.admission
@@ -109,7 +131,7 @@ class Training:
             await self._end_window()
         is_last = board.step == settings.train_steps
         if is_last:
-            await self._wait_for_last_version()
+            await self._finish_last_version()
         self._record(window, groups, report)
         every = settings.checkpoint_every_steps
         if is_last or (every and board.step % every == 0):
@@ -119,22 +141,34 @@ class Training:
         """Gather; the version rises; workers get it beside the next step."""
         board = self._board
         if board.step == board.settings.train_steps:
-            board.phase = "evaluating"
             board.last_version = board.version + 1
-        with self._spending("gather"), board.changes.waiting("trainer (gather)", "workers to finish older loads"):
-            async with asyncio.timeout(board.settings.sync_timeout_s):
-                await self._room_to_publish()
+        with self._spending("gather"):
+            await self._room_to_publish()
         gathered = await board.trainer.gather(board.version + 1)
         self._spent_s["gather"] += gathered.gather_s
         board.reports.add(gathered.report, board.now_s())
         board.sync.gathered(gathered.version, gathered.gather_s)
-        self._rollouts.abort(board.groups.publish())
+        try:
+            self._rollouts.abort(board.groups.publish())
+        except AsyncrlError as error:
+            board.stop(error)
         if board.settings.colocate:
-            await asyncio.gather(*(worker.resume() for worker in board.workers))
+            await self._hand_over(worker.resume() for worker in board.workers)
         self._publish_beside()
         board.changes.notify()
 
     async def _room_to_publish(self) -> None:
+        """At most two published versions exist: waits for the last publish, and for a load of the one before it."""
+        board, limit_s = self._board, self._board.settings.sync_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._publish_ended_and_room()
+        except TimeoutError:
+            begun = ", ".join(f"{worker} loads version {version}" for worker, version in board.sync.begun.items())
+            error = StallError(f"the trainer has waited {limit_s:g} s to publish version {board.version + 1}: {begun}")
+            board.stop(error)
+
+    async def _publish_ended_and_room(self) -> None:
         if self._publishing is not None:
             await self._publishing
         board = self._board
@@ -154,9 +188,10 @@ class Training:
         with self._spending("checkpoint"):
             await self._checkpointer.cut()
 
-    async def _wait_for_last_version(self) -> None:
-        """The run ends when every worker holds the last version and its eval has ended."""
+    async def _finish_last_version(self) -> None:
+        """The run ends when every worker holds the last version and its eval has ended (also in a run resumed there)."""
         board = self._board
+        board.phase, board.last_version = "evaluating", board.version
         began_s, eval_began_s = board.now_s(), board.evaluator.active_s
         held, evaluator = board.sync.held, board.evaluator
 
@@ -172,7 +207,7 @@ class Training:
         except TimeoutError:
             raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None
         self._spent_s["eval"] += board.evaluator.active_s - eval_began_s
-        self._spent_s["wait_load"] += board.now_s() - began_s - (board.evaluator.active_s - eval_began_s)
+        self._spent_s["gather"] += board.now_s() - began_s - (board.evaluator.active_s - eval_began_s)
 
     def _record(self, window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         board, now_s = self._board, self._board.now_s()

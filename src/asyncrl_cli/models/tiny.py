@@ -35,7 +35,7 @@ def tiny_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(vocab_size: int) -> Qwen3Config:
-    """0.7 M parameters at 64 tokens; `vocab_size` is rounded up to a multiple of 64."""
+    """0.75 M parameters at 64 tokens; `vocab_size` is rounded up to a multiple of 64."""
     from transformers import Qwen3Config
 
     return Qwen3Config(
@@ -47,7 +47,7 @@ def tiny_config(vocab_size: int) -> Qwen3Config:
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=MAX_POSITIONS,
-        # Untied: an engine with a packed copy of a tied head silently goes on with the old one after an update.
+        # Untied: an engine that keeps a copy of its own of a tied head would go on with the old one after a weight load.
         tie_word_embeddings=False,
         # Texts are short: at the usual 10,000 most of a head's dimensions would hardly turn within them.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},

@@ -47,7 +47,7 @@ def _stretch(before: ExecutorReport | None, now: ExecutorReport) -> Stretch:
 
 
 def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
-    """Idle ratios, slot utilization and tokens/s of design section 8. Sides that did not report are absent."""
+    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md. Sides that did not report are absent."""
     trainers = [stretch for stretch in measured if stretch.role == TRAINER]
     rollouts = [stretch for stretch in measured if stretch.role == ROLLOUT]
     values: dict[str, Value] = {}

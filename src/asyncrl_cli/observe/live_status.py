@@ -39,7 +39,7 @@ ENDED = ("done", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What does not change during an attempt. Group counts as in design section 1: R = `step_groups`, W, K."""
+    """What does not change during an attempt. Group counts as in docs/admission.md: R, W = K * R."""
 
     name: str
     profile: str

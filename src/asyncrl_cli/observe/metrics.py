@@ -1,4 +1,4 @@
-"""One line of metrics per train step: the formulas of design section 8, and nothing else.
+"""One line of metrics per train step: the formulas of docs/metrics.md, and nothing else.
 
     StepRecord --step_values--> typed values of this step --merge--> over the window, over the run --> the line
 

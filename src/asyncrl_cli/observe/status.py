@@ -33,9 +33,11 @@ class RunStatus:
 
     @property
     def remark(self) -> str:
-        """What a reader has to know beside the status; empty for a live or ended run."""
+        """What a reader has to know beside the status; empty where the status says it all."""
         if self.liveness == "dead":
             return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
+        if self.liveness == "live" and self.status["phase"] in ENDED:
+            return "a driver holds the run: it goes on with it or is just ending it; this is what was said last"
         if self.liveness == "silent":
             return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
         return ""
@@ -70,8 +72,8 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
 
 
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
-    if status["phase"] in ENDED:
-        return "ended"
+    if status["phase"] in ENDED:  # a driver that resumes it holds the lock before it says anything
+        return "live" if is_locked(directory) else "ended"
     here = status["host"] == socket.gethostname()
     if here and not _alive(status["pid"]) and not is_locked(directory):
         return "dead"

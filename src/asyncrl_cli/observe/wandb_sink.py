@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ QUEUED_LINES = 10_000
 """Lines that may wait for a slow network: hours of steps, a few MB."""
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
+EARLY_CLOSE_TIMEOUT_S = 3.0
+"""For a run that did not get to its end: people wait for their prompt, and metrics.jsonl has every line."""
 
 
 class Wandb(NullSink):
@@ -66,17 +69,19 @@ class Wandb(NullSink):
             self._dropped += 1
 
     def close(self, status: Mapping[str, Any]) -> None:
-        """Waits for the queue to be written, within a limit. metrics.jsonl has every line in any case."""
+        """Waits for the queue to be written, within a limit that is short unless the run is `done`."""
+        limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
+        until_s = time.monotonic() + limit_s
         if self._dropped:
             log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
         try:
-            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._queue.put(None, timeout=limit_s)
         except queue.Full:
             log.warning("W&B takes nothing any more; it is left behind")
             return
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
-            log.warning("W&B did not finish within %g s; it is left behind", CLOSE_TIMEOUT_S)
+            log.warning("W&B did not finish within %g s; it is left behind", limit_s)
 
     def _work(self) -> None:
         try:

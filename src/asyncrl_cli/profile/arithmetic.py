@@ -21,7 +21,7 @@ from asyncrl_cli.profile.schema import Profile, RunSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The schedule of one run. Groups are the unit of everything; the names are those of design section 1."""
+    """The schedule of one run. Groups are the unit of everything; the names are those of docs/admission.md."""
 
     mini_batch_groups: int
     """B"""

@@ -122,7 +122,7 @@ class TaskSection(Section):
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds one reward may take before its trajectory counts as failed."""
     max_failed_ratio: Ratio = 0.1
-    """Share of failed trajectories (reward raised or hung) above which the run fails."""
+    """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
 
 
 class AlgorithmSection(Section):
@@ -159,7 +159,7 @@ class TrainerSection(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up, down to zero at the run's last optimizer step."""
+    """Decay of the learning rate after the warm-up; zero would be reached one step after the run's last optimizer step."""
 
 
 class RolloutSection(Section):
@@ -176,7 +176,7 @@ class RolloutSection(Section):
     prefetch_groups: NonNegativeInt = 0
     """Groups admitted beyond the free slots, to wait in the engines' queues."""
     max_prompt_tokens: PositiveInt = 256
-    """Longest prompt; a longer one fails the run before it starts."""
+    """Longest prompt; the trajectories of a longer one fail and count against `task.max_failed_ratio`."""
     max_response_tokens: PositiveInt = 256
     """Longest response."""
     temperature: PositiveFloat = 1.0
@@ -253,7 +253,8 @@ class WeightsSection(Section):
     keep_versions: NonNegativeInt | Literal["all"] = 0
     """Published versions kept on disk (safetensors), for audits."""
     timeout_s: PositiveFloat = 300.0
-    """Longest time a gather, a send or a load may take."""
+    """Longest time a gather, a send or a load may take; likewise a checkpoint's snapshot, write or read, and a dump
+    of samples."""
 
 
 class CheckpointSection(Section):

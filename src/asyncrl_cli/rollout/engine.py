@@ -54,6 +54,14 @@ class PauseReport:
     pause_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """`logprobs` of the tokens 1, 2, ... of each sequence; `pause_s`: how long no sequence ran for it."""
+
+    logprobs: list[list[float]]
+    pause_s: float
+
+
 class Engine(Protocol):
     """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now."""
 
@@ -69,6 +77,9 @@ class Engine(Protocol):
     @property
     def sampled_tokens(self) -> int:
         """Tokens sampled since the start."""
+
+    def tokens_of(self, request_id: str) -> int:
+        """Tokens sampled so far for a request that waits or runs; 0 for others."""
 
     async def start(self) -> None: ...
 
@@ -88,5 +99,5 @@ class Engine(Protocol):
         `recompute-kv`: freeze, go on with a cache rebuilt by the new weights.
         """
 
-    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-        """Logprobs of the tokens 1, 2, ... of each sequence by the current weights."""
+    async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
+        """Given tokens, scored by the current weights."""

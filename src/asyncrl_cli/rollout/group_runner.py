@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, EvalResult, GroupRequest, GroupResult, TrajectoryMeta
 from asyncrl_cli.rollout.engine import Completion, Engine, Sampling
+from asyncrl_cli.rollout.prompts import tokenize_prompts
 from asyncrl_cli.samples.trajectory import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 from asyncrl_cli.tasks.rewards import RewardFailed
 
@@ -39,9 +40,12 @@ class _Outcome:
 
 @dataclass(slots=True, eq=False)
 class _Running:
+    """A group, or one call of `evaluate`. `ended_tokens` are those of its responses that have ended."""
+
     request_ids: list[str]
     aborted: bool = False
     num_finished: int = 0
+    ended_tokens: int = 0
     reward_tasks: set[asyncio.Task[float]] = field(default_factory=set)
 
 
@@ -63,8 +67,15 @@ class GroupRunner:
         self._rewards = rewards
         self._sampling = sampling
         self._max_prompt_tokens = max_prompt_tokens
-        self._use_chat_template = use_chat_template and tokenizer.chat_template is not None
+        self._use_chat_template = use_chat_template
         self._running: dict[AttemptKey, _Running] = {}
+        self._evals: set[_Running] = set()
+
+    @property
+    def running_tokens(self) -> int:
+        """Sampled so far for groups that have not ended; evals do not count."""
+        groups = self._running.values()
+        return sum(group.ended_tokens + sum(map(self._engine.tokens_of, group.request_ids)) for group in groups)
 
     async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
         """`on_sequence(number of responses that have ended)` is called at the end of each."""
@@ -87,50 +98,66 @@ class GroupRunner:
     async def abort(self, key: AttemptKey) -> None:
         """The group's `run` returns soon after, without trajectories. Unknown keys are ignored."""
         group = self._running.get(key)
-        if group is None:
-            return
-        group.aborted = True
-        for request_id in group.request_ids:
+        if group is not None:
+            await self._end(group)
+
+    async def abort_evals(self) -> None:
+        """Every running `evaluate` returns soon after; what had no reward yet is among its failures."""
+        for running in list(self._evals):
+            await self._end(running)
+
+    async def _end(self, running: _Running) -> None:
+        running.aborted = True
+        for request_id in running.request_ids:
             await self._engine.abort(request_id)
-        for task in group.reward_tasks:
+        for task in running.reward_tasks:
             task.cancel()
 
     async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
-        """One response per item, at most as many at once as the engine has slots. ValueError on another version."""
+        """One response per item, at most as many at once as the engine has slots. ValueError on another version.
+
+        Each item's random numbers depend on the request's seed and its uid, not on the items that it comes with.
+        """
         if self._engine.version != request.version:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._engine.version}")
         places = asyncio.Semaphore(self._engine.slots)
-        outcomes = await _together(
-            self._evaluate_item(places, request, index, sampling, seed)
-            for index, seed in enumerate(seeds(request.seed, len(request.items)))
-        )
+        prefix = f"eval-{request.version}-{request.seed}"
+        running = _Running(request_ids=[f"{prefix}/{index}-{item['uid']}" for index, item in enumerate(request.items)])
+        self._evals.add(running)
+        try:
+            outcomes = await _together(
+                self._evaluate_item(places, running, request_id, item, sampling, eval_seed(request.seed, item["uid"]))
+                for request_id, item in zip(running.request_ids, request.items, strict=True)
+            )
+        finally:
+            self._evals.discard(running)
         scored = [(o.reward, len(o.completion.tokens)) for o in outcomes if o.reward is not None]
         return EvalResult(
             version=request.version,
             rewards=tuple(reward for reward, _ in scored),
             response_tokens=tuple(length for _, length in scored),
-            failures=tuple(outcome.failure for outcome in outcomes if outcome.reward is None),
+            failures=tuple(outcome.failure or "aborted" for outcome in outcomes if outcome.reward is None),
         )
 
     async def _evaluate_item(
-        self, places: asyncio.Semaphore, request: EvalRequest, index: int, sampling: Sampling, seed: int
+        self,
+        places: asyncio.Semaphore,
+        running: _Running,
+        request_id: str,
+        item: Mapping[str, Any],
+        sampling: Sampling,
+        seed: int,
     ) -> _Outcome:
-        item = request.items[index]
         prompt_tokens = self.tokenize(item)
         if problem := self._prompt_problem(item["uid"], prompt_tokens):
             return _Outcome(completion=_NOTHING, failure=problem)
-        request_id = f"eval-{request.version}-{request.seed}/{index}-{item['uid']}"
         async with places:
-            alone = _Running(request_ids=[request_id])
-            return await self._respond(alone, request_id, prompt_tokens, item, sampling, seed, lambda num_finished: None)
+            if running.aborted:
+                return _Outcome(completion=_NOTHING)
+            return await self._respond(running, request_id, prompt_tokens, item, sampling, seed, lambda num_finished: None)
 
     def tokenize(self, item: Mapping[str, Any]) -> list[int]:
-        if self._use_chat_template:
-            tokens = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": item["prompt"]}], add_generation_prompt=True, return_dict=False
-            )
-            return list(tokens)
-        return list(self._tokenizer.encode(item["prompt"]))
+        return tokenize_prompts(self._tokenizer, [item], use_chat_template=self._use_chat_template)[0]
 
     def _prompt_problem(self, uid: str, prompt_tokens: list[int]) -> str:
         if len(prompt_tokens) > self._max_prompt_tokens:
@@ -149,6 +176,7 @@ class GroupRunner:
     ) -> _Outcome:
         completion = await self._engine.generate(request_id, prompt_tokens, sampling, seed)
         group.num_finished += 1
+        group.ended_tokens += len(completion.tokens)
         on_sequence(group.num_finished)
         if group.aborted or completion.finish_reason == "abort":
             return _Outcome(completion=completion)
@@ -187,6 +215,11 @@ def seeds(seed: int, count: int) -> list[int]:
     """One seed per response, a function of the group's."""
     generator = random.Random(seed)
     return [generator.getrandbits(63) for _ in range(count)]
+
+
+def eval_seed(seed: int, uid: str) -> int:
+    """However an eval's items are divided among workers and calls, an item gets the same random numbers."""
+    return random.Random(f"{seed}/{uid}").getrandbits(63)
 
 
 def _result(

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.rollout import batching, scoring
-from asyncrl_cli.rollout.engine import Completion, FinishReason, PauseReport, Sampling
+from asyncrl_cli.rollout.engine import Completion, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.rollout.weights_check import check_fit
@@ -89,6 +89,10 @@ class TransformersEngine:
     @property
     def sampled_tokens(self) -> int:
         return self._sampler.sampled_tokens
+
+    def tokens_of(self, request_id: str) -> int:
+        track = self._tracks.get(request_id)
+        return len(track.tokens) if track is not None else 0
 
     async def start(self) -> None:
         """Load the model, allocate the cache, start the generation thread and wait until it is ready."""
@@ -175,7 +179,7 @@ class TransformersEngine:
                 if not self._closed:
                     self._gate.open()
 
-    async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+    async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         async with self._weights_lock:
             return await asyncio.to_thread(self._score, sequences, temperature)
 
@@ -277,9 +281,11 @@ class TransformersEngine:
                 interrupted.append(track)
         return interrupted
 
-    def _score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+    def _score(self, sequences: list[list[int]], temperature: float) -> Scores:
         with self._manager.pause():
-            return scoring.score(self._model, sequences, temperature)
+            paused_s = time.perf_counter()
+            logprobs = scoring.score(self._model, sequences, temperature)
+        return Scores(logprobs=logprobs, pause_s=time.perf_counter() - paused_s)
 
 
 def _finish(track: Track, reason: FinishReason) -> None:

@@ -84,6 +84,7 @@ class SimulatedWorker:
         self._idle.set()
         self._finished: dict[AttemptKey, int] = {}
         self._aborted: set[AttemptKey] = set()
+        self._eval_aborts = 0
         self._changes = 0
         self._changed = asyncio.Event()
 
@@ -145,12 +146,19 @@ class SimulatedWorker:
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         assert request.version == self.version, "an eval runs on a worker that holds its version"
-        lengths = []
+        lengths, aborts = list[int](), self._eval_aborts
         for _ in request.items:
-            spans = await self._sample(None)
+            spans = await self._sample(lambda: self._eval_aborts > aborts)
+            if self._eval_aborts > aborts:
+                break
             lengths.append(sum(tokens for _, tokens in spans))
             assert {version for version, _ in spans} == {request.version}, "a load during an eval"
-        return EvalResult(version=request.version, rewards=(0.5,) * len(lengths), response_tokens=tuple(lengths), failures=())
+        failures = ("aborted",) * (len(request.items) - len(lengths))
+        return EvalResult(version=request.version, rewards=(0.5,) * len(lengths), response_tokens=tuple(lengths), failures=failures)
+
+    async def abort_evals(self) -> None:
+        self._eval_aborts += 1
+        self._interrupt()
 
     async def pause(self) -> None:
         assert self._running == 0, "paused while sequences run"
@@ -160,7 +168,7 @@ class SimulatedWorker:
         self._clock.enter(State.STARVED)
 
     async def _trajectory(self, request: GroupRequest, luck: float) -> TrajectoryMeta | None:
-        spans = await self._sample(request.key)
+        spans = await self._sample(lambda: request.key in self._aborted)
         await asyncio.sleep(self._times.reward_s)
         if request.key in self._finished:
             self._finished[request.key] += 1
@@ -175,12 +183,12 @@ class SimulatedWorker:
             version_tokens=tuple(spans),
         )
 
-    async def _sample(self, key: AttemptKey | None) -> list[tuple[int, int]]:
+    async def _sample(self, is_aborted: Callable[[], bool]) -> list[tuple[int, int]]:
         """One sequence: [(version, tokens), ...], through any number of loads."""
         await self._slots.take()
         remaining, spans = self._times.response_tokens(self._rng), list[tuple[int, int]]()
         try:
-            while remaining > 0 and key not in self._aborted:
+            while remaining > 0 and not is_aborted():
                 await self._open.wait()
                 tokens = await self._tokens_until_interrupt(remaining)
                 remaining -= tokens
@@ -201,7 +209,8 @@ class SimulatedWorker:
             tokens = min(remaining, int((self._now() - began_s) / self._times.token_s))
         except TimeoutError:
             tokens = remaining
-        self._count(-1)
+        finally:  # an eval that timed out is cancelled here
+            self._count(-1)
         self._clock.add("sampled_tokens", tokens)
         return tokens
 

@@ -25,9 +25,9 @@ class PromptFeed:
         if not items:
             raise ValueError("a feed needs at least one item")
         self._items = tuple(items)
-        self._by_uid = {item["uid"]: item for item in self._items}
-        if len(self._by_uid) != len(self._items):
-            raise ValueError(f"{len(self._items)} items have only {len(self._by_uid)} different uids")
+        uids = {item["uid"] for item in self._items}
+        if len(uids) != len(self._items):
+            raise ValueError(f"{len(self._items)} items have only {len(uids)} different uids")
         self._fingerprint = fingerprint(self._items)
         self._seed = seed
         self._enter(epoch=0, cursor=0)
@@ -38,12 +38,6 @@ class PromptFeed:
         item = self._items[self._order[self._cursor]]
         self._cursor += 1
         return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
-
-    def prompt(self, uid: str, epoch: int) -> Prompt:
-        """A prompt that `next` has returned before, e.g. one whose group was running at a checkpoint."""
-        if uid not in self._by_uid:
-            raise RefusedError(f"the task has no item with uid {uid}", hint="resume with the task the run began with")
-        return Prompt(uid=uid, epoch=epoch, item=self._by_uid[uid])
 
     def state(self) -> dict[str, Any]:
         return {

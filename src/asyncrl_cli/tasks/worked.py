@@ -24,12 +24,8 @@ Entry = Mapping[str, Any]
 class WorkedFormat(Protocol):
     """How one dataset is asked, worked out and answered in few characters."""
 
-    alphabet: str
-    """Every character that a prompt or a demonstration can hold, in the order of the tokenizer's ids."""
     default_params: Mapping[str, Any]
     """Parameters of the dataset that the format was chosen for; `task.params` overrides them one by one."""
-    max_prompt_chars: int
-    """Longest prompt under `default_params`."""
 
     def prompt(self, entry: Entry) -> str: ...
 
@@ -50,7 +46,6 @@ class NumberSortingFormat:
     long-tailed although list sizes are uniform. Twelve values, because with ten there are too few short lists.
     """
 
-    alphabet = DIGITS + "<>=,"
     default_params: Mapping[str, Any] = {
         "min_numbers": 2,
         "max_numbers": 5,
@@ -59,7 +54,6 @@ class NumberSortingFormat:
         "min_value": 0,
         "max_value": 11,
     }
-    max_prompt_chars = 7
 
     def prompt(self, entry: Entry) -> str:
         direction = "<" if _sign(entry) > 0 else ">"

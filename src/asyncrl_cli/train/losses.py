@@ -1,6 +1,6 @@
 """The decoupled PPO loss of one microbatch's sampled tokens, and what it says of itself.
 
-Per token (design, section 6), with theta now, prox the weights at the window's start, mu the sampler:
+Per token, with theta now, prox the weights at the window's start, mu the sampler:
 
     u = exp(logp_theta - logp_prox);  w = exp(logp_prox - logp_mu)
     loss = - w * min(u * A, clip(u, 1 - eps_low, 1 + eps_high) * A)

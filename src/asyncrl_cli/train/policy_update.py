@@ -24,7 +24,7 @@ from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.settings import TrainerSettings
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
-"""Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.6 M parameters); a GPU
+"""Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); a GPU
 wants full microbatches."""
 
 

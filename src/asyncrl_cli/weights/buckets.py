@@ -20,9 +20,6 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
 
-MB = 2**20
-"""Bytes of one MB in the profile's bucket sizes."""
-
 ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of it, so that any dtype can be viewed in place."""
 

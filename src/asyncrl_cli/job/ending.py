@@ -1,0 +1,77 @@
+"""A run from its first step to its end: stops and failures become its result, only an outside cancellation does not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.errors import AsyncrlError, Interrupted
+from asyncrl_cli.job.stopping import StopRequests
+
+if TYPE_CHECKING:
+    from asyncrl_cli.checkpoint.run_directory import RunDirectory
+    from asyncrl_cli.job.ports import RayTrainer
+    from asyncrl_cli.loop.pipeline import Pipeline
+    from asyncrl_cli.observe.observers import Observers
+
+log = logging.getLogger("asyncrl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended. `summary` is the last status (what status.json holds); `error` the failure, if it failed."""
+
+    run_dir: Path
+    exit_code: int
+    summary: Mapping[str, Any]
+    error: AsyncrlError | None = None
+
+
+async def run_to_the_end(pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers) -> RunResult:
+    """Run the loop; a stop ends it in order, a second one cancels it. Cancelled from outside, it raises CancelledError."""
+    running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
+    requests = StopRequests(pipeline.request_stop, running.cancel)
+    watching = asyncio.ensure_future(requests.watch(directory.stop_requests))
+    error: AsyncrlError | None = None
+    try:
+        with requests.on_signals():
+            await running
+    except asyncio.CancelledError:
+        if _cancelled_from_outside():
+            running.cancel()
+            observers.close("stopped")
+            raise
+        error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
+    except AsyncrlError as failure:
+        error = failure
+        error.hint = error.hint or (f"asyncrl resume {directory.name}" if isinstance(failure, Interrupted) else "")
+        log.error("the run ended early", exc_info=failure)
+    except Exception as failure:
+        error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
+        log.error("asyncrl itself failed", exc_info=failure)
+    finally:
+        watching.cancel()
+    phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
+    summary = observers.close(phase, "" if phase != "failed" else str(error))
+    exit_code = 0 if error is None else error.exit_code
+    return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
+
+
+async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
+    """A dump of samples that fails is an error of the run, also of one that was stopped in order."""
+    try:
+        await pipeline.run()
+    except Interrupted:
+        await trainer.finish_dump()
+        raise
+    await trainer.finish_dump()
+
+
+def _cancelled_from_outside() -> bool:
+    """Whether this task itself is being cancelled, and not only the loop that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -1,0 +1,93 @@
+"""What a run needs before Ray starts: its task, its model, and prompts that fit. In threads that a Ctrl-C can end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError
+from asyncrl_cli.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.tasks.task import Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    task: Task
+    model_dir: Path
+
+
+async def prepare(profile: Profile, say: Starting) -> Prepared:
+    """Raises ConfigError or PreflightError for a task, a model or prompts that will not do."""
+    from asyncrl_cli.models.resolve import resolve_model
+    from asyncrl_cli.tasks.task import load_task
+
+    say("loading the task")
+    task = await interruptible(lambda look: load_task(profile))
+    say("loading the model")
+
+    def resolve(look: Callable[[], None]) -> Path:
+        def progress(text: str, done: int, total: int) -> None:
+            look()
+            say(text, done, total)
+
+        model_dir = resolve_model(profile, task, progress=progress)
+        look()
+        check_prompt_lengths(profile, task, model_dir)
+        return model_dir
+
+    return Prepared(task=task, model_dir=await interruptible(resolve))
+
+
+def check_prompt_lengths(profile: Profile, task: Task, model_dir: Path) -> None:
+    """ConfigError if a prompt of either split has more tokens than `rollout.max_prompt_tokens`.
+
+    A token is hardly ever less than a byte, so only prompts of more bytes than that are tokenized. What slips through
+    (a tokenizer that makes long things of short ones) fails its group later, by name.
+    """
+    from transformers import AutoTokenizer
+
+    from asyncrl_cli.rollout.prompts import tokenize_prompts
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise PreflightError(
+            f"model.path: the tokenizer in {model_dir} cannot be loaded: {error}", hint="save it anew with save_pretrained"
+        ) from error
+    limit = profile.rollout.max_prompt_tokens
+    around = len(tokenize_prompts(tokenizer, [{"prompt": "x"}])[0])
+    suspects = [item for item in (*task.train, *task.eval) if len(item["prompt"].encode()) + around > limit]
+    lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, suspects)]
+    num_too_long = sum(length > limit for length in lengths)
+    if num_too_long:
+        longest = max(lengths)
+        uid = suspects[lengths.index(longest)]["uid"]
+        others = f" ({num_too_long} prompts are too long)" if num_too_long > 1 else ""
+        raise ConfigError(
+            f"prompt {uid} has {longest} tokens, rollout.max_prompt_tokens is {limit}{others}",
+            hint=f"--set rollout.max_prompt_tokens={longest}, or leave such prompts out of {profile.task.source}",
+        )
+
+
+async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
+    """Run `work(look)` in a thread; if we are cancelled, its next call of `look` raises and ends it."""
+    cancelled = threading.Event()
+
+    def look() -> None:
+        if cancelled.is_set():
+            raise Interrupted("interrupted before the run began")
+
+    try:
+        return await asyncio.to_thread(work, look)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise

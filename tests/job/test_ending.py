@@ -1,0 +1,143 @@
+"""Ends of a run: stops by file and signal, outside cancellation, the last dump. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.job.ending import RunResult, run_to_the_end
+from asyncrl_cli.job.stopping import StopRequests
+from asyncrl_cli.job.wiring import RunCheckpoints
+from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.simulate.clock import run_virtual
+
+DIRECTORY: Any = SimpleNamespace(name="otter", path=Path("otter"), stop_requests=lambda: 0)
+
+
+class FakePipeline:
+    def __init__(self, error: Exception | None = None, lasts_s: float = 0.0) -> None:
+        self.error = error
+        self.lasts_s = lasts_s
+        self.was_cancelled = False
+
+    async def run(self) -> None:
+        try:
+            await asyncio.sleep(self.lasts_s)
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        if self.error:
+            raise self.error
+
+    def request_stop(self) -> None:
+        pass
+
+
+class FakeTrainer:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.dumps_awaited = 0
+
+    async def finish_dump(self) -> None:
+        self.dumps_awaited += 1
+        if self.error:
+            raise self.error
+
+
+class FakeObservers:
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+
+    def close(self, phase: str, error: str = "") -> dict[str, Any]:
+        self.phases.append(phase)
+        return {"phase": phase}
+
+
+def ended(pipeline: FakePipeline, trainer: FakeTrainer) -> RunResult:
+    return asyncio.run(run_to_the_end(pipeline, trainer, DIRECTORY, FakeObservers()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "dumps_awaited"),
+    [(None, 0, 1), (Interrupted("stopped after step 3"), 130, 1), (ExecutorFailed("rollout-0 failed"), 1, 0)],
+)
+def test_the_last_dump_is_awaited_at_every_end_in_order(error: Exception | None, exit_code: int, dumps_awaited: int) -> None:
+    trainer = FakeTrainer()
+    assert ended(FakePipeline(error), trainer).exit_code == exit_code
+    assert trainer.dumps_awaited == dumps_awaited
+
+
+def test_a_last_dump_that_fails_is_the_runs_error() -> None:
+    result = ended(FakePipeline(), FakeTrainer(ExecutorFailed("trainer-0 failed: no space left")))
+    assert (result.exit_code, result.summary["phase"], str(result.error)) == (1, "failed", "trainer-0 failed: no space left")
+
+
+def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
+    async def main() -> None:
+        pipeline, observers = FakePipeline(lasts_s=1e6), FakeObservers()
+        running = asyncio.create_task(run_to_the_end(pipeline, FakeTrainer(), DIRECTORY, observers))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (pipeline.was_cancelled, observers.phases) == (True, ["stopped"])
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    errors: list[BaseException] = []
+
+    async def main() -> None:
+        with StopRequests(lambda: None, lambda: None).on_signals():
+            await asyncio.sleep(0)
+
+    def work() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+
+
+def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog: pytest.LogCaptureFixture) -> None:
+    answers = [0, OSError("stale file handle"), OSError("stale file handle"), 1]
+    stops: list[int] = []
+
+    def num_requests() -> int:
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    async def main() -> None:
+        watching = asyncio.ensure_future(StopRequests(lambda: stops.append(1), lambda: stops.append(2)).watch(num_requests))
+        await asyncio.sleep(10)
+        watching.cancel()
+
+    run_virtual(main())
+    assert stops == [1]
+    assert [record.getMessage().count("stale file handle") for record in caplog.records] == [1]
+
+
+def test_a_full_disk_is_told_with_the_checkpoints_step() -> None:
+    class FullStore:
+        directory = Path("otter/checkpoints")
+
+        async def write(self, cut: Cut, write_trainer: Any) -> Path:
+            raise OSError(28, "No space left on device")
+
+    cut = Cut(step=40, version=10, at_window_boundary=True, loop_state={})
+    with pytest.raises(AsyncrlError, match=r"the checkpoint of step 40 cannot be written: .*No space left") as caught:
+        asyncio.run(RunCheckpoints(FullStore(), None).write(cut))  # type: ignore[arg-type]
+    assert "free space" in caught.value.hint

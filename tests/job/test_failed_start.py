@@ -1,0 +1,59 @@
+"""A start that fails: its name is free again, and what a resume needs stays."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job import run as run_module
+from asyncrl_cli.job import session, workers
+from asyncrl_cli.job.ports import RayTrainer
+from asyncrl_cli.job.preparing import Prepared
+from asyncrl_cli.job.run import Run
+
+from .crew import small_profile
+
+
+def test_a_start_that_fails_gives_the_runs_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    async def prepare(profile: Any, say: Any) -> Any:
+        return Prepared(task=type("Task", (), {"reward": None})(), model_dir=tmp_path)
+
+    @contextlib.contextmanager
+    def ray_session(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield None
+
+    @contextlib.asynccontextmanager
+    async def started_workers(*args: Any, **kwargs: Any) -> AsyncIterator[None]:
+        seen.append(sorted(path.name for path in (tmp_path / "runs").iterdir()))
+        raise ExecutorFailed("rollout-0 failed: out of memory")
+        yield
+
+    monkeypatch.setattr(run_module, "prepare", prepare)
+    monkeypatch.setattr(session, "ray_session", ray_session)
+    monkeypatch.setattr(session, "object_store_bytes_for", lambda model_dir: 0)
+    monkeypatch.setattr(workers, "started_workers", started_workers)
+    for _ in range(2):
+        run = Run(small_profile(), runs_dir=tmp_path / "runs", name="otter", ui="none")
+        with pytest.raises(ExecutorFailed, match="out of memory"):
+            asyncio.run(run.run())
+    assert seen == [["otter"], ["otter"]]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        trainer = object.__new__(RayTrainer)
+        trainer.actors, trainer._weights_timeout_s = [], 60.0
+        trainer._dumping = asyncio.get_running_loop().create_future()
+        await trainer.stop(0.01)
+
+    asyncio.run(main())
+    assert "dump of samples was still being written" in caplog.text
