@@ -176,7 +176,7 @@ class RolloutSection(Section):
     prefetch_groups: NonNegativeInt = 0
     """Groups admitted beyond the free slots, to wait in the engines' queues."""
     max_prompt_tokens: PositiveInt = 256
-    """Longest prompt; the trajectories of a longer one fail and count against `task.max_failed_ratio`."""
+    """Longest prompt, in tokens; a task with a longer one is refused before the run starts."""
     max_response_tokens: PositiveInt = 256
     """Longest response."""
     temperature: PositiveFloat = 1.0
