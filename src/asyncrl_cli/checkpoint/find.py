@@ -103,6 +103,18 @@ def load_checkpoint(directory: Path, *, identity: Mapping[str, Any] | None = Non
     )
 
 
+def refuse_ended(checkpoint: Checkpoint) -> None:
+    """Raises RefusedError if the run has come to its end with this checkpoint: there is nothing to continue."""
+    status = checkpoint.directory.parent.parent / "status.json"
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(status.read_text(encoding="utf-8"))
+        if known["phase"] == "done" and checkpoint.step == known["train_steps"]:
+            raise RefusedError(
+                f"run '{checkpoint.run}' is done: it has trained all of its {checkpoint.step} steps",
+                hint="start another run with more run.train_steps, or resume an earlier checkpoint of this one",
+            )
+
+
 def resolve(argument: str, runs_dir: Path) -> Path:
     """Find the checkpoint that CHECKPOINT|RUN means: a checkpoint directory, a run directory, or a run's name.
 

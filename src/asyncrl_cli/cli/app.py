@@ -69,6 +69,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _say_usage(error: TyperException) -> int:
     message = error.format_message()
+    if not message:
+        return error.exit_code  # `asyncrl` alone: the help has been printed
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "asyncrl"
     say_error(message[:1].lower() + message[1:].rstrip("."), f"`{command} --help` shows how it is used")

@@ -15,6 +15,8 @@ LIST_EXAMPLES = """[bold]Examples[/]
 
   asyncrl profiles show partial-rollout --origin
 
+  asyncrl profiles keys rollout                  every key of a section, and what it means
+
   asyncrl profiles show base > my.toml           a profile of your own that needs no other"""
 SHOW_EXAMPLES = """[bold]Examples[/]
 
@@ -63,6 +65,33 @@ def _row(name: str) -> dict[str, Any]:
         "partial_rollout": profile.async_training.partial_rollout,
         "purpose": profile.purpose,
     }
+
+
+@app.command("keys")
+def list_keys(
+    section: Annotated[str, typer.Argument(metavar="[SECTION]", help="Only the keys of one section, e.g. rollout.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List every key of a profile: what it means, what it expects, its default."""
+    from asyncrl_cli.errors import ConfigError
+    from asyncrl_cli.profile.keys import keys, sections
+
+    if section and section not in sections():
+        raise ConfigError(f"there is no section '{section}'", hint=f"sections: {', '.join(sections())}")
+    rows = [_key_row(key, text) for key, text in keys().items() if key.startswith(section)]
+    if as_json:
+        print_json([row | {"default": str(row["default"])} for row in rows])
+        return
+    for row in rows:
+        print_text(f"{row['key']} = {row['default']}    ({row['expects']})\n    {row['meaning']}")
+
+
+def _key_row(key: str, meaning: str) -> dict[str, Any]:
+    from asyncrl_cli.profile.keys import expected, sections
+
+    section, _, name = key.partition(".")
+    default = sections()[section].model_fields[name].get_default(call_default_factory=True)
+    return {"key": key, "expects": expected(key), "default": default, "meaning": meaning}
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)

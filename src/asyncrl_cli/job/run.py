@@ -47,10 +47,11 @@ class Run:
         """`argument` is a checkpoint, a run directory or a run's name. Raises RefusedError for a damaged or foreign one."""
         import json
 
-        from asyncrl_cli.checkpoint.find import load_checkpoint, resolve
+        from asyncrl_cli.checkpoint.find import load_checkpoint, refuse_ended, resolve
         from asyncrl_cli.profile.resolved import from_document
 
         checkpoint = load_checkpoint(resolve(argument, runs_dir))
+        refuse_ended(checkpoint)
         text = (checkpoint.directory / "config.resolved.json").read_text(encoding="utf-8")
         loaded = from_document(json.loads(text))
         return cls(profile=loaded.profile, origins=loaded.origins, ui=ui, address=address, checkpoint=checkpoint)

@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
-from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.observe.sinks import Sink, to_json
 
 log = logging.getLogger("asyncrl")
 
@@ -78,6 +78,8 @@ class Observers:
     def _tell(self, line: Mapping[str, Any]) -> None:
         if line["event"] == "warning":
             log.warning("%s", line.get("message", ""))
+        elif "group" not in line:
+            log.info("%s", to_json(line))
         self.live.event(line)
         self._each("event", line)
 

@@ -58,7 +58,7 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     if reference in known:
         return known[reference].resolve()
     guess = nearest(reference, known)
-    hint = f"did you mean `{guess}`?" if guess else f"known profiles: {', '.join(known)}"
+    hint = f"did you mean `{guess}`?" if guess else f"known profiles: {', '.join(known)}."
     raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=f"{hint} A file is given with its path or .toml")
 
 
