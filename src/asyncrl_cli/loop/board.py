@@ -19,6 +19,7 @@ from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
 
 ENDED = ("done", "failed", "stopped")
+"""Phases in which nothing will move any more; also what status and screen go by."""
 
 
 @dataclass(slots=True, kw_only=True)

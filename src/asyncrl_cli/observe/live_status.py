@@ -34,7 +34,6 @@ UTILIZATION = (
     "trainer/tokens_per_s",
     "overlap_ratio",
 )
-ENDED = ("done", "failed", "stopped")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.observe.format import bar, clock, count, duration, number, share, sparkline
-from asyncrl_cli.observe.live_status import ENDED
 from asyncrl_cli.observe.summary import ledger_line, summary_rows
 
 WIDE = 84

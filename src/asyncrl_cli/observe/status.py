@@ -14,7 +14,8 @@ from typing import Any, Literal
 from asyncrl_cli.checkpoint.find import run_names
 from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe.live_status import ENDED, SCHEMA_VERSION
+from asyncrl_cli.loop.board import ENDED
+from asyncrl_cli.observe.live_status import SCHEMA_VERSION
 
 SILENT_AFTER_S = 15.0
 """Older than that, a live run's status is stale: it is rewritten once a second."""
