@@ -55,10 +55,20 @@ class WorkerSlots:
     loading: bool = False
     eval_sequences: int = 0
     unfinished: dict[AttemptKey, int] = field(default_factory=dict)
+    unfinished_sequences: int = 0
 
     @property
     def used(self) -> int:
-        return sum(self.unfinished.values()) + self.eval_sequences
+        return self.unfinished_sequences + self.eval_sequences
+
+    def leave(self, key: AttemptKey, unfinished: int) -> None:
+        """`unfinished` sequences of a running group are left."""
+        self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
+        self.unfinished[key] = unfinished
+
+    def free(self, key: AttemptKey) -> None:
+        """A group has left; nothing happens if it was not here."""
+        self.unfinished_sequences -= self.unfinished.pop(key, 0)
 
 
 def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int, window_groups: int) -> bool:
@@ -73,7 +83,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Admission and take. Every method is O(workers + live groups); nothing here waits."""
+    """Admission and take. Admission is O(workers), a take O(finished groups); nothing here waits."""
 
     def __init__(
         self,
@@ -106,6 +116,7 @@ class Admission:
         self.finished: dict[AttemptKey, int] = {}
         self.taken: set[AttemptKey] = set()
         self.stopping = False
+        self._untaken: Counter[int] = Counter()
 
     @property
     def window_size(self) -> int:
@@ -128,33 +139,39 @@ class Admission:
     def admit(self, key: AttemptKey, worker: WorkerSlots) -> None:
         assert key not in self.running
         assert key not in self.finished
-        self.running[key] = self.deadline_on(worker)
-        worker.unfinished[key] = self.n
+        self.running[key] = deadline = self.deadline_on(worker)
+        self._untaken[deadline] += 1
+        worker.leave(key, self.n)
 
     def deadline_on(self, worker: WorkerSlots) -> int:
         return worker.version + self.max_staleness
 
     def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
         """Free the slots of sequences that ended inside running groups; true if any did."""
-        unfinished = self.workers[worker].unfinished
+        slots = self.workers[worker]
         freed = False
         for key, finished in counts.items():
-            if key in unfinished and unfinished[key] > self.n - finished:
-                unfinished[key] = self.n - finished
+            if slots.unfinished.get(key, 0) > self.n - finished:
+                slots.leave(key, self.n - finished)
                 freed = True
         return freed
 
     def finish(self, key: AttemptKey, worker: str) -> None:
         """A running group has its trajectories and rewards."""
         self.finished[key] = self.running.pop(key)
-        self.workers[worker].unfinished.pop(key, None)
+        self.workers[worker].free(key)
+
+    def restore_finished(self, key: AttemptKey, deadline: int) -> None:
+        """A group that a checkpoint holds as finished."""
+        self.finished[key] = deadline
+        self._untaken[deadline] += 1
 
     def discard(self, key: AttemptKey, worker: str | None = None) -> None:
         """A running or finished group leaves untrained; its place in the window is free again."""
-        if self.running.pop(key, None) is None:
-            self.finished.pop(key)
+        deadline = self.running.pop(key) if key in self.running else self.finished.pop(key)
+        self._forget(deadline)
         if worker is not None:
-            self.workers[worker].unfinished.pop(key, None)
+            self.workers[worker].free(key)
 
     def takeable(self, num_groups: int) -> list[AttemptKey]:
         """Up to `num_groups` finished groups that may be taken together now, in finish order where (*) allows.
@@ -164,7 +181,7 @@ class Admission:
         takes_left, chosen = self.takes_left, list[AttemptKey]()
         if takes_left <= 0:
             return chosen
-        untaken = Counter(self.running.values()) + Counter(self.finished.values())
+        untaken = self._untaken.copy()
         refused: set[int] = set()
         for key, deadline in self.finished.items():
             if len(chosen) == num_groups:
@@ -182,7 +199,7 @@ class Admission:
 
     def take(self, keys: Iterable[AttemptKey]) -> None:
         for key in keys:
-            del self.finished[key]
+            self._forget(self.finished.pop(key))
             self.taken.add(key)
             self.taken_in_window += 1
         assert self.taken_in_window <= self.window_size
@@ -206,6 +223,11 @@ class Admission:
         counts = {deadline: count for deadline, count in untaken.items() if count}
         return takeable_in_time(counts, self.version, takes_left, self.window_groups)
 
+    def _forget(self, deadline: int) -> None:
+        self._untaken[deadline] -= 1
+        if not self._untaken[deadline]:
+            del self._untaken[deadline]
+
     def _choose(self) -> tuple[WorkerSlots | None, Closed]:
         if self.stopping:
             return None, Closed.STOPPING
@@ -217,10 +239,11 @@ class Admission:
         awake = [worker for worker in self.workers.values() if not worker.loading]
         if not awake:
             return None, Closed.LOADING
-        room = [worker for worker in awake if worker.used + self.n <= worker.slots + self.n * self.prefetch_groups]
+        ahead = self.n * (self.prefetch_groups - 1)
+        room = [worker for worker in awake if worker.used <= worker.slots + ahead]
         if not room:
             return None, Closed.SLOTS
-        untaken = Counter(self.running.values()) + Counter(self.finished.values())
+        untaken = self._untaken.copy()
         for worker in sorted(room, key=lambda worker: (-worker.version, worker.used - worker.slots)):
             deadline = self.deadline_on(worker)
             untaken[deadline] += 1

@@ -109,7 +109,7 @@ class Board:
         """The loop knows better than an idle executor why nobody calls it."""
         if report.role != "trainer" or report.state is not State.STARVED:
             return report
-        waits = [what for who, what in self.changes.waits.items() if who.startswith("trainer")]
+        waits = [what for who, what in self.changes.named().items() if who.startswith("trainer")]
         return replace(report, waiting_for=waits[0]) if waits else report
 
     def observer_states(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl_cli.loop.admission import WorkerSlots
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalSummary, RolloutWorker
+from asyncrl_cli.loop.signal import bounded
 
 _CALLS_IN_FLIGHT = 4
 """Calls per worker at once, each of an eighth of its slots (a quarter when nothing else will run), so that a chunk's
@@ -67,7 +68,7 @@ class Evaluator:
         chunk = max(1, slots.slots // (_CALLS_IN_FLIGHT if is_last else 2 * _CALLS_IN_FLIGHT))
         current.helpers += 1
         try:
-            async with asyncio.timeout_at(current.started_s + self.timeout_s), asyncio.TaskGroup() as calls:
+            async with bounded(current.started_s + self.timeout_s - self._now()), asyncio.TaskGroup() as calls:
                 for _ in range(_CALLS_IN_FLIGHT):
                     calls.create_task(self._score(current, worker, slots, chunk))
         except TimeoutError:

@@ -161,7 +161,7 @@ class Groups:
         self._feed.restore(state["feed"])
         for entry, payload in zip(state["finished"], payloads, strict=True):
             result = decode_result(entry["result"], payload)
-            admission.finished[result.key] = entry["deadline"]
+            admission.restore_finished(result.key, entry["deadline"])
             self._results[result.key] = result
             self._tries[result.key] = self._decode(entry["try"])
         for data in state["running"]:

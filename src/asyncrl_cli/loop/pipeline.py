@@ -54,6 +54,7 @@ from asyncrl_cli.loop.ports import (
 )
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.signal import look_again_in
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.loop.training import Training
@@ -186,7 +187,7 @@ class Pipeline:
         board = self.board
         while True:
             board.reports.add(await board.trainer.report(), board.now_s())
-            await asyncio.sleep(_TICK_S)
+            await look_again_in(_TICK_S)
 
     async def _tick(self) -> None:
         """Once a second: a snapshot for the observers, and a look at whether anything moves."""
@@ -202,15 +203,22 @@ class Pipeline:
             if board.changes.progress != progress or "trainer" not in board.changes.waits:
                 progress, moved_s = board.changes.progress, board.now_s()
             if board.now_s() - moved_s > settings.stall_timeout_s:
-                board.stop(StallError(self._who_waits(), hint="the run's log has the last thing that each executor said"))
+                board.stop(self._stall())
             if board.stopping:
                 stop_s = stop_s if stop_s is not None else board.now_s()
                 if board.now_s() - stop_s > settings.stop_grace_s:
                     raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {settings.stop_grace_s:g}")
-            await asyncio.sleep(_TICK_S)
+            await look_again_in(_TICK_S)
 
-    def _who_waits(self) -> str:
+    def _stall(self) -> StallError:
+        return StallError(
+            f"nothing moved for run.stall_timeout_s = {self._settings.stall_timeout_s:g}: {self.who_waits()}",
+            hint="the run's log has the last thing that each executor said",
+        )
+
+    def who_waits(self) -> str:
+        """Every executor with its state, and every part of the loop that waits, with what for."""
         board = self.board
-        waits = [f"{who} waits for {what}" for who, what in board.changes.waits.items()]
+        waits = [f"{who} waits for {what}" for who, what in board.changes.named().items()]
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
-        return f"nothing moved for run.stall_timeout_s = {board.settings.stall_timeout_s:g}: " + "; ".join(waits + states)
+        return "; ".join(waits + states)

@@ -13,6 +13,7 @@ from asyncrl_cli.loop.admission import Closed, WorkerSlots
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, RolloutWorker
+from asyncrl_cli.loop.signal import Change
 from asyncrl_cli.loop.states import State
 
 
@@ -59,14 +60,12 @@ class Rollouts:
                 name, request = started
                 self._spawn(self._run_group(self._by_name[name], request), f"group {request.key}")
             clock.enter(State.BLOCKED, f"admission: {admission.closed()}")
-            await board.changes.until(
-                lambda: admission.closed() is Closed.OPEN, "feed", lambda: f"admission ({admission.closed()})"
-            )
+            await board.changes.until(lambda: admission.closed() is Closed.OPEN, "feed", lambda: f"admission ({admission.closed()})")
 
     async def _run_group(self, worker: RolloutWorker, request: GroupRequest) -> None:
         """Consumes a request; waits for the worker's engine and rewards."""
         self._board.groups.finish(await worker.generate(request))
-        self._board.changes.notify()
+        self._board.changes.notify(Change.GROUPS)
 
     async def _follow(self, worker: RolloutWorker) -> None:
         """Frees the slots of sequences that end inside running groups, and collects reports."""
@@ -78,7 +77,7 @@ class Rollouts:
             active = [board.reports.add(report, arrived_s) for report in progress.reports]
             freed = board.groups.admission.sequences_finished(worker.name, progress.finished_sequences)
             if freed:
-                board.changes.notify()
+                board.changes.notify(Change.SLOTS)
             elif any(active):
                 board.changes.progress += 1
 
@@ -87,9 +86,8 @@ class Rollouts:
         board, sync = self._board, self._board.sync
         slots = board.groups.admission.workers[worker.name]
         while True:
-            await board.changes.until(
-                lambda: sync.wanted(worker.name) is not None, f"{worker.name} (weights)", "a new version from the trainer"
-            )
+            who, new_version = f"{worker.name} (weights)", "a new version from the trainer"
+            await board.changes.until(lambda: sync.wanted(worker.name) is not None, who, new_version, (Change.WEIGHTS,))
             await self._load_newest(worker, slots)
             if not board.stopping:
                 await board.evaluator.work(worker, slots, is_last=slots.version == board.last_version)
@@ -133,4 +131,4 @@ class Rollouts:
                 f"{name} disagrees with the trainer after loading version {report.version}: mean logprob difference {diff:.2e}"
             )
             board.event("warning", message=f"{message}, above weights.max_logprob_diff = {board.settings.max_logprob_diff:g}")
-        board.changes.notify()
+        board.changes.notify(Change.WEIGHTS)

@@ -4,11 +4,71 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
+
+IN_BACKGROUND: ContextVar[bool] = ContextVar("in_background", default=False)
+"""True while a timer is made that only watches (a tick, a bound on a wait): by itself it moves nothing. A virtual clock on which
+only such timers are left has found a deadlock."""
+
+
+@contextmanager
+def background() -> Iterator[None]:
+    """Timers made inside only watch. Tasks made inside inherit that, so make none."""
+    token = IN_BACKGROUND.set(True)
+    try:
+        yield
+    finally:
+        IN_BACKGROUND.reset(token)
+
+
+async def look_again_in(seconds: float) -> None:
+    """A sleep between two looks, in the background."""
+    sleeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    with background():
+        timer = asyncio.get_running_loop().call_later(seconds, _wake, sleeping)
+    try:
+        await sleeping
+    finally:
+        timer.cancel()
+
+
+@asynccontextmanager
+async def bounded(limit_s: float) -> AsyncIterator[None]:
+    """`asyncio.timeout` as a watchdog: TimeoutError if the block lasts longer than `limit_s` seconds."""
+    async with asyncio.timeout(None) as limit:
+        with background():
+            limit.reschedule(asyncio.get_running_loop().time() + limit_s)
+        yield
+
+
+def _wake(sleeping: asyncio.Future[None]) -> None:
+    if not sleeping.done():
+        sleeping.set_result(None)
+
+
+class Change(Enum):
+    """What changed, so that only those look again whom it may concern."""
+
+    SLOTS = "slots"
+    """A sequence of a running group ended."""
+    GROUPS = "groups"
+    """A group finished or was dropped."""
+    WEIGHTS = "weights"
+    """A version was published or loaded."""
+    RUN = "run"
+    """Anything else, as a stop: concerns everybody."""
+
+
+class _Sleeper(NamedTuple):
+    concerned: tuple[Change, ...]
+    condition: Callable[[], bool]
+    future: asyncio.Future[None]
 
 
 class Changes:
@@ -18,31 +78,42 @@ class Changes:
     """
 
     def __init__(self) -> None:
-        self.waits: dict[str, str] = {}
+        self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
-        self._sleepers: list[asyncio.Future[None]] = []
+        self._sleepers: list[_Sleeper] = []
 
-    def notify(self) -> None:
-        """The state changed: everyone who waits looks again (in the order in which they began to wait)."""
+    def notify(self, changed: Change = Change.RUN) -> None:
+        """The state changed: whoever waits for that wakes if its condition holds (in the order in which they began to wait)."""
         self.progress += 1
-        sleepers, self._sleepers = self._sleepers, []
-        for sleeper in sleepers:
-            if not sleeper.done():
-                sleeper.set_result(None)
+        kept = []
+        for sleeper in self._sleepers:
+            if sleeper.future.done():
+                continue
+            if changed in sleeper.concerned and sleeper.condition():
+                sleeper.future.set_result(None)
+            else:
+                kept.append(sleeper)
+        self._sleepers = kept
 
-    async def until(self, condition: Callable[[], bool], who: str, what: str | Callable[[], str]) -> None:
-        """Wait until `condition()` holds, which is looked at after every `notify`."""
+    async def until(
+        self, condition: Callable[[], bool], who: str, what: str | Callable[[], str], concerned: tuple[Change, ...] = tuple(Change)
+    ) -> None:
+        """Wait until `condition()` holds, which is looked at after every `notify` of `Change.RUN` or one of `concerned`."""
         while not condition():
-            with self.waiting(who, what if isinstance(what, str) else what()):
-                sleeper = asyncio.get_running_loop().create_future()
-                self._sleepers.append(sleeper)
-                await sleeper
+            with self.waiting(who, what):
+                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._sleepers.append(_Sleeper((Change.RUN, *concerned), condition, future))
+                await future
 
     @contextmanager
-    def waiting(self, who: str, what: str) -> Iterator[None]:
+    def waiting(self, who: str, what: str | Callable[[], str]) -> Iterator[None]:
         """Name a wait, for the watchdog and the screen, while the block runs."""
         self.waits[who] = what
         try:
             yield
         finally:
             self.waits.pop(who, None)
+
+    def named(self) -> dict[str, str]:
+        """Who waits for what, now."""
+        return {who: what if isinstance(what, str) else what() for who, what in self.waits.items()}

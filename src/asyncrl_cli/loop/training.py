@@ -12,6 +12,7 @@ from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.cuts import Checkpointer
 from asyncrl_cli.loop.ports import EvalSummary, GroupResult, StepRecord, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Rollouts
+from asyncrl_cli.loop.signal import Change, bounded
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Sequence
@@ -61,7 +62,8 @@ class Training:
         """Waits for R takeable groups, which workers finish; None on a stop."""
         board, settings = self._board, self._board.settings
         began_s, eval_began_s = board.now_s(), board.evaluator.active_s
-        await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing)
+        may_take = (Change.GROUPS, Change.WEIGHTS)
+        await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
         eval_s = board.evaluator.active_s - eval_began_s
         self._spent_s["eval"] += eval_s
         self._spent_s["wait_data"] += board.now_s() - began_s - eval_s
@@ -161,7 +163,7 @@ class Training:
         """At most two published versions exist: waits for the last publish, and for a load of the one before it."""
         board, limit_s = self._board, self._board.settings.sync_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with bounded(limit_s):
                 await self._publish_ended_and_room()
         except TimeoutError:
             begun = ", ".join(f"{worker} loads version {version}" for worker, version in board.sync.begun.items())
@@ -172,7 +174,8 @@ class Training:
         if self._publishing is not None:
             await self._publishing
         board = self._board
-        await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", "workers to finish older loads")
+        older_loads = "workers to finish older loads"
+        await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", older_loads, (Change.WEIGHTS,))
 
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
@@ -182,7 +185,7 @@ class Training:
         published = await board.trainer.publish(version)
         board.sync.offer(published)
         board.event("published", version=version, num_bytes=published.num_bytes, publish_s=published.publish_s)
-        board.changes.notify()
+        board.changes.notify(Change.WEIGHTS)
 
     async def _checkpoint(self) -> None:
         with self._spending("checkpoint"):
@@ -202,7 +205,7 @@ class Training:
 
         limit_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
         try:
-            async with asyncio.timeout(limit_s):
+            async with bounded(limit_s):
                 await board.changes.until(ended, "run", f"every worker to load and score version {board.last_version}")
         except TimeoutError:
             raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None

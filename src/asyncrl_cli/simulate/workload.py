@@ -1,0 +1,138 @@
+"""The keys of a workload: how long a model's work takes, in physical units, and how much of it there is.
+
+A workload says nothing of any profile's speed: the loop's own code, on the virtual clock, finds that out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from asyncrl_cli.profile.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
+
+Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
+TokenList = Annotated[tuple[PositiveInt, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+
+
+class Lengths(Section):
+    """How long prompts and responses are. Responses never exceed the profile's `rollout.max_response_tokens`."""
+
+    prompt_tokens: NonNegativeInt = 128
+    """Tokens of every prompt."""
+    distribution: Literal["lognormal", "list"] = "lognormal"
+    """`lognormal` (median and sigma) or `list` (drawn from `response_tokens`, which is how a run's own lengths are kept)."""
+    median_tokens: PositiveFloat | None = None
+    """Median of the lognormal before it is truncated."""
+    sigma: NonNegativeFloat | None = None
+    """Standard deviation of the logarithm."""
+    prompt_variance_ratio: Ratio = 0.0
+    """Share of the logarithm's variance that lies between prompts; the rest lies between the trajectories of one prompt."""
+    response_tokens: TokenList = ()
+    """The list: one entry per observed trajectory."""
+
+
+class Decoding(Section):
+    """Continuous batching in one rollout worker: a decode step takes `step_s + step_s_per_sequence * running`."""
+
+    step_s: PositiveFloat
+    """Seconds of a decode step whatever runs (reading the weights, launching kernels)."""
+    step_s_per_sequence: NonNegativeFloat
+    """Seconds that each running sequence adds to a decode step."""
+    prefill_s_per_token: NonNegativeFloat = 0.0
+    """Seconds per prompt token (and per token that recompute-kv fills in again)."""
+    speed_spread: Ratio = 0.0
+    """Workers differ: each worker's times are scaled by a factor uniform in 1 +- this."""
+    interference_ratio: NonNegativeFloat = 0.0
+    """How much slower generation is while the trainer computes, where both share a machine: 0.2 is 20% longer."""
+
+
+class Rewarding(Section):
+    """From the last token of a trajectory to its reward."""
+
+    latency_s: NonNegativeFloat = 0.0
+    """Mean seconds."""
+    latency_spread: Ratio = 0.0
+    """Uniform in mean * (1 +- this)."""
+
+
+class Training(Section):
+    """A train step takes `(steps * step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent`."""
+
+    step_s: NonNegativeFloat = 0.0
+    """Seconds of an optimizer step whatever it trains, on `reference_gpus`."""
+    s_per_token: NonNegativeFloat
+    """Seconds per trained token (prompt and response), on `reference_gpus`."""
+    old_logprob_s_per_token: NonNegativeFloat = 0.0
+    """Seconds per token of the old-logprob pass (`algorithm.old_logprobs = "recompute"`), on `reference_gpus`."""
+    reference_gpus: PositiveInt = 1
+    """Devices of the trainer at which the figures hold; ranks count as devices on CPUs."""
+    scaling_exponent: NonNegativeFloat = 1.0
+    """1: twice the devices halve the time; 0: more devices do not help."""
+    old_logprob_scaling_exponent: NonNegativeFloat = 1.0
+    """The same for the old-logprob pass."""
+    step_overhead_s: NonNegativeFloat = 0.0
+    """Seconds per train step that no device shortens (taking the batch, advantages, moving payloads); the trainer's timing counts
+    them as `other`."""
+    interference_ratio: NonNegativeFloat = 0.0
+    """How much longer a train step takes while rollouts run, where both share a machine."""
+
+
+class Syncing(Section):
+    """Gather, send and load of one version, from bytes and bandwidths."""
+
+    parameter_bytes: PositiveFloat
+    """Bytes of the published weights."""
+    gather_bytes_per_s: PositiveFloat
+    """Trainer: full parameters into buckets (stalls training)."""
+    send_bytes_per_s: PositiveFloat
+    """Buckets to a worker's second buffer (stalls nobody)."""
+    load_bytes_per_s: PositiveFloat
+    """Copying in (stalls the worker)."""
+    pause_s: NonNegativeFloat = 0.0
+    """Fixed cost of interrupting and resuming a worker."""
+    colocated_s: NonNegativeFloat = 0.0
+    """Colocate: seconds per window in which the lease changes hands (sleep, wake, resharding); its load copies nothing else."""
+
+
+class Reference(Section):
+    """A measured row that the workload was calibrated on, or is held against."""
+
+    profile: str
+    """Profile that was measured."""
+    set: Tables
+    """Profile keys that differ from the workload's own `[profile]`."""
+    window_time_s: PositiveFloat
+    """Measured seconds per window of W groups."""
+    parts_s: Tables
+    """Measured seconds per window of some parts: keys are those of `timing/*_s` without prefix and unit, as wait_data, train."""
+    calibrated: bool = True
+    """Whether the parameters were fitted to this row (false: a prediction is held against it)."""
+    source: str = ""
+    """Where it was published."""
+
+
+class Workload(Section):
+    """A model's work on some hardware. Made by `simulate.workloads.load_workload`."""
+
+    schema_version: Literal[1] = 1
+    """Version of this format."""
+    name: str = "custom"
+    """Name of the workload (the file's)."""
+    purpose: str = ""
+    """One line: what it stands for."""
+    notes: str = ""
+    """How the figures were found, and what they leave undetermined; printed with every result."""
+    windows: PositiveInt = 50
+    """Length of a simulated run, in windows of the baseline's W groups."""
+    profile: Tables
+    """Profile keys that the workload sets for every profile: sizes, slots, placement."""
+    profiles: Tables
+    """Further keys per profile name, as `[profiles.one-step-off.async_training]`."""
+    lengths: Lengths
+    decoding: Decoding
+    rewarding: Rewarding = Rewarding()
+    training: Training
+    syncing: Syncing
+    references: Annotated[tuple[Reference, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)] = ()
+    """Measured rows."""
