@@ -132,6 +132,9 @@ class Admission:
         """Why no group can start now, `Closed.OPEN` if one can."""
         return self._choose()[1]
 
+    def is_open(self) -> bool:
+        return self.closed() is Closed.OPEN
+
     def choose(self) -> WorkerSlots | None:
         """The worker that the next group starts on (newest weights first, then most room), None if closed."""
         return self._choose()[0]

@@ -117,8 +117,14 @@ class Groups:
         if self._settings.on_stale not in ("drop", "requeue"):
             return []
         aborts = [(self._workers[key], key) for key in late if key in self._workers]
+        exhausted = [key for key in late if self._tries[key].requeues >= self._settings.max_requeues]
         for key in late:
             self._give_up(key)
+        if exhausted and (self._settings.on_stale, self._settings.on_exhausted) == ("requeue", "fail"):
+            raise AsyncrlError(
+                f"prompt {exhausted[0].uid} was requeued {self._settings.max_requeues} times for staleness and was stale again",
+                hint='raise async_training.max_staleness, or set async_training.on_exhausted = "drop"',
+            )
         return aborts
 
     def state(self) -> dict[str, Any]:
@@ -172,22 +178,20 @@ class Groups:
         self._again.extend(self._decode(data) for data in state["again"])
 
     def _give_up(self, key: AttemptKey) -> None:
-        """A group has passed its deadline: requeue its prompt, or drop it for good."""
+        """A group has passed its deadline: requeue its prompt, or drop it for good.
+
+        A prompt that fails the run is requeued too: the checkpoint of the failed run has it, and no late group.
+        """
         attempt = self._tries[key]
         if key in self._results:
             self.tokens_discarded += _response_tokens(self._results[key])
         if self._settings.on_stale == "drop":
             self._end(key, Account.DROPPED, "stale")
-        elif attempt.requeues < self._settings.max_requeues:
-            self._end(key, Account.REQUEUED, "stale")
-            self._again.append(_next_attempt(attempt, requeues=attempt.requeues + 1))
-        elif self._settings.on_exhausted == "drop":
+        elif attempt.requeues >= self._settings.max_requeues and self._settings.on_exhausted == "drop":
             self._end(key, Account.DROPPED, "requeued too often")
         else:
-            raise AsyncrlError(
-                f"prompt {key.uid} was requeued {attempt.requeues} times for staleness and was stale again",
-                hint='raise async_training.max_staleness, or set async_training.on_exhausted = "drop"',
-            )
+            self._end(key, Account.REQUEUED, "stale")
+            self._again.append(_next_attempt(attempt, requeues=attempt.requeues + 1))
 
     def _end(self, key: AttemptKey, account: Account, reason: str) -> None:
         self.admission.discard(key, self._workers.pop(key, None))

@@ -6,10 +6,11 @@ Failures of a worker end the run in good order (`Board.stop`): the trainer finis
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from functools import partial
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.admission import Closed, WorkerSlots
+from asyncrl_cli.loop.admission import WorkerSlots
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, RolloutWorker
@@ -25,26 +26,27 @@ class Rollouts:
         self._by_name = {worker.name: worker for worker in board.workers}
 
     def start(self) -> None:
-        self._spawn(self._admit(), "admit")
+        self._spawn(self._admit, "admit")
         for worker in self._board.workers:
-            self._spawn(self._follow(worker), f"progress of {worker.name}")
-            self._spawn(self._keep_in_sync(worker), f"sync of {worker.name}")
+            self._spawn(partial(self._follow, worker), f"progress of {worker.name}")
+            self._spawn(partial(self._keep_in_sync, worker), f"sync of {worker.name}")
 
     def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
         for name, key in aborts:
-            self._spawn(self._by_name[name].abort(key), f"abort of {key}")
+            self._spawn(partial(self._by_name[name].abort, key), f"abort of {key}")
 
     def cancel(self) -> None:
         for task in self._started:
             task.cancel()
 
-    def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
+    def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
+        """A task of its own. It makes its coroutine when it begins: one that is cancelled before leaves none behind."""
         self._started = [task for task in self._started if not task.done()]
         self._started.append(self._tasks.create_task(self._guard(work), name=name))
 
-    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:
-            await work
+            await work()
         except (AsyncrlError, ExceptionGroup) as error:
             found = own_error(error)
             if found is None:
@@ -58,9 +60,9 @@ class Rollouts:
             clock.enter(State.BUSY)
             while (started := board.groups.start()) is not None:
                 name, request = started
-                self._spawn(self._run_group(self._by_name[name], request), f"group {request.key}")
+                self._spawn(partial(self._run_group, self._by_name[name], request), f"group {request.key}")
             clock.enter(State.BLOCKED, f"admission: {admission.closed()}")
-            await board.changes.until(lambda: admission.closed() is Closed.OPEN, "feed", lambda: f"admission ({admission.closed()})")
+            await board.changes.until(admission.is_open, "feed", lambda: f"admission ({admission.closed()})")
 
     async def _run_group(self, worker: RolloutWorker, request: GroupRequest) -> None:
         """Consumes a request; waits for the worker's engine and rewards."""

@@ -30,6 +30,12 @@ class WeightSync:
         """Whether one more version may be published."""
         return len(set(self.begun.values())) < 2
 
+    def reserve(self) -> None:
+        """A newer version is about to be gathered. While an older one loads, it replaces one that nobody has begun: from now on,
+        or a third version would exist as soon as somebody began that one."""
+        if self.begun and self.newest is not None and self.newest.version not in self.begun.values():
+            self.newest = None
+
     def gathered(self, version: int, gather_s: float) -> None:
         self._gather_s[version] = gather_s
 

@@ -146,6 +146,7 @@ class Training:
             board.last_version = board.version + 1
         with self._spending("gather"):
             await self._room_to_publish()
+        board.sync.reserve()
         gathered = await board.trainer.gather(board.version + 1)
         self._spent_s["gather"] += gathered.gather_s
         board.reports.add(gathered.report, board.now_s())
