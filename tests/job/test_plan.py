@@ -38,10 +38,11 @@ def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
     assert plan.warnings == ()
 
 
-def test_colocated_sides_share_one_bundle_and_compute_with_all_of_its_threads_in_turns() -> None:
+def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_use_apart() -> None:
     plan = job(colocate=True)
-    assert [(group.name, len(group.bundles)) for group in plan.groups] == [("colocated", 1)]
-    assert shape(plan) == {"trainer": (1, 0, 1, 2), "rollout": (1, 0, 1, 2)}
+    assert [(group.name, len(group.bundles)) for group in plan.groups] == [("colocated", 2)]
+    assert shape(plan) == {"trainer": (2, 0, 1, 1), "rollout": (2, 0, 0, 1)}
+    assert plan.role("rollout").bundles == plan.role("trainer").bundles == (0, 1)
     assert plan.cpus == job().cpus
 
 
@@ -78,11 +79,10 @@ def test_colocated_gpus_are_shared_by_halves() -> None:
     assert plan.role("rollout").bundles == plan.role("trainer").bundles == (0, 1, 2, 3)
 
 
-def test_uneven_colocated_cpus_share_bundles_of_equal_size() -> None:
-    plan = job(nodes((12, 0)), colocate=True, trainer_workers=2, workers=4)
-    assert shape(plan) == {"trainer": (2, 0, 1, 3), "rollout": (4, 0, 1, 1)}
-    assert plan.role("rollout").bundles == (0, 0, 1, 1)
-    assert [bundle.cpus for bundle in plan.groups[0].bundles] == [3, 3]
+def test_colocated_places_on_cpus_have_as_many_threads_as_cores() -> None:
+    plan = job(nodes((12, 0)), colocate=True, workers=3, cpus_per_worker=4)
+    assert shape(plan) == {"trainer": (3, 0, 4, 4), "rollout": (3, 0, 0, 4)}
+    assert [bundle.cpus for bundle in plan.groups[0].bundles] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,7 @@ def test_uneven_colocated_cpus_share_bundles_of_equal_size() -> None:
             {"colocate": True, "trainer_workers": 4, "workers": 2},
             ["trainer_workers = 4", "workers = 2"],
         ),
+        (LAPTOP, {"colocate": True, "trainer_workers": 2, "workers": 4}, ["trainer_workers = 2", "workers = 4", "core"]),
         (nodes((16, 8)), {"colocate": True, "gpus_per_rollout_worker": 2}, ["gpus_per_rollout_worker = 2"]),
         (nodes((16, 1)), {}, ["1 GPU"]),
     ],

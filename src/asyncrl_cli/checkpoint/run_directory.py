@@ -93,6 +93,10 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def timeline(self) -> Path:
+        return self.path / "timeline.jsonl"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

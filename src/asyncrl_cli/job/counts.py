@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import ConfigError, PreflightError
@@ -22,18 +23,35 @@ class Counts:
 
     @property
     def cpus(self) -> int:
-        return self.cpus_per_worker * (self.trainer_workers + self.rollout_workers)
+        """Colocated on CPUs, a rank and a worker compute with the same cores."""
+        shared = self.colocate and not self.gpus
+        return self.cpus_per_worker * (self.trainer_workers + (0 if shared else self.rollout_workers))
 
 
 def cpu_counts(profile: Profile) -> Counts:
-    """One worker per role unless the profile says more; GPU counts mean nothing here (the plan warns)."""
+    """One worker per role unless the profile says more; GPU counts mean nothing here (the plan warns).
+
+    Colocated, each place of `cpus_per_worker` cores has a rank and a worker; there are as many places as both sides
+    would have apart. (More threads for one rank and one worker would not help small matrices: they get slower.)
+    """
+    if profile.placement.colocate:
+        asked = {"placement.trainer_workers": profile.placement.trainer_workers, "rollout.workers": profile.rollout.workers}
+        places = _equal(asked, "core") or 2
+        return Counts(
+            trainer_workers=places,
+            rollout_workers=places,
+            gpus_per_rollout_worker=0,
+            cpus_per_worker=profile.placement.cpus_per_worker,
+            gpus=0,
+            colocate=True,
+        )
     return Counts(
         trainer_workers=profile.placement.trainer_workers or 1,
         rollout_workers=profile.rollout.workers or 1,
         gpus_per_rollout_worker=0,
         cpus_per_worker=profile.placement.cpus_per_worker,
         gpus=0,
-        colocate=profile.placement.colocate,
+        colocate=False,
     )
 
 
@@ -75,15 +93,20 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
         "rollout.workers": profile.rollout.workers,
         "placement.gpus": placement.gpus,
     }
+    gpus = _equal(asked, "GPU") or _total(profile, cluster)
+    return _cuda(profile, gpus, gpus, gpus)
+
+
+def _equal(asked: Mapping[str, int | None], place: str) -> int | None:
+    """The one number that all keys give, None if none is given."""
     given = {key: value for key, value in asked.items() if value is not None}
     if len(set(given.values())) > 1:
         numbers = ", ".join(f"{key} = {value}" for key, value in given.items())
         raise ConfigError(
-            f"placement.colocate needs one rank and one rollout worker per GPU, but {numbers}",
+            f"placement.colocate needs one rank and one rollout worker per {place}, but {numbers}",
             hint=" ".join(f"--set {key}={min(given.values())}" for key in given),
         )
-    gpus = next(iter(given.values())) if given else _total(profile, cluster)
-    return _cuda(profile, gpus, gpus, gpus)
+    return next(iter(given.values()), None)
 
 
 def _cuda(profile: Profile, ranks: int, workers: int, gpus: int) -> Counts:

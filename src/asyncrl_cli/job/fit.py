@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.cluster import ClusterResources, counted
@@ -24,11 +23,11 @@ class Bundle:
 
 
 def bundles_of(counts: Counts) -> dict[str, tuple[Bundle, ...]]:
-    """Bundles by placement group. Colocated ones are equal: each has as many ranks and workers as any other."""
+    """Bundles by placement group. A colocated one has one rank and one worker."""
     if counts.colocate:
-        num_bundles = gcd(counts.trainer_workers, counts.rollout_workers)
-        bundle = Bundle(cpus=counts.cpus // num_bundles, gpus=counts.gpus // num_bundles)
-        return {"colocated": (bundle,) * num_bundles}
+        places = counts.trainer_workers
+        bundle = Bundle(cpus=counts.cpus // places, gpus=counts.gpus // places)
+        return {"colocated": (bundle,) * places}
     trainer = Bundle(cpus=counts.cpus_per_worker, gpus=1 if counts.gpus else 0)
     rollout = Bundle(cpus=counts.cpus_per_worker, gpus=counts.gpus_per_rollout_worker if counts.gpus else 0)
     return {"trainer": (trainer,) * counts.trainer_workers, "rollout": (rollout,) * counts.rollout_workers}
@@ -83,7 +82,7 @@ def _smaller_jobs(counts: Counts, cluster: ClusterResources) -> Iterator[tuple[C
     total = counts.trainer_workers + counts.rollout_workers
     for workers in range(total - 1, 1, -1):
         ranks = min(max(1, round(workers * counts.trainer_workers / total)), workers - 1)
-        rollouts = ranks if counts.colocate and counts.gpus else workers - ranks
+        rollouts = ranks if counts.colocate else workers - ranks
         for cpus in {counts.cpus_per_worker: None, 1: None}:
             sets = f"--set placement.trainer_workers={ranks} --set rollout.workers={rollouts}"
             if counts.gpus:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
-DEBOUNCE_S = 0.02
+DEBOUNCE_S = 0.05
 POLL_S = 1.0
 
 

@@ -3,10 +3,10 @@
     placement group   bundles                                 who lives in a bundle
     trainer           one per rank: 1 device, c CPUs          that rank
     rollout           one per worker: g GPUs, c CPUs          that worker
-    colocated         (instead of both) what apart would use  ranks and workers, in turns
+    colocated         one per place, instead of both          a rank and a worker, in turns
 
-c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. Colocated workers share each GPU by halves;
-on CPUs each side computes with all of its bundle's threads, because the other one is paused.
+c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. A colocated bundle has one rank and one worker, which share
+its GPU by halves, and each computes with all of its cores, because the other one is paused.
 """
 
 from __future__ import annotations
@@ -111,19 +111,20 @@ def _device(profile: Profile, cluster: ClusterResources) -> str:
 
 
 def _role(name: str, counts: Counts, groups: Sequence[GroupPlan]) -> RolePlan:
-    """Spread a role's workers evenly over the bundles of the group it lives in."""
+    """A role's workers, one in each bundle of the group it lives in."""
     group = next(group for group in groups if group.name in (name, COLOCATED))
     workers = counts.trainer_workers if name == TRAINER else counts.rollout_workers
-    per_bundle = workers // len(group.bundles)
     bundle = group.bundles[0]
+    # What a rank has reserved on shared cores, its worker cannot reserve again.
+    shares_cores = counts.colocate and not counts.gpus and name == ROLLOUT
     assert not (counts.colocate and bundle.gpus > 1), "a shared GPU has one rank and one worker"
     return RolePlan(
         name=name,
         group=group.name,
-        bundles=tuple(index // per_bundle for index in range(workers)),
-        cpus=counts.cpus_per_worker,
+        bundles=tuple(range(workers)),
+        cpus=0 if shares_cores else counts.cpus_per_worker,
         gpus=bundle.gpus / 2 if counts.colocate else bundle.gpus,
-        threads=bundle.cpus // per_bundle if counts.colocate else counts.cpus_per_worker,
+        threads=bundle.cpus,
     )
 
 

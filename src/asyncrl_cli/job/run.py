@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.job.plan import JobPlan
     from asyncrl_cli.loop.pipeline import Pipeline
     from asyncrl_cli.observe.observers import Observers
+    from asyncrl_cli.observe.sinks import Sink
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.tasks.task import Task
 
@@ -140,8 +141,14 @@ class Run:
         from asyncrl_cli.observe.observers import Observers
         from asyncrl_cli.observe.screen import make_ui
         from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
+        from asyncrl_cli.observe.timeline import TimelineFile
 
-        sinks = [MetricsFile(directory.metrics), EventsFile(directory.events), StatusFile(directory.status)]
+        sinks: list[Sink] = [
+            MetricsFile(directory.metrics),
+            EventsFile(directory.events),
+            TimelineFile(directory.timeline),
+            StatusFile(directory.status),
+        ]
         if self.profile.logging.wandb != "disabled":
             sinks.append(self._wandb(directory))
         screen = make_ui(self.ui)

@@ -17,6 +17,7 @@ from asyncrl_cli.observe.values import (
     Histogram,
     Last,
     Max,
+    Quantiles,
     Ratio,
     Scalar,
     Spread,
@@ -120,6 +121,7 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
     }
     if lengths:
         values["response_tokens/median"] = Last((lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2)
+        values["response_tokens/quantiles"] = Quantiles.of(lengths)
     return values
 
 

@@ -1,7 +1,8 @@
 """Everyone who watches a run, behind the loop's one Observer port: metrics are worked out once and shared.
 
 loop --StepRecord--> StepMetrics --line--+
-loop --Event-------> JSON ---------event-+--> sinks: metrics.jsonl, events.jsonl, status.json, screen, W&B
+                     timeline ----spans--+
+loop --Event-------> JSON ---------event-+--> sinks: metrics.jsonl, events.jsonl, timeline.jsonl, status.json, screen, W&B
 loop --Snapshot----> LiveStatus --status-+
 """
 
@@ -16,6 +17,7 @@ from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import Sink, to_json
+from asyncrl_cli.observe.timeline import span_line
 
 log = logging.getLogger("asyncrl")
 
@@ -43,6 +45,7 @@ class Observers:
         line = self.metrics.update(record)
         self.live.line(line, self.metrics.totals())
         self._each("line", line)
+        self._each("spans", span_line(record, self._time_before_s))
 
     def tick(self, snapshot: Snapshot) -> None:
         self._align(snapshot.time_s)

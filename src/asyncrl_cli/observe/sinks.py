@@ -20,6 +20,9 @@ class Sink(Protocol):
     def event(self, event: Mapping[str, Any]) -> None:
         """One event, as it stands in events.jsonl."""
 
+    def spans(self, spans: Mapping[str, Any]) -> None:
+        """Where the executors' time went since the last train step, as it stands in timeline.jsonl."""
+
     def status(self, status: Mapping[str, Any]) -> None:
         """The run at a glance, once a second."""
 
@@ -34,6 +37,8 @@ class NullSink:
 
     def event(self, event: Mapping[str, Any]) -> None: ...
 
+    def spans(self, spans: Mapping[str, Any]) -> None: ...
+
     def status(self, status: Mapping[str, Any]) -> None: ...
 
     def close(self, status: Mapping[str, Any]) -> None: ...
@@ -43,7 +48,7 @@ class MetricsFile(NullSink):
     """metrics.jsonl: one line per train step. A resume takes back the lines of steps that will happen again."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = _LineFile(path)
+        self._lines = LineFile(path)
 
     def line(self, line: Mapping[str, Any]) -> None:
         self._lines.append(line)
@@ -60,7 +65,7 @@ class EventsFile(NullSink):
     """events.jsonl: nothing is ever taken back; `resumed` says which events were lost with a crash."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = _LineFile(path)
+        self._lines = LineFile(path)
 
     def event(self, event: Mapping[str, Any]) -> None:
         self._lines.append(event)
@@ -100,7 +105,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class _LineFile:
+class LineFile:
     """Appends JSON lines, each handed to the system at once, so that a killed process loses at most a half last one."""
 
     def __init__(self, path: Path) -> None:

@@ -6,7 +6,7 @@ what a line shows; None means that nothing was measured, and the key stays absen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from itertools import zip_longest
 from typing import Any, Protocol, Self
@@ -127,7 +127,28 @@ class Histogram:
         return Histogram(tuple(a + b for a, b in zip_longest(self.counts, later.counts, fillvalue=0)))
 
 
-KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram)}
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """A step's own distribution: entry i of m has the share i / (m - 1) of the step's values at or below it."""
+
+    points: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ascending: Sequence[int], shares: int = 40) -> Quantiles:
+        last = len(ascending) - 1
+        return cls(tuple(ascending[round(last * i / shares)] for i in range(shares + 1)) if ascending else ())
+
+    @property
+    def value(self) -> Scalar | None:
+        return list(self.points) if self.points else None
+
+    def merge(self, later: Quantiles) -> Quantiles:
+        return later if later.points else self
+
+
+KINDS: Mapping[str, type[Any]] = {
+    kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)
+}
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:

@@ -93,7 +93,7 @@ class Wandb(NullSink):
             self._started.set()
         try:
             while (line := self._queue.get()) is not None:
-                run.log({key: _chart(value) for key, value in line.items()})
+                run.log({key: _chart(key, value) for key, value in line.items()})
             run.finish()
         except Exception:  # a run never ends for W&B's sake
             log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
@@ -121,11 +121,13 @@ def _run_id(run_dir: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _chart(value: Any) -> Any:
-    """A list is a histogram over 0, 1, 2, ..."""
+def _chart(key: str, value: Any) -> Any:
+    """Quantiles stand for the values that they are of; any other list is a histogram over 0, 1, 2, ..."""
     if isinstance(value, list):
         import numpy as np
         import wandb
 
+        if key.endswith("/quantiles"):
+            return wandb.Histogram(value)
         return wandb.Histogram(np_histogram=(np.array(value), np.arange(len(value) + 1) - 0.5))
     return value
