@@ -32,6 +32,7 @@ CONFLICTS = [
         ["max_staleness = 1", "ceil(1.2) = 2"],
         "max_staleness=2",
     ),
+    ("base", ["async_training.max_staleness=1"], ["max_staleness = 1", "staleness_threshold = 0"], "max_staleness=0"),
     ("base", ["async_training.on_stale=drop"], ['on_stale = "drop"', "staleness_threshold = 0"], "on_stale=wait"),
     (
         "base",

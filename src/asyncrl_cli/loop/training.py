@@ -157,7 +157,8 @@ class Training:
             board.stop(error)
         if board.settings.colocate:
             await self._hand_over(worker.resume() for worker in board.workers)
-        self._publish_beside()
+        if board.sync.room:  # a stop does not wait for room: the workers end with what they have, a resume publishes first
+            self._publish_beside()
         board.changes.notify()
 
     async def _room_to_publish(self) -> None:

@@ -70,6 +70,12 @@ def _staleness(profile: Profile) -> Iterator[ConfigError]:
             f"ceil({eta}) = {least}: groups admitted that far ahead are that old when they are trained",
             hint=f"--set async_training.max_staleness={least}, or a smaller async_training.staleness_threshold",
         )
+    if training.max_staleness and eta == 0:
+        yield ConfigError(
+            f"async_training.max_staleness = {training.max_staleness} with async_training.staleness_threshold = 0: "
+            "nothing is generated ahead, so nothing may be stale",
+            hint="--set async_training.max_staleness=0, or a staleness_threshold above 0",
+        )
     if training.on_stale != "wait" and eta == 0:
         yield ConfigError(
             f'async_training.on_stale = "{training.on_stale}" with async_training.staleness_threshold = 0: '
