@@ -22,7 +22,7 @@ class Rollouts:
     def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
         self._board = board
         self._tasks = tasks
-        self._started: list[asyncio.Task[None]] = []
+        self._started: dict[asyncio.Task[None], None] = {}
         self._by_name = {worker.name: worker for worker in board.workers}
 
     def start(self) -> None:
@@ -36,13 +36,14 @@ class Rollouts:
             self._spawn(partial(self._by_name[name].abort, key), f"abort of {key}")
 
     def cancel(self) -> None:
-        for task in self._started:
+        for task in list(self._started):
             task.cancel()
 
     def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
         """A task of its own. It makes its coroutine when it begins: one that is cancelled before leaves none behind."""
-        self._started = [task for task in self._started if not task.done()]
-        self._started.append(self._tasks.create_task(self._guard(work), name=name))
+        task = self._tasks.create_task(self._guard(work), name=name)
+        self._started[task] = None
+        task.add_done_callback(self._started.pop)
 
     async def _guard(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from enum import Enum
@@ -66,7 +66,6 @@ class Change(Enum):
 
 
 class _Sleeper(NamedTuple):
-    concerned: tuple[Change, ...]
     condition: Callable[[], bool]
     future: asyncio.Future[None]
 
@@ -80,20 +79,15 @@ class Changes:
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
-        self._sleepers: list[_Sleeper] = []
+        self._sleepers: dict[Change, dict[int, _Sleeper]] = {change: {} for change in Change}
+        self._num_waits = 0
 
     def notify(self, changed: Change = Change.RUN) -> None:
         """The state changed: whoever waits for that wakes if its condition holds (in the order in which they began to wait)."""
         self.progress += 1
-        kept = []
-        for sleeper in self._sleepers:
-            if sleeper.future.done():
-                continue
-            if changed in sleeper.concerned and sleeper.condition():
+        for sleeper in list(self._sleepers[changed].values()):
+            if not sleeper.future.done() and sleeper.condition():
                 sleeper.future.set_result(None)
-            else:
-                kept.append(sleeper)
-        self._sleepers = kept
 
     async def until(
         self, condition: Callable[[], bool], who: str, what: str | Callable[[], str], concerned: tuple[Change, ...] = tuple(Change)
@@ -101,9 +95,18 @@ class Changes:
         """Wait until `condition()` holds, which is looked at after every `notify` of `Change.RUN` or one of `concerned`."""
         while not condition():
             with self.waiting(who, what):
-                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._sleepers.append(_Sleeper((Change.RUN, *concerned), condition, future))
-                await future
+                await self._sleep(condition, dict.fromkeys((Change.RUN, *concerned)))
+
+    async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:
+        self._num_waits += 1
+        number, sleeper = self._num_waits, _Sleeper(condition, asyncio.get_running_loop().create_future())
+        for change in concerned:
+            self._sleepers[change][number] = sleeper
+        try:
+            await sleeper.future
+        finally:
+            for change in concerned:
+                del self._sleepers[change][number]
 
     @contextmanager
     def waiting(self, who: str, what: str | Callable[[], str]) -> Iterator[None]:
