@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -12,6 +13,8 @@ from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.loop.ports import Event, Prompt, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.engine import DecodeTimes
+from asyncrl_cli.simulate.faults import Faults
 from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
 
@@ -28,6 +31,14 @@ MODES: dict[str, dict[str, Any]] = {
 def pareto_tokens(rng: random.Random) -> int:
     """Long-tailed lengths: p50 about 8, now and then hundreds."""
     return min(int(5 * rng.paretovariate(1.2)), 400)
+
+
+def worker_times(
+    token_s: float = 0.02, response_tokens: Callable[[random.Random], int] = pareto_tokens, **times: Any
+) -> WorkerTimes:
+    """Every token takes `token_s`, however many sequences run; each length is drawn by itself."""
+    decoding = DecodeTimes(step_s=token_s)
+    return WorkerTimes(decoding=decoding, response_tokens=lambda rng, n: [response_tokens(rng) for _ in range(n)], **times)
 
 
 def settings(mode: str, **changes: Any) -> LoopSettings:
@@ -115,22 +126,19 @@ def run_world(
     slots: int = 8,
     times: dict[str, Any] | None = None,
     trainer_times: dict[str, Any] | None = None,
+    faults: Faults | None = None,
     evals: int = 0,
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
 ) -> Ran:
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
-        worker_times = {
-            "token_s": 0.02,
-            "response_tokens": pareto_tokens,
-            "prefetch_s": lambda rng: rng.random() * 0.5,
-            "load_s": lambda rng: rng.random() * 0.3,
-        } | (times or {})
-        step_times = {"step_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (trainer_times or {})
-        team = [SimulatedWorker(f"rollout-{i}", slots, WorkerTimes(**worker_times), seed) for i in range(workers)]
+        syncing = {"prefetch_s": lambda rng: rng.random() * 0.5, "load_s": lambda rng: rng.random() * 0.3}
+        times_of_all = worker_times(**(syncing | (times or {})))
+        step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (trainer_times or {})
+        team = [SimulatedWorker(f"rollout-{i}", slots, times_of_all, seed, faults) for i in range(workers)]
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
-        trainer = SimulatedTrainer(TrainerTimes(**step_times))
+        trainer = SimulatedTrainer(TrainerTimes(**step_times), keep_batches=True, faults=faults)
         world = World(
             feed=CountingFeed(),
             trainer=trainer,

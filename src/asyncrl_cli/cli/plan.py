@@ -1,4 +1,4 @@
-"""`asyncrl plan`: what a profile comes to, before anything starts."""
+"""`asyncrl plan`: what a profile comes to, before anything starts; with `--tune`, which settings would be faster."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncrl_cli.cli.console import print_json, stdout, warn
-from asyncrl_cli.cli.options import JsonOption, ProfileOption, SetOption, load_profile
+from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile
+from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
+    from asyncrl_cli.cli.plan_memory import MemoryReport
     from asyncrl_cli.job.plan import JobPlan
     from asyncrl_cli.profile.arithmetic import Schedule
     from asyncrl_cli.profile.layers import Loaded
@@ -19,26 +21,67 @@ EXAMPLES = """[bold]Examples[/]
 
   asyncrl plan --profile stale-samples
 
-  asyncrl plan --profile partial-rollout --set async_training.staleness_threshold=1 --gpus 8"""
+  asyncrl plan --profile partial-rollout --set async_training.staleness_threshold=1 --gpus 8 --gpu-memory 80
+
+  asyncrl plan --tune verl-7b-math-128 --max-staleness 1
+
+[bold]--tune[/] searches split, K, eta and slots on a virtual clock, in a minute or two, without a GPU: its output is simulated."""
+GIB = 2**30
 
 
 def command(
-    profile: ProfileOption,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            "-p",
+            metavar="NAME|FILE",
+            help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file; with --tune partial-rollout, or the run's own.",
+        ),
+    ] = None,
     sets: SetOption = None,
     gpus: Annotated[
         int | None,
         typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one."),
     ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's."),
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option("--tune", metavar="WORKLOAD|RUN", help="Search for faster settings of a workload, or of a run measured here."),
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option("--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; the profile's own."),
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Show mode, groups, windows, admission budget, staleness bound and placement of a profile."""
-    print_plan(load_profile(profile, sets), gpus=gpus, as_json=as_json)
+    """Show mode, groups, windows, admission budget, staleness bound, placement and memory of a profile."""
+    if tune is not None:
+        from asyncrl_cli.cli.plan_tune import print_tuned
+
+        # No GPUs to search on is a question without an answer; a plan for none is one for CPUs.
+        asked = gpus or None
+        print_tuned(tune, profile, sets, gpus=asked, bound=max_staleness, runs_dir=runs_dir, as_json=as_json)
+        return
+    if profile is None:
+        raise ConfigError("a plan needs --profile, or --tune", hint="asyncrl plan --profile partial-rollout")
+    if max_staleness is not None:
+        raise ConfigError(
+            "--max-staleness bounds a search and belongs to --tune",
+            hint=f"--tune WORKLOAD, or --set async_training.max_staleness={max_staleness}",
+        )
+    print_plan(load_profile(profile, sets), gpus=gpus, gpu_memory_gib=gpu_memory, as_json=as_json)
 
 
-def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool) -> None:
-    """On stdout; for this machine, or one like it with `gpus` GPUs."""
+def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
+    """On stdout; for this machine, or one like it with `gpus` GPUs of `gpu_memory_gib` each."""
     from dataclasses import replace
 
+    from asyncrl_cli.cli.plan_memory import memory_report, print_memory
     from asyncrl_cli.job.cluster import local_cluster
     from asyncrl_cli.job.plan import compile_job
     from asyncrl_cli.profile.arithmetic import Schedule
@@ -49,17 +92,31 @@ def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool) -> None:
     if gpus is not None:
         cluster = replace(cluster, nodes=(replace(cluster.nodes[0], gpus=gpus),))
     job = compile_job(profile, cluster)
-    for warning in (*loaded.warnings, *job.warnings):
+    memory = memory_report(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
+    for warning in (*loaded.warnings, *job.warnings, *memory.warnings):
         warn(warning)
     if as_json:
-        print_json(_document(profile, schedule, job))
+        print_json(_document(profile, schedule, job, memory))
     else:
         _print_tables(profile, schedule, job)
+        print_memory(memory, job)
 
 
-def _document(profile: Profile, schedule: Schedule, job: JobPlan) -> dict[str, Any]:
+def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:
+    """What was said of the GPUs; else this machine's, unless the plan is for GPUs of another one."""
+    from asyncrl_cli.job.memory_fit import known_memory_bytes
+
+    if job.device == "cuda" and gpu_memory_gib is not None:
+        return int(gpu_memory_gib * GIB)
+    if job.device == "cuda" and gpus is not None:
+        return None
+    return known_memory_bytes(job.device)
+
+
+def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: MemoryReport) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from asyncrl_cli.cli.plan_memory import memory_document
     from asyncrl_cli.job.plan import plan_rows
 
     return {
@@ -72,6 +129,7 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan) -> dict[str, A
             "cpus": job.cpus,
             "roles": plan_rows(job),
         },
+        "memory": memory_document(memory),
     }
 
 

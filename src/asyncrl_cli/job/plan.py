@@ -5,8 +5,8 @@
     rollout           one per worker: g GPUs, c CPUs          that worker
     colocated         one per place, instead of both          a rank and a worker, in turns
 
-c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. A colocated bundle has one rank and one worker, which share
-its GPU by halves, and each computes with all of its cores, because the other one is paused.
+c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. A colocated bundle has one rank and one worker, which
+share its GPU by halves, and each computes with all of its cores, because the other one is paused.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ can be served in time exactly if (earliest deadline first) for every d >= 0
 Admission checks (*) with the candidate, a take checks (*) without the taken group. Both are needed: checking takes
 alone lets admission fill the future with groups that cannot all be served, and the trainer waits for ever.
 
+Beyond what (*) demands, no group starts on a lagging worker if it would be due in the window that has begun already.
+
 Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group of deadline 6 may be taken:
 what is left, [5, 6], has one group due now for one take left. A second one of deadline 6 may not: [5] would be due with
 no take left. So the trainer waits for the urgent group, and only for that one.
@@ -97,10 +99,7 @@ class Admission:
         prefetch_groups: int = 0,
         workers: Iterable[WorkerSlots],
     ) -> None:
-        """`on_stale` other than "wait" switches inequality (*) off; `publish` then tells who is late.
-
-        "drop" and "requeue" still never start a group on weights so old that it would be late at once.
-        """
+        """`on_stale` other than "wait" switches inequality (*) off; `publish` then tells who is late."""
         self.window_groups = window_groups
         self.total_groups = total_groups
         self.budget = math.floor((1 + eta) * window_groups)
@@ -220,6 +219,14 @@ class Admission:
         assert not (late and self.on_stale == "wait"), f"passed the staleness bound: {late}"
         return late
 
+    def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
+        """The worker lags, and what starts there would be due in the window that has begun already, or late.
+
+        At the window's end the trainer would wait for such a group's longest response. The worker loads soon; then the
+        same group is due a window later.
+        """
+        return self.on_stale != "accept" and worker.version < self.version and deadline <= self.version
+
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
         if self.on_stale != "wait":
             return True
@@ -250,8 +257,7 @@ class Admission:
         for worker in sorted(room, key=lambda worker: (-worker.version, worker.used - worker.slots)):
             deadline = self.deadline_on(worker)
             untaken[deadline] += 1
-            is_late = deadline < self.version and self.on_stale != "accept"
-            if not is_late and self._in_time(untaken, self.takes_left):
+            if not self._is_rushed(worker, deadline) and self._in_time(untaken, self.takes_left):
                 return worker, Closed.OPEN
             untaken[deadline] -= 1
         return None, Closed.DEADLINES

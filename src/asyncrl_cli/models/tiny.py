@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -13,6 +13,18 @@ SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 """Their ids are 0, 1, 2; the characters follow."""
 
 MAX_POSITIONS = 2048
+
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    # Untied: an engine that keeps a copy of its own of a tied head would go on with the old one after a weight load.
+    "tie_word_embeddings": False,
+}
+"""Its sizes, under the names of a Qwen3's config.json."""
 
 
 def tiny_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -40,15 +52,8 @@ def tiny_config(vocab_size: int) -> Qwen3Config:
 
     return Qwen3Config(
         vocab_size=-(-vocab_size // 64) * 64,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
+        **TINY,
         max_position_embeddings=MAX_POSITIONS,
-        # Untied: an engine that keeps a copy of its own of a tied head would go on with the old one after a weight load.
-        tie_word_embeddings=False,
         # Texts are short: at the usual 10,000 most of a head's dimensions would hardly turn within them.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         bos_token_id=None,

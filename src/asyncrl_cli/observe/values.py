@@ -146,9 +146,7 @@ class Quantiles:
         return later if later.points else self
 
 
-KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)
-}
+KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Max, Ratio, Spread, Overlap, Histogram, Quantiles)}
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:

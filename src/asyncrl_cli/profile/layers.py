@@ -61,19 +61,23 @@ def load(
     sets: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
     environ: Mapping[str, str] | None = None,
+    layers: Sequence[Layer] = (),
 ) -> Loaded:
     """Read the profile NAME or FILE and lay environment, `--set a.b=c` and flags (dotted keys) over it.
+
+    `layers` lie right above the files, the lowest first: what a workload says of all profiles.
 
     Raises ConfigError for anything wrong in any layer, and PreflightError for an engine that is not there.
     """
     files = chain(reference)
-    layers = [
+    stack = [
         *(file_layer(file) for file in files),
+        *layers,
         environment_layer(os.environ if environ is None else environ),
         set_layer(sets),
         Layer(origin="flag", values=dict(flags or {})),
     ]
-    values, origins = merge(layers)
+    values, origins = merge(stack)
     _apply_alias(values, origins)
     profile = validate(values, origins, files[-1])
     return Loaded(profile=profile, origins=_all_origins(profile, origins, files[-1]), warnings=tuple(check(profile)))

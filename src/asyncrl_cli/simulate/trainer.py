@@ -12,43 +12,66 @@ from typing import Any
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import GatherReport, Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.simulate.faults import FaultKind, Faults
+from asyncrl_cli.simulate.machine import SharedMachine
+
+NAME = "trainer-0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    step_s: Callable[[TrainBatch], float] = lambda batch: 1.0
+    """Seconds, on a machine of its own. `overhead_s` is part of a train call, but of none of its reported parts: the loop's timing
+    shows it as `other`."""
+
+    train_s: Callable[[TrainBatch], float]
+    old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
+    overhead_s: float = 0.0
     gather_s: float = 0.0
     publish_s: float = 0.0
     snapshot_s: float = 0.0
     write_s: float = 0.0
-    dies_at_step: int | None = None
 
 
 class SimulatedTrainer:
-    """Implements `loop.ports.Trainer`; `batches` keeps what it was given."""
+    """Implements `loop.ports.Trainer`. `batches` holds what it was given, if `keep_batches`; `gathered` the versions."""
 
-    def __init__(self, times: TrainerTimes) -> None:
+    def __init__(
+        self,
+        times: TrainerTimes,
+        *,
+        keep_batches: bool = False,
+        faults: Faults | None = None,
+        machine: SharedMachine | None = None,
+    ) -> None:
         self.batches: list[TrainBatch] = []
         self.gathered: list[int] = []
         self._times = times
-        self._clock = StateClock("trainer-0", "trainer", asyncio.get_running_loop().time)
+        self._keep_batches = keep_batches
+        self._faults = faults or Faults()
+        self._machine = machine or SharedMachine()
+        self._loop = asyncio.get_running_loop()
+        self._clock = StateClock(NAME, "trainer", self._loop.time)
+        self._clock.waiting_for = "groups"
 
     async def train(self, batch: TrainBatch) -> TrainReport:
-        if batch.step == self._times.dies_at_step:
-            raise ExecutorFailed(f"trainer-0 failed: simulated death in step {batch.step}")
-        train_s = self._times.step_s(batch)
+        began_s = self._loop.time()
         self._clock.enter(State.BUSY)
-        await asyncio.sleep(train_s)
+        await asyncio.sleep(self._times.overhead_s)
+        old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
+        train_s = await self._machine.compute(self._times.train_s(batch))
+        if self._faults.of_call(FaultKind.STEP_FAILS, NAME, batch.step) is not None:
+            raise ExecutorFailed(f"{NAME} failed: simulated failure in step {batch.step}")
         self._clock.enter(State.STARVED, "groups")
-        self.batches.append(batch)
+        if self._keep_batches:
+            self.batches.append(batch)
         tokens = sum(meta.response_tokens for group in batch.groups for meta in group.trajectories)
+        self._clock.add("busy_s", self._loop.time() - began_s)
         self._clock.add("trained_tokens", tokens)
-        return TrainReport(train_s=train_s, old_logprob_s=0.0, tokens=tokens, metrics={}, report=self._clock.report())
+        self._clock.gauges["step"] = batch.step
+        return TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics={}, report=self._clock.report())
 
     async def gather(self, version: int) -> GatherReport:
-        self._clock.enter(State.SYNCING)
-        await asyncio.sleep(self._times.gather_s)
-        self._clock.enter(State.STARVED, "groups")
+        await self._stay(State.SYNCING, "weights to be gathered", self._times.gather_s)
         self.gathered.append(version)
         return GatherReport(version=version, gather_s=self._times.gather_s, report=self._clock.report())
 
@@ -57,7 +80,7 @@ class SimulatedTrainer:
         return Published(version=version, num_bytes=0, publish_s=self._times.publish_s, handle=None)
 
     async def snapshot(self, step: int) -> float:
-        await asyncio.sleep(self._times.snapshot_s)
+        await self._stay(State.BUSY, "a checkpoint's snapshot", self._times.snapshot_s)
         return self._times.snapshot_s
 
     async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
@@ -65,6 +88,11 @@ class SimulatedTrainer:
 
     async def report(self) -> ExecutorReport:
         return self._clock.report()
+
+    async def _stay(self, state: State, waiting_for: str, seconds: float) -> None:
+        self._clock.enter(state, waiting_for)
+        await asyncio.sleep(seconds)
+        self._clock.enter(State.STARVED, "groups")
 
 
 class MemoryCheckpoints:

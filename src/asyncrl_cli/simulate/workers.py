@@ -1,14 +1,20 @@
-"""A simulated rollout worker: sequences take time token by token, loads interrupt them, evals take slots."""
+"""A simulated rollout worker: an engine, rewards that take time, and the calls of `loop.ports.RolloutWorker`.
+
+    generate -> engine (n sequences) --each end--> slot free, reward begins --all rewards--> GroupResult
+    prefetch -> second buffer -> load (drain | freeze) -> thaw -> on it goes
+
+Its time in states is integrated by the meter of the real rollout actor (`job.meters`), and its answers are bounded by the limits of
+the real adapter (`job.ports`). Nothing here runs per token, and per trajectory no task and no timer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, RolloutMeter
 from asyncrl_cli.loop.ports import (
     AttemptKey,
     EvalRequest,
@@ -19,226 +25,241 @@ from asyncrl_cli.loop.ports import (
     LoadReport,
     Progress,
     Published,
-    TrajectoryMeta,
 )
-from asyncrl_cli.loop.states import State, StateClock
+from asyncrl_cli.loop.signal import background
+from asyncrl_cli.simulate.calls import Calls
+from asyncrl_cli.simulate.engine import DecodeTimes, SimulatedEngine, SimulatedSequence
+from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
+from asyncrl_cli.simulate.machine import SharedMachine
+from asyncrl_cli.simulate.polls import LongPoll
+from asyncrl_cli.simulate.sampled import Sampled, eval_result, fates, group_result
+
+CALL_KEY = "rollout.call_timeout_s"
+WEIGHTS_KEY = "weights.timeout_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """How long things take. Lengths come from `response_tokens(rng)`; a failed reward from `failure_ratio`."""
+    """How long things take, and how long responses are.
 
-    token_s: float
-    response_tokens: Callable[[random.Random], int]
-    reward_s: float = 0.0
+    `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
+    from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
+    `prefetch_s(rng)`, `load_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load itself.
+    `speed_spread`: the worker's decoding takes 1 +- this, uniform. Progress is reported `progress_s` after the last report at the
+    earliest, and after `poll_s` even if nothing has changed: long runs of many workers want both longer than the real worker's.
+    """
+
+    decoding: DecodeTimes
+    response_tokens: Callable[[random.Random, int], Sequence[int]]
+    prompt_tokens: int = 4
+    max_response_tokens: int | None = None
+    reward_s: Callable[[random.Random], float] = lambda rng: 0.0
+    failure_ratio: float = 0.0
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
-    failure_ratio: float = 0.0
-    dies_at_s: float | None = None
-
-
-class _Slots:
-    """A counting semaphore that wakes in order and never lets a latecomer overtake."""
-
-    def __init__(self, slots: int) -> None:
-        self._free = slots
-        self._queue: deque[asyncio.Future[None]] = deque()
-
-    async def take(self) -> None:
-        if self._free > 0:
-            self._free -= 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
-        await turn
-
-    def give(self) -> None:
-        while self._queue:
-            turn = self._queue.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._free += 1
+    pause_s: float = 0.0
+    speed_spread: float = 0.0
+    progress_s: float = DEBOUNCE_S
+    poll_s: float = POLL_S
+    call_timeout_s: float = 600.0
+    weights_timeout_s: float = 300.0
 
 
 class SimulatedWorker:
-    """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock."""
+    """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock. `loads` keeps the versions it has loaded."""
 
-    def __init__(self, name: str, slots: int, times: WorkerTimes, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        slots: int,
+        times: WorkerTimes,
+        seed: int,
+        faults: Faults | None = None,
+        machine: SharedMachine | None = None,
+    ) -> None:
         self.name = name
         self.slots = slots
-        self.version = -1
         self.loads: list[int] = []
         self._times = times
         self._rng = random.Random(f"{seed}/{name}")
-        self._now = asyncio.get_running_loop().time
-        self._clock = StateClock(name, "rollout", self._now)
-        self._slots = _Slots(slots)
-        self._running = 0
-        self._counted_s = self._now()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._frozen = asyncio.Event()
-        self._prefetched = -1
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.speed = 1 + times.speed_spread * self._rng.uniform(-1, 1)
+        self._loop = asyncio.get_running_loop()
+        self._calls = Calls(name)
+        self._poll = LongPoll(self._calls, times.progress_s, times.poll_s)
+        self._meter = RolloutMeter(name, slots, self._loop.time, self._poll.note)
+        self._engine = SimulatedEngine(slots, times.decoding, speed=self.speed, on_running=self._running)
+        self._machine = machine
+        if machine is not None:
+            machine.add(self._engine)
+        self._was_running = False
+        self._groups: dict[AttemptKey, Sampled] = {}
         self._finished: dict[AttemptKey, int] = {}
-        self._aborted: set[AttemptKey] = set()
-        self._eval_aborts = 0
-        self._changes = 0
-        self._changed = asyncio.Event()
+        self._ended_tokens = 0
+        self._evals: dict[Sampled, None] = {}
+        self._prefetched = -1
+        self._faults = faults or Faults()
+        self._counts = dict.fromkeys(FaultKind, 0)
+        self._await_faults()
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
 
     async def generate(self, request: GroupRequest) -> GroupResult:
-        self._finished[request.key] = 0
+        limit = self._calls.limit(f"group {request.key}", self._times.call_timeout_s, CALL_KEY)
+        await self._calls.arrive(limit)
+        assert request.key not in self._groups, f"{request.key} runs already"
         rng = random.Random(request.seed)
-        async with asyncio.TaskGroup() as tasks:
-            members = [tasks.create_task(self._trajectory(request, rng.random())) for _ in range(request.n)]
-        del self._finished[request.key]
-        metas = [task.result() for task in members]
-        if request.key in self._aborted:
-            self._aborted.discard(request.key)
-            tokens = sum(meta.response_tokens for meta in metas if meta)
-            return GroupResult(key=request.key, trajectories=(), failures=(), failed_tokens=tokens, payload=None)
-        kept = tuple(meta for meta in metas if meta is not None)
-        failures = ("the reward raised",) * (request.n - len(kept))
-        return GroupResult(key=request.key, trajectories=kept, failures=failures, failed_tokens=0, payload=str(request.key))
+        done = self._calls.open()
+        group = Sampled(
+            fates(rng, request.n, self._times),
+            self._times.prompt_tokens,
+            self._engine,
+            lambda group, sequence: self._sequence_ended(request.key, sequence),
+            lambda group: self._calls.resolve(done),
+        )
+        is_broken = self._meets(FaultKind.REWARD_RAISES) is not None
+        self._groups[request.key] = group
+        self._finished[request.key] = 0
+        self._engine.submit(group.sequences)
+        await self._calls.answer(done, limit)
+        self._group_ended(request.key, group)
+        return group_result(group, request, self._times, is_broken)
 
     async def abort(self, key: AttemptKey) -> None:
-        if key in self._finished:
-            self._aborted.add(key)
-            self._interrupt()
+        await self._calls.arrive(self._calls.limit(f"the abort of {key}", self._times.call_timeout_s, CALL_KEY))
+        if key in self._groups:
+            self._groups[key].abort()
 
     async def progress(self, seen: int) -> Progress:
-        self._check_alive()
-        if self._changes == seen:
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(1.0):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
-        self._check_alive()
-        self._count(0)
-        self._clock.gauges |= {"running_sequences": self._running, "slots": self.slots, "version": self.version}
-        return Progress(seen=self._changes, finished_sequences=dict(self._finished), reports=(self._clock.report(),))
+        limit = self._calls.limit("a progress report", self._times.call_timeout_s, CALL_KEY)
+        await self._calls.arrive(limit)
+        seen = await self._poll.after(seen, limit)
+        report = self._meter.report(
+            version=self.version,
+            sampled_tokens=int(self._engine.sampled_tokens),
+            running_tokens=self._ended_tokens + int(self._engine.running_tokens),
+        )
+        return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report,))
 
     async def prefetch(self, published: Published) -> float:
+        version = published.version
+        limit = self._calls.limit(f"the transfer of version {version}", self._times.weights_timeout_s, WEIGHTS_KEY)
+        await self._calls.arrive(limit)
         send_s = self._times.prefetch_s(self._rng)
-        await asyncio.sleep(send_s)
-        self._prefetched = published.version
+        late, lost, again = (
+            self._meets(kind) for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
+        )
+        await self._calls.sleep(send_s + (late.seconds if late else 0.0), limit)
+        if lost is not None:
+            self._calls.die(f"{self.name} failed: simulated loss of version {version} on its way")
+            self._calls.check()
+        self._receive(version)
+        if again is not None:
+            with background():
+                self._loop.call_later(again.seconds, self._receive, version)
         return send_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        assert version == self._prefetched
+        times, calls = self._times, self._calls
+        seconds, key = max(
+            (times.weights_timeout_s, WEIGHTS_KEY), (times.call_timeout_s if interrupt == "drain" else 0.0, CALL_KEY)
+        )
+        limit = calls.limit(f"the load of version {version} ({interrupt})", seconds, key)
+        await calls.arrive(limit)
+        assert version == self._prefetched, f"{self.name} loads version {version} and has received {self._prefetched}"
+        assert version > self.version, f"{self.name} goes from version {self.version} to {version}"
+        self._meter.load_begins(interrupt)
         if interrupt == "drain":
-            await self._idle.wait()
-        load_s = self._times.load_s(self._rng)
-        self._open.clear()
-        self._interrupt()
-        self._clock.enter(State.LOADING)
-        await asyncio.sleep(load_s)
-        assert version > self.version, f"{self.name} went from version {self.version} to {version}"
-        self.version = version
+            await calls.answer(self._engine.drained(), limit)
+        slow = self._meets(FaultKind.SLOW_LOAD)
+        load_s = times.load_s(self._rng) + (slow.seconds if slow else 0.0)
+        self._engine.freeze()
+        await calls.sleep(load_s + times.pause_s, limit)
+        self._engine.thaw(version, recompute=interrupt == "recompute-kv")
+        self._meter.load_ended()
         self.loads.append(version)
-        self._open.set()
-        self._clock.enter(State.BUSY if self._running else State.STARVED)
-        return LoadReport(version=version, send_s=0.0, load_s=load_s, pause_s=load_s, logprob_abs_diff=0.0)
+        return LoadReport(version=version, send_s=0.0, load_s=load_s, pause_s=load_s + times.pause_s, logprob_abs_diff=0.0)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        assert request.version == self.version, "an eval runs on a worker that holds its version"
-        lengths, aborts = list[int](), self._eval_aborts
-        for _ in request.items:
-            spans = await self._sample(lambda: self._eval_aborts > aborts)
-            if self._eval_aborts > aborts:
-                break
-            lengths.append(sum(tokens for _, tokens in spans))
-            assert {version for version, _ in spans} == {request.version}, "a load during an eval"
-        failures = ("aborted",) * (len(request.items) - len(lengths))
-        return EvalResult(version=request.version, rewards=(0.5,) * len(lengths), response_tokens=tuple(lengths), failures=failures)
+        times = self._times
+        limit = self._calls.limit(f"the eval of version {request.version}", times.call_timeout_s, CALL_KEY)
+        await self._calls.arrive(limit)
+        assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
+        in_store = [fates(random.Random(f"{request.seed}/{item.get('uid', item)}"), 1, times)[0] for item in request.items]
+        done = self._calls.open()
+        answers = Sampled(
+            in_store,
+            times.prompt_tokens,
+            self._engine,
+            lambda answers, sequence: None,
+            lambda answers: self._eval_ended(answers, done),
+        )
+        self._evals[answers] = None
+        self._meter.evals(+1)
+        self._engine.submit(answers.sequences)
+        await self._calls.answer(done, limit)
+        return eval_result(answers, request, times)
 
     async def abort_evals(self) -> None:
-        self._eval_aborts += 1
-        self._interrupt()
+        await self._calls.arrive(self._calls.limit("the abort of its evals", self._times.call_timeout_s, CALL_KEY))
+        for answers in list(self._evals):
+            answers.abort()
 
     async def pause(self) -> None:
-        assert self._running == 0, "paused while sequences run"
-        self._clock.enter(State.PAUSED)
+        await self._calls.arrive(self._calls.limit("a pause", self._times.call_timeout_s, CALL_KEY))
+        assert self._engine.running == 0, f"{self.name} is paused while sequences run"
+        self._meter.pause(True)
 
     async def resume(self) -> None:
-        self._clock.enter(State.STARVED)
+        await self._calls.arrive(self._calls.limit("a resume", self._times.call_timeout_s, CALL_KEY))
+        self._meter.pause(False)
 
-    async def _trajectory(self, request: GroupRequest, luck: float) -> TrajectoryMeta | None:
-        spans = await self._sample(lambda: request.key in self._aborted)
-        await asyncio.sleep(self._times.reward_s)
-        if request.key in self._finished:
-            self._finished[request.key] += 1
-            self._change()
-        if not spans or luck < self._times.failure_ratio:
+    def _sequence_ended(self, key: AttemptKey, sequence: SimulatedSequence) -> None:
+        self._finished[key] += 1
+        self._ended_tokens += sequence.tokens
+        self._poll.note()
+
+    def _group_ended(self, key: AttemptKey, group: Sampled) -> None:
+        del self._groups[key], self._finished[key]
+        self._ended_tokens -= sum(sequence.tokens for sequence in group.sequences if sequence.ended)
+        self._poll.note()
+
+    def _eval_ended(self, answers: Sampled, done: asyncio.Future[None]) -> None:
+        del self._evals[answers]
+        self._meter.evals(-1)
+        self._calls.resolve(done)
+
+    def _running(self, running: int) -> None:
+        self._meter.running(running)
+        is_running = running > 0
+        if self._machine is not None and is_running != self._was_running:
+            self._machine.generating(+1 if is_running else -1)
+        self._was_running = is_running
+
+    def _receive(self, version: int) -> None:
+        """The second buffer holds the newest version that has arrived; what comes again, or late, changes nothing."""
+        self._prefetched = max(self._prefetched, version)
+
+    def _await_faults(self) -> None:
+        happens = {FaultKind.WORKER_DIES: self._die, FaultKind.WORKER_HANGS: self._hang}
+        with background():
+            for fault in self._faults.at(self.name):
+                self._loop.call_at(fault.at_s, happens[fault.kind], fault)
+
+    def _die(self, fault: Fault) -> None:
+        self._faults.happens(fault)
+        self._engine.freeze()
+        self._calls.die(f"{self.name} failed: simulated death at {fault.at_s:g} s")
+
+    def _hang(self, fault: Fault) -> None:
+        self._faults.happens(fault)
+        self._engine.freeze()
+        self._calls.hang()
+
+    def _meets(self, kind: FaultKind) -> Fault | None:
+        """The fault, if any, of this call: the next one of its kind."""
+        if not self._faults.pending:
             return None
-        return TrajectoryMeta(
-            prompt_tokens=4,
-            response_tokens=sum(tokens for _, tokens in spans),
-            reward=float(luck > 0.5),
-            finish_reason="stop",
-            version_tokens=tuple(spans),
-        )
-
-    async def _sample(self, is_aborted: Callable[[], bool]) -> list[tuple[int, int]]:
-        """One sequence: [(version, tokens), ...], through any number of loads."""
-        await self._slots.take()
-        remaining, spans = self._times.response_tokens(self._rng), list[tuple[int, int]]()
-        try:
-            while remaining > 0 and not is_aborted():
-                await self._open.wait()
-                tokens = await self._tokens_until_interrupt(remaining)
-                remaining -= tokens
-                if tokens and spans and spans[-1][0] == self.version:
-                    spans[-1] = (self.version, spans[-1][1] + tokens)
-                elif tokens:
-                    spans.append((self.version, tokens))
-        finally:
-            self._slots.give()
-        return spans
-
-    async def _tokens_until_interrupt(self, remaining: int) -> int:
-        self._count(+1)
-        began_s, frozen = self._now(), self._frozen
-        try:
-            async with asyncio.timeout(remaining * self._times.token_s):
-                await frozen.wait()
-            tokens = min(remaining, int((self._now() - began_s) / self._times.token_s))
-        except TimeoutError:
-            tokens = remaining
-        finally:  # an eval that timed out is cancelled here
-            self._count(-1)
-        self._clock.add("sampled_tokens", tokens)
-        return tokens
-
-    def _interrupt(self) -> None:
-        frozen, self._frozen = self._frozen, asyncio.Event()
-        frozen.set()
-
-    def _count(self, change: int) -> None:
-        """Integrate the running sequences up to now, then change their number."""
-        now_s = self._now()
-        self._clock.add("running_sequence_s", self._running * (now_s - self._counted_s))
-        self._clock.add("idle_s", (now_s - self._counted_s) if self._running == 0 else 0.0)
-        self._counted_s = now_s
-        self._running += change
-        if change == 0:
-            return
-        if self._running:
-            self._idle.clear()
-            self._clock.enter(State.BUSY)
-        else:
-            self._idle.set()
-            self._clock.enter(State.STARVED)
-            self._change()
-
-    def _change(self) -> None:
-        self._changes += 1
-        self._changed.set()
-
-    def _check_alive(self) -> None:
-        if self._times.dies_at_s is not None and self._now() >= self._times.dies_at_s:
-            raise ExecutorFailed(f"{self.name} failed: simulated death at {self._times.dies_at_s:g} s")
+        self._counts[kind] += 1
+        return self._faults.of_call(kind, self.name, self._counts[kind])

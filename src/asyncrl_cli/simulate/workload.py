@@ -57,7 +57,7 @@ class Rewarding(Section):
 
 
 class Training(Section):
-    """A train step takes `(steps * step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent`."""
+    """An optimizer step takes `fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent`."""
 
     step_s: NonNegativeFloat = 0.0
     """Seconds of an optimizer step whatever it trains, on `reference_gpus`."""
@@ -71,6 +71,11 @@ class Training(Section):
     """1: twice the devices halve the time; 0: more devices do not help."""
     old_logprob_scaling_exponent: NonNegativeFloat = 1.0
     """The same for the old-logprob pass."""
+    fixed_step_s: NonNegativeFloat = 0.0
+    """Seconds of an optimizer step that no further device shortens: its longest sequence, which one device computes, and
+    communication."""
+    old_logprob_fixed_step_s: NonNegativeFloat = 0.0
+    """The same for each mini-batch of the old-logprob pass."""
     step_overhead_s: NonNegativeFloat = 0.0
     """Seconds per train step that no device shortens (taking the batch, advantages, moving payloads); the trainer's timing counts
     them as `other`."""
@@ -134,5 +139,7 @@ class Workload(Section):
     rewarding: Rewarding = Rewarding()
     training: Training
     syncing: Syncing
-    references: Annotated[tuple[Reference, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)] = ()
+    references: Annotated[
+        tuple[Reference, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+    ] = ()
     """Measured rows."""

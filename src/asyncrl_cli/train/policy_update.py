@@ -135,7 +135,9 @@ class PolicyUpdate:
 
     def _optimizer_step(self, step: _OptimizerStep, sums: CorrectionSums) -> tuple[float, float]:
         num_tokens = max(step.num_loss_tokens, 1)
+        last = step.microbatches[-1]
         for microbatch, prox_N in zip(step.microbatches, step.prox, strict=True):
+            self._model.before_backward(is_last=microbatch is last)
             logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
             logp_theta_N = select_logprobs(logprobs_NV, microbatch.targets_N)
             losses = decoupled_ppo(

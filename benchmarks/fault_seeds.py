@@ -1,0 +1,64 @@
+"""Many seeds of the deterministic simulation: how often what happened, and a command that replays each seed that failed.
+
+    python benchmarks/fault_seeds.py [--seeds 10000] [--first 0] [--processes 2]
+
+Exits with 1 if any seed failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+
+from asyncrl_cli.simulate.scenarios import draw, run
+
+_CHUNK_SEEDS = 25
+
+
+def run_seeds(seeds: range) -> tuple[Counter[str], Counter[str], Counter[str], dict[int, str]]:
+    """Scenarios by mode, events, faults, and what broke by seed."""
+    modes, events, faults, broken = Counter[str](), Counter[str](), Counter[str](), dict[int, str]()
+    for seed in seeds:
+        outcome = run(draw(seed))
+        modes[outcome.scenario.mode] += 1
+        events += outcome.counts + Counter({"virtual seconds": round(outcome.virtual_s)})
+        faults += outcome.faults
+        if outcome.broken is not None:
+            broken[seed] = f"{type(outcome.broken).__name__}: {outcome.broken}"
+    return modes, events, faults, broken
+
+
+def table(title: str, counts: Counter[str]) -> str:
+    lines = [f"  {name:<32}{count:>12,}" for name, count in sorted(counts.items())]
+    return "\n".join([f"{title:<34}{counts.total():>12,}", *lines])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    last, began_s = options.first + options.seeds, time.monotonic()
+    chunks = [range(start, min(start + _CHUNK_SEEDS, last)) for start in range(options.first, last, _CHUNK_SEEDS)]
+    modes, events, faults, broken = Counter[str](), Counter[str](), Counter[str](), dict[int, str]()
+    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+        for done, (more_modes, more_events, more_faults, more_broken) in enumerate(pool.imap_unordered(run_seeds, chunks), 1):
+            modes, events, faults, broken = modes + more_modes, events + more_events, faults + more_faults, broken | more_broken
+            print(f"\r{done} of {len(chunks)} chunks, {len(broken)} failing seeds", end="", file=sys.stderr, flush=True)
+    elapsed_s = time.monotonic() - began_s
+    print(file=sys.stderr)
+    virtual_s = events.pop("virtual seconds", 0)
+    print(f"seeds {options.first} to {last - 1}: {elapsed_s:.0f} s, {options.processes} processes, {virtual_s:,} virtual seconds\n")
+    print("\n\n".join([table("scenarios", modes), table("events", events), table("faults that happened", faults)]))
+    print(f"\nfailing seeds: {len(broken)}")
+    for seed, message in sorted(broken.items()):
+        print(f"  {message}\n    python -m asyncrl_cli.simulate.scenarios {seed}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

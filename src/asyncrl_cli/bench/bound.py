@@ -1,0 +1,57 @@
+"""The least time that some work can take: what each side does alone, at full batch efficiency, with nothing in its way.
+
+    apart       ideal = max(generation work / rollout capacity, train work / trainer capacity)
+    colocated   ideal = generation work / rollout capacity + train work / trainer capacity
+
+A colocated job's capacities are those of all its resources, in either phase. Weight syncs, the long tail of a batch, rewards
+and waits are no part of the ideal: they are what a schedule can lose. bound_ratio = ideal / measured, over the same windows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacities:
+    """Sampled tokens per second that each phase alone generates and trains, with all that the profile gives it.
+
+    Prompts cost time and count no tokens, as in `tokens_trained`. Training includes the old-logprob pass where the profile has one.
+    """
+
+    rollout_tokens_per_s: float
+    trainer_tokens_per_s: float
+    colocated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Sampled tokens of the groups that were trained: as the workers made them, as the trainer counts them."""
+
+    sampled_tokens: float
+    trained_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """`limited_by` is the phase that takes longer: generation or training."""
+
+    generation_s: float
+    training_s: float
+    colocated: bool
+
+    @property
+    def ideal_s(self) -> float:
+        return self.generation_s + self.training_s if self.colocated else max(self.generation_s, self.training_s)
+
+    @property
+    def limited_by(self) -> str:
+        return "generation" if self.generation_s >= self.training_s else "training"
+
+
+def bound_of(work: Work, capacities: Capacities) -> Bound:
+    return Bound(
+        generation_s=work.sampled_tokens / capacities.rollout_tokens_per_s,
+        training_s=work.trained_tokens / capacities.trainer_tokens_per_s,
+        colocated=capacities.colocated,
+    )

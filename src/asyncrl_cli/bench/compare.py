@@ -1,0 +1,221 @@
+"""A comparison from the asking to its results: who takes part, the runs, the capacities, the summary.
+
+Request -> entries (same work, same resources) -> runs -> capacities -> Outcome
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from asyncrl_cli.bench.bound import Capacities
+from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of
+from asyncrl_cli.bench.real import RealRun, make_run, runs_of, terminating_as_interrupt
+from asyncrl_cli.bench.results import Comparison, RunLines, summarise
+from asyncrl_cli.bench.timeline import Timeline, timeline_of_run
+from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
+from asyncrl_cli.job.cluster import local_cluster
+from asyncrl_cli.profile.layers import Loaded, load
+from asyncrl_cli.simulate.workload import Workload
+
+if TYPE_CHECKING:
+    from asyncrl_cli.simulate.references import Residual
+
+REAL_GROUPS = 384
+FEW_SEQUENCES_USED = 0.9
+LITTLE_CPU = 0.85
+
+
+class Watcher(Protocol):
+    """Someone who shows how far a comparison is."""
+
+    def run(self, name: str, groups: int, total: int) -> None:
+        """A run has trained so many of its groups; called first with 0."""
+
+    def note(self, text: str, done: int, total: int) -> None:
+        """Something else is being done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for. `groups` or `windows` (of the baseline), or neither."""
+
+    baseline: str
+    profiles: tuple[str, ...]
+    sets: tuple[str, ...] = ()
+    seed: int = 0
+    repeat: int = 1
+    groups: int | None = None
+    windows: int | None = None
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(range(self.seed, self.seed + self.repeat))
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return (self.baseline, *self.profiles)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """`comparison` is None if not even the baseline was run; `error` ended it early, with what was finished kept."""
+
+    comparison: Comparison | None
+    timelines: tuple[Timeline, ...]
+    error: AsyncrlError | None = None
+
+
+def compare_simulated(request: Request, workload: Workload, watcher: Watcher) -> Outcome:
+    """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
+    from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
+    from asyncrl_cli.simulate.workloads import profile_for
+    from asyncrl_cli.simulate.world import virtual_cluster
+
+    check_sets(request.sets)
+    entries = entries_of(
+        request.references, lambda reference: profile_for(workload, reference, request.sets, groups=1), virtual_cluster
+    )
+    groups = _groups(request, entries[0].window_groups, workload.windows * entries[0].window_groups)
+    check_groups(entries, groups)
+    loaded = [profile_for(workload, entry.reference, request.sets, groups=groups) for entry in entries]
+    jobs = [
+        SimulatedJob(profile=one.profile, workload=workload, seed=seed, groups=groups, keep_timeline=seed == request.seed)
+        for seed in request.seeds
+        for one in loaded
+    ]
+    for job in jobs:
+        watcher.run(job.name, 0, groups)
+    made, fit = simulate_all(jobs, workload, lambda name, trained: watcher.run(name, trained, groups))
+    capacities = {result.lines.profile: result.capacities for result in made}
+    comparison = _comparison(
+        request, entries, groups, [result.lines for result in made], capacities, workload.name, remarks_of(workload, fit)
+    )
+    return Outcome(comparison=comparison, timelines=tuple(result.timeline for result in made if result.timeline))
+
+
+def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
+    """How well the workload's parameters fit what was measured, row by row, and what its notes leave open."""
+    rows: dict[tuple[str, bool], list[str]] = {}
+    for one in fit:
+        text = f"{one.part} {one.measured_s:.4g} measured, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
+        rows.setdefault((one.profile, one.calibrated), []).append(text)
+    lines = [
+        f"{profile} ({'calibrated on' if calibrated else 'predicted'}), seconds per window: {'; '.join(parts)}"
+        for (profile, calibrated), parts in rows.items()
+    ]
+    return (*lines, *([workload.notes.strip()] if workload.notes.strip() else ()))
+
+
+def compare_real(request: Request, directory: Path, watcher: Watcher) -> Outcome:
+    """On this machine, one run after the other; raises only for what is wrong before the first one."""
+    entries, groups = real_entries(request)
+    runs = runs_of(entries, request.seeds, groups, request.sets, directory.resolve() / "runs")
+    for run in runs:
+        watcher.run(run.name, 0, groups)
+    finished, error = _make_all(runs, groups, watcher)
+    capacities: Mapping[str, Capacities] = {}
+    remarks: tuple[str, ...] = ()
+    if error is None:
+        try:
+            capacities, remarks = _real_capacities(entries, finished, watcher)
+        except (AsyncrlError, KeyboardInterrupt) as failure:
+            error = _as_error(failure)
+    if not any(run.profile == entries[0].name for run in finished):
+        return Outcome(comparison=None, timelines=(), error=error)
+    missing = tuple(run.name for run in runs[len(finished) :])
+    comparison = _comparison(request, entries, groups, finished, capacities, "", remarks, missing)
+    return Outcome(comparison=comparison, timelines=_timelines(runs, finished), error=error)
+
+
+def real_entries(request: Request) -> tuple[list[Entry], int]:
+    """Who takes part, and the number of groups. Raises ConfigError where the profiles cannot be compared."""
+    check_sets(request.sets)
+
+    def load_one(reference: str) -> Loaded:
+        flags = {"run.seed": request.seed, "run.train_steps": 1, "eval.every_versions": 0, "checkpoint.every_steps": 0}
+        return load(reference, request.sets, flags)
+
+    entries = entries_of(request.references, load_one, lambda profile: local_cluster())
+    groups = _groups(request, entries[0].window_groups, REAL_GROUPS)
+    check_groups(entries, groups)
+    return entries, groups
+
+
+def _groups(request: Request, window_groups: int, default: int) -> int:
+    if request.groups is not None and request.windows is not None:
+        raise ConfigError("--groups and --windows both say how long the runs are", hint="give one of the two")
+    return request.groups or (request.windows * window_groups if request.windows else default)
+
+
+def _make_all(runs: Sequence[RealRun], groups: int, watcher: Watcher) -> tuple[list[RunLines], AsyncrlError | None]:
+    """Run after run until one fails or we are interrupted; what is finished stays."""
+    finished: list[RunLines] = []
+    try:
+        with terminating_as_interrupt():
+            for run in runs:
+                finished.append(make_run(run, lambda trained, name=run.name: watcher.run(name, trained, groups)))
+    except (AsyncrlError, KeyboardInterrupt) as failure:
+        return finished, _as_error(failure)
+    return finished, None
+
+
+def _as_error(failure: BaseException) -> AsyncrlError:
+    return failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")
+
+
+def _real_capacities(
+    entries: Sequence[Entry], runs: Sequence[RunLines], watcher: Watcher
+) -> tuple[dict[str, Capacities], tuple[str, ...]]:
+    """Each phase alone, on responses as long as those of the runs."""
+    import asyncio
+
+    from asyncrl_cli.bench.phases import lengths_of, measure_all
+    from asyncrl_cli.job.preparing import prepare
+
+    def say(text: str, done: int = 0, total: int = 0) -> None:
+        watcher.note(text, done, total)
+
+    prepared = asyncio.run(prepare(entries[0].profile, say))
+    lengths = [length for run in runs for length in lengths_of(run.lines)]
+    profiles = {entry.name: entry.profile for entry in entries}
+    measured = measure_all(profiles, prepared.model_dir, prepared.task, response_tokens=lengths, progress=watcher.note)
+    doubts = []
+    if min(one.cpu_share for one in measured.values()) < LITTLE_CPU:
+        doubts.append("The bound is uncertain: something else computed on this machine while each phase was measured alone.")
+    if min(one.slots_used for one in measured.values()) < FEW_SEQUENCES_USED:
+        doubts.append("The bound is uncertain: the slots were not full while generation was measured alone.")
+    return {name: one.bound() for name, one in measured.items()}, tuple(doubts)
+
+
+def _timelines(runs: Sequence[RealRun], finished: Sequence[RunLines]) -> tuple[Timeline, ...]:
+    """Of each profile's first run."""
+    first = {run.entry.name: (run, lines) for run, lines in reversed(list(zip(runs, finished, strict=False)))}
+    found = (timeline_of_run(name, run.directory, lines.lines) for name, (run, lines) in reversed(first.items()))
+    return tuple(timeline for timeline in found if timeline is not None)
+
+
+def _comparison(
+    request: Request,
+    entries: Sequence[Entry],
+    groups: int,
+    runs: Sequence[RunLines],
+    capacities: Mapping[str, Capacities],
+    workload: str,
+    remarks: tuple[str, ...],
+    missing: tuple[str, ...] = (),
+) -> Comparison:
+    baseline = entries[0]
+    return Comparison(
+        results=summarise([entry.contestant() for entry in entries], runs, capacities, window_groups=baseline.window_groups),
+        workload=workload,
+        baseline=baseline.name,
+        groups=groups,
+        window_groups=baseline.window_groups,
+        seeds=request.seeds,
+        resources=f"{baseline.plan.gpus} GPUs" if baseline.plan.device == "cuda" else f"{baseline.plan.cpus} CPU cores",
+        remarks=remarks,
+        missing=missing,
+    )

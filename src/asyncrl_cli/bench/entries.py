@@ -1,0 +1,157 @@
+"""Who is compared: profiles with the same work and the same resources, or a refusal that names what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.bench.results import Contestant
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.job.cluster import ClusterResources
+from asyncrl_cli.job.plan import JobPlan, compile_job
+from asyncrl_cli.profile.arithmetic import mode_of
+from asyncrl_cli.profile.layers import Loaded
+from asyncrl_cli.profile.schema import Profile
+
+OWN_FLAGS = {
+    "run.seed": "--seed",
+    "run.total_rollout_steps": "--groups",
+    "run.train_steps": "--groups",
+    "run.name": "--out",
+    "eval.every_versions": "",
+    "checkpoint.every_steps": "",
+}
+"""Keys that the bench sets itself, and the option that says them."""
+
+SAME_SECTIONS = ("model", "task")
+SAME_KEYS = {
+    "run": ("seed",),
+    "trainer": ("ppo_mini_batch_size",),
+    "rollout": (
+        "engine",
+        "n",
+        "max_prompt_tokens",
+        "max_response_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+    ),
+    "eval": ("prompts", "temperature"),
+}
+"""What must not differ between the profiles: everything that says what work there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A profile in the comparison. `reference` is how the user named it; `plan` its resources."""
+
+    reference: str
+    loaded: Loaded
+    plan: JobPlan
+
+    @property
+    def profile(self) -> Profile:
+        return self.loaded.profile
+
+    @property
+    def name(self) -> str:
+        return self.profile.name
+
+    @property
+    def step_groups(self) -> int:
+        return self.profile.async_training.require_batches * self.profile.trainer.ppo_mini_batch_size
+
+    @property
+    def window_groups(self) -> int:
+        return self.step_groups * self.profile.async_training.trigger_parameter_sync_step
+
+    def contestant(self) -> Contestant:
+        return Contestant(
+            profile=self.name, mode=mode_of(self.profile), step_groups=self.step_groups, window_groups=self.window_groups
+        )
+
+
+def entries_of(
+    references: Sequence[str], load: Callable[[str], Loaded], cluster: Callable[[Profile], ClusterResources]
+) -> list[Entry]:
+    """The baseline first; `cluster` says what a profile may use. Raises ConfigError where the profiles cannot be compared."""
+    entries: list[Entry] = []
+    for reference in dict.fromkeys(references):
+        loaded = load(reference)
+        entry = Entry(reference=reference, loaded=loaded, plan=compile_job(loaded.profile, cluster(loaded.profile)))
+        if any(entry.name == other.name for other in entries):
+            raise ConfigError(f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`")
+        entries.append(entry)
+    if len(entries) < 2:
+        raise ConfigError(f"'{references[0]}' cannot be compared with itself", hint="--profile partial-rollout")
+    for entry in entries[1:]:
+        _check_same_work(entries[0], entry)
+        _check_same_resources(entries[0], entry)
+    return entries
+
+
+def check_sets(sets: Sequence[str]) -> None:
+    """Keys that the bench sets for all profiles alike are options of its own."""
+    for text in sets:
+        key = text.partition("=")[0].strip()
+        if key in OWN_FLAGS:
+            hint = (
+                f"use {OWN_FLAGS[key]}"
+                if OWN_FLAGS[key]
+                else "the bench scores the first and the last version, and writes no checkpoints"
+            )
+            raise ConfigError(f"--set {key}: the bench sets this for every profile", hint=hint)
+
+
+def check_groups(entries: Sequence[Entry], groups: int) -> None:
+    """Raises ConfigError unless every profile can train exactly `groups`, with windows to measure."""
+    for entry in entries:
+        if groups % entry.step_groups:
+            below = groups // entry.step_groups * entry.step_groups
+            raise ConfigError(
+                f"{groups} groups are no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'",
+                hint=f"--groups {max(below, entry.step_groups)} or {below + entry.step_groups}",
+            )
+        if groups <= entry.window_groups:
+            raise ConfigError(
+                f"{groups} groups are not more than one window of '{entry.name}', which has W = {entry.window_groups}; the first "
+                "window is warm-up and is not measured",
+                hint=f"--groups {3 * entry.window_groups} or more",
+            )
+
+
+def _check_same_work(baseline: Entry, entry: Entry) -> None:
+    for section in SAME_SECTIONS:
+        left, right = (getattr(one.profile, section).model_dump() for one in (baseline, entry))
+        for key in left:
+            _check_equal(baseline, entry, f"{section}.{key}", left[key], right[key])
+    for section, names in SAME_KEYS.items():
+        for name in names:
+            left, right = (getattr(getattr(one.profile, section), name) for one in (baseline, entry))
+            _check_equal(baseline, entry, f"{section}.{name}", left, right)
+
+
+def _check_equal(baseline: Entry, entry: Entry, key: str, left: Any, right: Any) -> None:
+    if left != right:
+        raise ConfigError(
+            f"'{baseline.name}' and '{entry.name}' do different work: {key} is {left!r} and {right!r}",
+            hint=f"--set {key}=... sets it for all of them",
+        )
+
+
+def _check_same_resources(baseline: Entry, entry: Entry) -> None:
+    left, right = baseline.plan, entry.plan
+    if left.device != right.device:
+        raise ConfigError(
+            f"'{baseline.name}' runs on {left.device} and '{entry.name}' on {right.device}", hint="--set placement.device=cpu"
+        )
+    what, ours, theirs = ("GPUs", left.gpus, right.gpus) if left.device == "cuda" else ("CPU cores", left.cpus, right.cpus)
+    if ours != theirs:
+        raise ConfigError(
+            f"'{baseline.name}' uses {ours} {what} and '{entry.name}' {theirs}: a comparison needs the same resources",
+            hint="--set placement.gpus=N"
+            if left.device == "cuda"
+            else "placement.trainer_workers, rollout.workers and placement.cpus_per_worker say how many",
+        )

@@ -1,0 +1,128 @@
+"""Child processes in which phases run alone: started together, asked together, ended together. No Ray.
+
+    parent  ask(method, args) ─> pipe ─> child: one phase object, made once, its methods called one after the other
+            answers           <─ pipe <─ value, or what was raised
+
+A child ends with the block; or, its pipe being closed, with a parent that was killed. What it prints goes to a log of its
+own. The parent waits for an answer, `ANSWER_TIMEOUT_S` at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job.process import set_up_process
+
+ANSWER_TIMEOUT_S = 600.0
+"""As long as the start of a job's own workers may take: a large model is loaded here, too."""
+
+MakePhase = Callable[[int, Any], Any]
+"""Called in the child with its index, and what `Processes` was given together with the phase's barrier. It imports torch
+inside, never at its module's top, and what it makes has a `close`."""
+
+
+class Barrier(Protocol):
+    """Where the processes of one phase meet (`multiprocessing.Barrier`)."""
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+class Processes:
+    """`count` children named `<name>-<index>`, ready when the `with` block begins and gone when it has ended.
+
+    Raises ExecutorFailed, naming the child and its error, wherever one fails or gives no answer.
+    """
+
+    def __init__(self, name: str, count: int, make: MakePhase, argument: Any, *, threads: int, log_dir: Path) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        barrier = self._barrier = context.Barrier(count)  # its semaphores live as long as ours
+        self._logs = [log_dir / f"{name}-{index}.log" for index in range(count)]
+        self._pipes: list[Connection] = []
+        self._children = []
+        for index, log in enumerate(self._logs):
+            ours, theirs = context.Pipe()
+            self._pipes.append(ours)
+            child_arguments = (theirs, make, index, argument, barrier, threads, log)
+            self._children.append((context.Process(target=_serve, args=child_arguments, daemon=True), theirs))
+
+    def __enter__(self) -> Processes:
+        for child, theirs in self._children:
+            child.start()
+            theirs.close()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Killed: a child holds nothing of value, and torch takes its time to end."""
+        for child, _ in self._children:
+            child.kill()
+        for child, _ in self._children:
+            child.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def ready(self) -> None:
+        """Wait until every child has made its phase."""
+        self._answers("its start")
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """All children do the same at once; their answers, by index."""
+        for pipe in self._pipes:
+            pipe.send((method, arguments))
+        return self._answers(method)
+
+    def _answers(self, call: str) -> list[Any]:
+        """The first failure counts, whoever else still waits for the failed one."""
+        until_s = time.monotonic() + ANSWER_TIMEOUT_S
+        answers: dict[int, Any] = {}
+        while len(answers) < len(self._pipes):
+            waiting = {pipe: index for index, pipe in enumerate(self._pipes) if index not in answers}
+            came = wait_for_any(list(waiting), timeout=max(until_s - time.monotonic(), 0.0))
+            if not came:
+                names = ", ".join(f"{self.name}-{index}" for index in waiting.values())
+                raise ExecutorFailed(f"{names}: no answer to {call} within {ANSWER_TIMEOUT_S:g} s")
+            for pipe in came:
+                assert isinstance(pipe, Connection)
+                answers[waiting[pipe]] = self._answer(waiting[pipe], pipe, call)
+        return [answers[index] for index in range(len(self._pipes))]
+
+    def _answer(self, index: int, pipe: Connection, call: str) -> Any:
+        name = f"{self.name}-{index}"
+        try:
+            failure, value = pipe.recv()
+        except EOFError:
+            raise ExecutorFailed(f"{name} ended during {call}: {_last_words(self._logs[index])}") from None
+        if failure:
+            raise ExecutorFailed(f"{name} failed in {call}: {failure}")
+        return value
+
+
+def _serve(pipe: Connection, make: MakePhase, index: int, argument: Any, barrier: Barrier, threads: int, log: Path) -> None:
+    """In the child. An error ends it, after it was told."""
+    set_up_process(threads=threads, log_path=log)
+    try:
+        phase = make(index, (argument, barrier))
+        pipe.send(("", None))
+        try:
+            while True:
+                method, arguments = pipe.recv()
+                pipe.send(("", getattr(phase, method)(*arguments)))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            phase.close()  # the parent is gone
+    except Exception as error:
+        logging.getLogger(__name__).exception("the phase failed")
+        pipe.send((f"{type(error).__name__}: {error}", None))
+
+
+def _last_words(log: Path) -> str:
+    lines: Sequence[str] = log.read_text(errors="replace").split("\n") if log.is_file() else ()
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")

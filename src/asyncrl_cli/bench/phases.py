@@ -1,0 +1,265 @@
+"""What this machine can do: each phase of a profile alone, with the resources that the profile's plan gives it. No Ray.
+
+    generation alone   the plan's rollout workers: one process each, all slots full           -> sampled tokens / s
+    training alone     the plan's trainer ranks: one process each, train steps back to back   -> trained tokens / s
+
+All processes are started first; the profiles are then measured in turns, repeat by repeat, so that whatever drifts on the machine
+hits all alike, and while one phase is measured the others stand still. The figure is the median of the repeats. Profiles
+with the same resources and sizes are measured once.
+
+Capacities depend on how long responses are (a short one is prefill and padding), and a model's responses change while it
+learns: give the lengths of the run that the figures are held against (`lengths_of` its metrics lines).
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.bench import bound
+from asyncrl_cli.bench.phase_generation import Generated, GenerationOrder, endless_model, make_generation
+from asyncrl_cli.bench.phase_processes import Processes
+from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_training
+from asyncrl_cli.job.cluster import ClusterResources, local_cluster
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import Task
+from asyncrl_cli.train.settings import TrainerSettings
+
+REPEATS = 3
+GENERATION_S = 2.0
+TRAINING_S = 2.0
+"""Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
+PROMPTS = 512
+BATCHES = 2
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, done so far, of how many)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacities:
+    """Tokens per second of each phase alone, by all of its workers together: medians, each repeat, and what it had.
+
+    Rollout tokens are sampled response tokens; trainer tokens are those of `TrainReport.tokens`: sampled ones, too.
+    `cpu_share` is the smallest share of its wall time that a phase's processes computed: far below 1 for generation on
+    CPUs means that others used the machine. `slots_used` is the mean share of slots that were full while generation was measured.
+    """
+
+    rollout_tokens_per_s: float
+    trainer_tokens_per_s: float
+    rollout_repeats: tuple[float, ...]
+    trainer_repeats: tuple[float, ...]
+    colocated: bool
+    rollout_workers: int
+    rollout_threads: int
+    slots: int
+    trainer_workers: int
+    trainer_threads: int
+    slots_used: float
+    cpu_share: float
+    seconds_measured: float
+
+    def bound(self) -> bound.Capacities:
+        return bound.Capacities(
+            rollout_tokens_per_s=self.rollout_tokens_per_s,
+            trainer_tokens_per_s=self.trainer_tokens_per_s,
+            colocated=self.colocated,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """All that a profile's capacities depend on: profiles with equal sides have equal ones."""
+
+    rollout: RolloutSettings
+    rollout_workers: int
+    n: int
+    trainer: TrainerSettings
+    trainer_workers: int
+    device: str
+    step_groups: int
+    num_minibatches: int
+    normalize: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Repeats:
+    """One side's measurements so far."""
+
+    generated: list[list[Generated]] = field(default_factory=list)
+    trained: list[list[Trained]] = field(default_factory=list)
+
+
+def measure_capacities(
+    profile: Profile,
+    model_dir: Path,
+    task: Task,
+    *,
+    response_tokens: Sequence[int] = (),
+    repeats: int = REPEATS,
+    progress: Progress = lambda text, done, total: None,
+) -> Capacities:
+    """See `measure_all`."""
+    measured = measure_all({"": profile}, model_dir, task, response_tokens=response_tokens, repeats=repeats, progress=progress)
+    return measured[""]
+
+
+def measure_all(
+    profiles: Mapping[str, Profile],
+    model_dir: Path,
+    task: Task,
+    *,
+    response_tokens: Sequence[int] = (),
+    cluster: ClusterResources | None = None,
+    repeats: int = REPEATS,
+    seconds: float = GENERATION_S,
+    progress: Progress = lambda text, done, total: None,
+) -> dict[str, Capacities]:
+    """Capacities of each profile, measured in turns. `response_tokens`: lengths of responses; the model's own if not given.
+
+    Raises:
+        ConfigError, PreflightError: the profile's numbers do not go together, or the machine has too little.
+        ExecutorFailed: a process failed; carries its error.
+    """
+    plans = {name: compile_job(profile, cluster or local_cluster()) for name, profile in profiles.items()}
+    sides = {name: side_of(profile, plans[name], model_dir, task) for name, profile in profiles.items()}
+    every = list(sides.values())
+    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ExitStack() as processes:
+        unique = [side for index, side in enumerate(every) if side not in every[:index]]
+        bench = _Bench(
+            sides=unique, task=task, response_tokens=tuple(response_tokens), directory=Path(directory), processes=processes
+        )
+        measured = bench.run(repeats, seconds, progress)
+    return {name: _capacities(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
+
+
+def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:
+    """What the job's own workers would be started with. The trainer's learning rate is 0: see phase_training.py."""
+    trainer = TrainerSettings.from_profile(profile, model_dir.absolute(), 1)
+    return Side(
+        rollout=RolloutSettings.from_profile(profile, plan, model_dir=model_dir.absolute(), reward=task.reward, version=0),
+        rollout_workers=plan.role(ROLLOUT).workers,
+        n=profile.rollout.n,
+        trainer=_same_work(replace(trainer, lr=0.0, threads=plan.role(TRAINER).threads)),
+        trainer_workers=plan.role(TRAINER).workers,
+        device=plan.device,
+        step_groups=profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size,
+        num_minibatches=profile.async_training.require_batches,
+        normalize=profile.algorithm.normalize_advantages,
+    )
+
+
+def lengths_of(lines: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Lengths of a run's responses, from its metrics lines' quantiles: as many of each step, evenly over its distribution."""
+    points = [line["response_tokens/quantiles"] for line in lines if line.get("response_tokens/quantiles")]
+    return [max(1, round((low + high) / 2)) for step in points for low, high in pairwise(step)]
+
+
+def _same_work(settings: TrainerSettings) -> TrainerSettings:
+    """Without a second forward pass (`old_logprobs = "rollout"`), the place of a step in its window changes nothing."""
+    return replace(settings, window_steps=1) if settings.old_logprobs == "rollout" else settings
+
+
+class _Bench:
+    """All processes of a measurement, and the order in which they work."""
+
+    def __init__(
+        self, *, sides: Sequence[Side], task: Task, response_tokens: Sequence[int], directory: Path, processes: ExitStack
+    ) -> None:
+        self._sides = sides
+        self._items = task.train[:PROMPTS]
+        self._lengths = response_tokens
+        self._directory = directory
+        self._processes = processes
+
+    def run(self, repeats: int, seconds: float, progress: Progress) -> list[_Repeats]:
+        total, done = 1 + 2 * repeats * len(self._sides), 0
+        progress("starting each phase alone", done, total)
+        generations = [self._start_generation(index, side) for index, side in enumerate(self._sides)]
+        for processes in generations:
+            processes.ready()
+        trainings = [self._start_training(index, side, generations[index]) for index, side in enumerate(self._sides)]
+        for processes in trainings:
+            processes.ready()
+        num_steps = [_steps_of(side, training) for side, training in zip(self._sides, trainings, strict=True)]
+        results = [_Repeats() for _ in self._sides]
+        for _ in range(repeats):
+            for index, result in enumerate(results):
+                done += 1
+                progress("measuring generation alone", done, total)
+                result.generated.append(generations[index].ask("measure", seconds))
+            for index, result in enumerate(results):
+                done += 1
+                progress("measuring training alone", done, total)
+                result.trained.append(trainings[index].ask("measure", num_steps[index]))
+        progress("each phase was measured alone", total, total)
+        return results
+
+    def _start_generation(self, index: int, side: Side) -> Processes:
+        settings = side.rollout
+        if self._lengths:
+            endless = endless_model(Path(settings.model_dir), self._directory / f"model-{index}")
+            settings = replace(settings, model_dir=str(endless))
+        order = GenerationOrder(settings=settings, items=self._items, n=side.n, response_tokens=self._lengths)
+        return self._start(f"generation-{index}", side.rollout_workers, make_generation, order, settings.threads)
+
+    def _start_training(self, index: int, side: Side, generation: Processes) -> Processes:
+        """The batches are made by the side's own rollout workers, one of which is as good as all."""
+        groups = generation.ask("groups", BATCHES * side.step_groups)[0]
+        order = TrainingOrder(
+            settings=side.trainer,
+            ranks=side.trainer_workers,
+            device=side.device,
+            init_method=f"file://{self._directory}/meeting-{index}",
+            batches=[groups[start : start + side.step_groups] for start in range(0, len(groups), side.step_groups)],
+            num_minibatches=side.num_minibatches,
+            normalize=side.normalize,
+        )
+        return self._start(f"training-{index}", side.trainer_workers, make_training, order, side.trainer.threads)
+
+    def _start(self, name: str, count: int, make: Callable[[int, Any], Any], order: Any, threads: int) -> Processes:
+        return self._processes.enter_context(Processes(name, count, make, order, threads=threads, log_dir=self._directory))
+
+
+def _steps_of(side: Side, training: Processes) -> int:
+    """Train steps that take about `TRAINING_S`: whole windows where they differ by their place in it. Warms up, too."""
+    window_steps = side.trainer.window_steps
+    training.ask("measure", BATCHES * window_steps)
+    warm: list[Trained] = training.ask("measure", BATCHES * window_steps)
+    rounds = round(TRAINING_S / max(one.seconds for one in warm))
+    return max(rounds, 1) * BATCHES * window_steps
+
+
+def _capacities(side: Side, colocated: bool, measured: _Repeats) -> Capacities:
+    generated = [one for repeat in measured.generated for one in repeat]
+    trained = [one for repeat in measured.trained for one in repeat]
+    rollout_repeats = tuple(sum(one.tokens_per_s for one in repeat) for repeat in measured.generated)
+    # Each rank reports the tokens of all, and a step ends with the slowest.
+    trainer_repeats = tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in measured.trained)
+    return Capacities(
+        rollout_tokens_per_s=statistics.median(rollout_repeats),
+        trainer_tokens_per_s=statistics.median(trainer_repeats),
+        rollout_repeats=rollout_repeats,
+        trainer_repeats=trainer_repeats,
+        colocated=colocated,
+        rollout_workers=side.rollout_workers,
+        rollout_threads=side.rollout.threads,
+        slots=side.rollout.slots,
+        trainer_workers=side.trainer_workers,
+        trainer_threads=side.trainer.threads,
+        slots_used=statistics.fmean(one.running_mean for one in generated) / side.rollout.slots,
+        cpu_share=min(*(one.cpu_s / one.seconds for one in generated), *(one.cpu_s / one.seconds for one in trained)),
+        seconds_measured=_seconds(measured.generated) + _seconds(measured.trained),
+    )
+
+
+def _seconds(repeats: Sequence[Sequence[Generated | Trained]]) -> float:
+    return sum(max(one.seconds for one in repeat) for repeat in repeats)

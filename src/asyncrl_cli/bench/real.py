@@ -1,0 +1,156 @@
+"""Real runs, one child process after the other: `asyncrl train` as a user would call it, watched through its status.json.
+
+Interleaved over the repeats (A B C, A B C), so that whatever drifts on the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from asyncrl_cli.bench.entries import Entry
+from asyncrl_cli.bench.results import RunLines
+from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
+
+POLL_S = 0.5
+STOP_EXTRA_S = 30.0
+"""A stopped run has `run.stop_grace_s` for itself; ending Ray takes some more."""
+KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
+
+Progress = Callable[[int], None]
+"""Told the number of groups that the run has trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealRun:
+    """One run to make. Its directory is `runs_dir/name`, what it says on stderr goes to `log`."""
+
+    entry: Entry
+    seed: int
+    groups: int
+    sets: tuple[str, ...]
+    runs_dir: Path
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        return self.runs_dir / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.runs_dir / f"{self.name}.log"
+
+    def command(self) -> list[str]:
+        own = {
+            "run.seed": self.seed,
+            "run.total_rollout_steps": self.groups,
+            "eval.every_versions": 0,
+            "checkpoint.every_steps": 0,
+        }
+        sets = [*self.sets, *(f"{key}={value}" for key, value in own.items())]
+        arguments = ["--profile", self.entry.reference, *(part for text in sets for part in ("--set", text))]
+        place = ["--runs-dir", str(self.runs_dir), "--name", self.name, "--ui", "none", "--json"]
+        return [sys.executable, "-m", "asyncrl_cli", "train", *arguments, *place]
+
+
+def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path) -> list[RealRun]:
+    """In the order in which they are made."""
+    return [
+        RealRun(entry=entry, seed=seed, groups=groups, sets=tuple(sets), runs_dir=runs_dir, name=f"{entry.name}-r{repeat}")
+        for repeat, seed in enumerate(seeds)
+        for entry in entries
+    ]
+
+
+def make_run(run: RealRun, progress: Progress) -> RunLines:
+    """Run it to its end. Raises AsyncrlError with what it said last if it fails; interrupted, it is ended first."""
+    run.runs_dir.mkdir(parents=True, exist_ok=True)
+    with run.log.open("wb") as log:
+        # A session of its own: a Ctrl-C in the terminal reaches it once, through us, and a second one does not abort it.
+        child = subprocess.Popen(
+            run.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+        )
+        try:
+            while (code := _wait(child, POLL_S)) is None:
+                progress(_groups_trained(run.directory / "status.json"))
+        except BaseException:
+            end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S)
+            raise
+    if code != 0:
+        raise _failure(run, code)
+    progress(run.groups)
+    return RunLines(profile=run.entry.name, seed=run.seed, lines=read_lines(run.directory))
+
+
+def end(child: subprocess.Popen[Any], grace_s: float) -> None:
+    """Ask it to stop in order; then to end at once; then end it."""
+    for number, limit_s in ((signal.SIGINT, grace_s), (signal.SIGINT, STOP_EXTRA_S), (signal.SIGTERM, 5.0)):
+        if child.poll() is not None:
+            return
+        child.send_signal(number)
+        if _wait(child, limit_s) is not None:
+            return
+    child.kill()
+    child.wait()
+
+
+@contextmanager
+def terminating_as_interrupt() -> Iterator[None]:
+    """SIGTERM becomes KeyboardInterrupt, so that no run is left behind by a bench that is ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def read_lines(run_dir: Path) -> list[dict[str, Any]]:
+    """A run's metrics lines."""
+    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def _wait(child: subprocess.Popen[Any], limit_s: float) -> int | None:
+    """The exit code, or None if it still runs. Waits in slices, so that a signal is answered at once."""
+    until_s = time.monotonic() + limit_s
+    while (code := child.poll()) is None and time.monotonic() < until_s:
+        time.sleep(min(0.1, limit_s))
+    return code
+
+
+def _groups_trained(status: Path) -> int:
+    """0 until the run says something."""
+    try:
+        return int(json.loads(status.read_text(encoding="utf-8"))["progress"].get("groups_trained", 0))
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0
+
+
+def _failure(run: RealRun, code: int) -> AsyncrlError:
+    """The run's own error and hint, as it told them, and where its logs are."""
+    said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+    hints = [line.removeprefix("hint: ") for line in said if line.startswith("hint: ")]
+    what = errors[-1] if errors else next((line for line in reversed(said) if line.strip()), "it said nothing")
+    logs = run.directory / "logs" / "latest"
+    where = f"its log: {logs / 'driver.log' if logs.is_dir() else run.log}"
+    how = f"signal {-code}" if code < 0 else f"exit {code}"
+    message = f"the run {run.name} failed ({how}): {what}"
+    return KINDS.get(code, AsyncrlError)(message, hint="; ".join([*hints[-1:], where]))

@@ -1,0 +1,197 @@
+"""What a comparison comes to: every profile's figures over its repeats, against the baseline and against the bound.
+
+    run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
+
+`speedup` is the ratio of the medians of groups_per_s; its spread is that of the repeats, each against the baseline's run of
+the same seed.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.bench.bound import Bound, Capacities, bound_of
+from asyncrl_cli.bench.measure import Line, figures_of, stretch_of, work_of
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLines:
+    """A finished run: its metrics lines. `seed` tells repeats apart."""
+
+    profile: str
+    seed: int
+    lines: Sequence[Line]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median=statistics.median(values), min=min(values), max=max(values))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One profile of a comparison. `bound` is the ideal of one window of W groups of the baseline."""
+
+    profile: str
+    mode: str
+    figures: Mapping[str, Spread]
+    seeds: tuple[int, ...]
+    capacities: Capacities | None
+    bound: Bound | None
+    step_groups: int
+    window_groups: int
+
+    def median(self, name: str) -> float | None:
+        return self.figures[name].median if name in self.figures else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Medians under their names; minimum and maximum of the repeats under `spread`."""
+        capacities, bound = self.capacities, self.bound
+        return {
+            "profile": self.profile,
+            "mode": self.mode,
+            "seeds": list(self.seeds),
+            "step_groups": self.step_groups,
+            "window_groups": self.window_groups,
+            **{name: spread.median for name, spread in self.figures.items()},
+            "bound_ratio": self.median("bound_ratio"),
+            "limited_by": bound.limited_by if bound else None,
+            "ideal": None
+            if bound is None
+            else {"window_time_s": bound.ideal_s, "generation_s": bound.generation_s, "training_s": bound.training_s},
+            "capacities": None
+            if capacities is None
+            else {
+                "rollout_tokens_per_s": capacities.rollout_tokens_per_s,
+                "trainer_tokens_per_s": capacities.trainer_tokens_per_s,
+                "colocated": capacities.colocated,
+            },
+            "spread": {name: [spread.min, spread.max] for name, spread in self.figures.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """What is known of a profile beside its runs."""
+
+    profile: str
+    mode: str
+    step_groups: int
+    window_groups: int
+
+
+def summarise(
+    contestants: Sequence[Contestant], runs: Sequence[RunLines], capacities: Mapping[str, Capacities], *, window_groups: int
+) -> list[Result]:
+    """Results in the order of `contestants`, the baseline first; without finished runs a profile is left out."""
+    measured = {(run.profile, run.seed): _figures(run, capacities.get(run.profile), window_groups) for run in runs}
+    baseline = contestants[0].profile
+    results = []
+    for contestant in contestants:
+        own = {seed: figures for (profile, seed), figures in measured.items() if profile == contestant.profile}
+        if own:
+            base = {seed: figures for (profile, seed), figures in measured.items() if profile == baseline}
+            figures = _spreads(list(own.values())) | _speedup(own, base)
+            known = capacities.get(contestant.profile)
+            bounds = [_window_bound(run, known, window_groups) for run in runs if run.profile == contestant.profile and known]
+            results.append(
+                Result(
+                    profile=contestant.profile,
+                    mode=contestant.mode,
+                    figures=figures,
+                    seeds=tuple(own),
+                    capacities=known,
+                    bound=_median_bound(bounds),
+                    step_groups=contestant.step_groups,
+                    window_groups=contestant.window_groups,
+                )
+            )
+    return results
+
+
+def _figures(run: RunLines, capacities: Capacities | None, window_groups: int) -> dict[str, float]:
+    figures = figures_of(run.lines, window_groups=window_groups)
+    if capacities is not None:
+        figures["bound_ratio"] = _window_bound(run, capacities, window_groups).ideal_s / figures["window_time_s"]
+    return figures
+
+
+def _window_bound(run: RunLines, capacities: Capacities, window_groups: int) -> Bound:
+    """The ideal of the measured stretch, per W groups of the baseline."""
+    stretch = stretch_of(run.lines)
+    bound, share = bound_of(work_of(run.lines, stretch), capacities), window_groups / stretch.groups
+    return Bound(generation_s=bound.generation_s * share, training_s=bound.training_s * share, colocated=bound.colocated)
+
+
+def _median_bound(bounds: Sequence[Bound]) -> Bound | None:
+    if not bounds:
+        return None
+    return Bound(
+        generation_s=statistics.median(bound.generation_s for bound in bounds),
+        training_s=statistics.median(bound.training_s for bound in bounds),
+        colocated=bounds[0].colocated,
+    )
+
+
+def _spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    names = [name for name in runs[0] if all(name in figures for figures in runs)]
+    return {name: Spread.of([figures[name] for figures in runs]) for name in names}
+
+
+def _speedup(own: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
+    if not base:
+        return {}
+    ratio = statistics.median(f["groups_per_s"] for f in own.values()) / statistics.median(f["groups_per_s"] for f in base.values())
+    paired = [own[seed]["groups_per_s"] / base[seed]["groups_per_s"] for seed in own if seed in base] or [ratio]
+    return {"speedup": Spread(median=ratio, min=min(paired), max=max(paired))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s."""
+
+    results: Sequence[Result]
+    workload: str
+    baseline: str
+    groups: int
+    window_groups: int
+    seeds: tuple[int, ...]
+    resources: str
+    remarks: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def simulated(self) -> bool:
+        return bool(self.workload)
+
+    @property
+    def title(self) -> str:
+        what = f"SIMULATED on the workload {self.workload}" if self.simulated else "measured"
+        return f"{what}: {self.groups} groups on {self.resources}, against {self.baseline}"
+
+    def to_json(self) -> dict[str, Any]:
+        """results.json, which is also what `--json` prints."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "simulated": self.simulated,
+            "workload": self.workload or None,
+            "baseline": self.baseline,
+            "groups": self.groups,
+            "window_groups": self.window_groups,
+            "seeds": list(self.seeds),
+            "resources": self.resources,
+            "remarks": list(self.remarks),
+            "missing": list(self.missing),
+            "results": [result.to_json() for result in self.results],
+        }

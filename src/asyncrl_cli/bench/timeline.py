@@ -1,0 +1,135 @@
+"""What a picture of time is made of: a run's spans by executor, its running sequences, its publishes, the ends of its windows.
+
+Real runs left it in timeline.jsonl and events.jsonl; in a simulated run an observer keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.bench.measure import Line, stretch_of
+from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.observe.timeline import Counts, Spans, add_span, read_timeline
+
+MAX_WORKERS = 8
+TRAINER, ROLLOUT = "trainer", "rollout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One run. Times are seconds of the run; `num_workers` may be more than are in `workers`, which are shown."""
+
+    profile: str
+    trainers: tuple[str, ...]
+    workers: tuple[str, ...]
+    num_workers: int
+    spans: Mapping[str, Sequence[tuple[str, float, float]]]
+    running: Mapping[str, Sequence[tuple[float, float]]]
+    publishes_s: tuple[float, ...]
+    window_ends_s: tuple[float, ...]
+
+    def middle_s(self, length_s: float) -> float:
+        """Where a view of about `length_s` begins: the end of a window, so that the view lies in the middle of the run."""
+        ends = self.window_ends_s
+        wanted_s = max(0.0, (ends[0] + ends[-1] - length_s) / 2)
+        return min(ends, key=lambda end_s: abs(end_s - wanted_s))
+
+    @property
+    def window_s(self) -> float:
+        """Mean length of a window."""
+        ends = self.window_ends_s
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+@dataclass
+class KeptTimeline:
+    """A loop.ports.Observer that keeps what a picture of a simulated run needs, of `MAX_WORKERS` workers at most."""
+
+    spans: Spans = field(default_factory=dict)
+    running: Counts = field(default_factory=dict)
+    publishes_s: list[float] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    shown: frozenset[str] = frozenset()
+
+    def event(self, event: Event) -> None:
+        if event.name == "published":
+            self.publishes_s.append(event.time_s)
+
+    def step(self, record: StepRecord) -> None:
+        if not self.names:
+            self._meet(record)
+        for name in self.shown & record.spans.keys():
+            kept = self.spans.setdefault(name, [])
+            for span in record.spans[name]:
+                add_span(kept, str(span.state), span.start_s, span.end_s)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        for name in self.shown & snapshot.reports.keys():
+            gauges = snapshot.reports[name].gauges
+            if "running_sequences" in gauges:
+                self.running.setdefault(name, []).append((snapshot.time_s, gauges["running_sequences"]))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def timeline(self, profile: str, lines: Sequence[Line]) -> Timeline:
+        return _timeline(profile, lines, self.names, self.spans, self.running, self.publishes_s)
+
+    def _meet(self, record: StepRecord) -> None:
+        self.names = {name: report.role for name, report in record.reports.items()}
+        self.shown = frozenset(_of_role(self.names, TRAINER)) | frozenset(evenly(_of_role(self.names, ROLLOUT), MAX_WORKERS))
+
+
+def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timeline | None:
+    """None for a run that kept no timeline."""
+    path = run_dir / "timeline.jsonl"
+    if not path.is_file():
+        return None
+    spans, running = read_timeline(path)
+    status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
+    names = {executor["name"]: executor["role"] for executor in status["executors"]}
+    with (run_dir / "events.jsonl").open(encoding="utf-8") as file:
+        events = [json.loads(line) for line in file]
+    publishes_s = [event["time_s"] for event in events if event["event"] == "published"]
+    return _timeline(profile, lines, names, spans, running, publishes_s)
+
+
+def evenly(names: Sequence[str], limit: int) -> tuple[str, ...]:
+    """All of them, or `limit` spread evenly from the first to the last."""
+    if len(names) <= limit:
+        return tuple(names)
+    return tuple(names[round(index * (len(names) - 1) / (limit - 1))] for index in range(limit))
+
+
+def _of_role(names: Mapping[str, str], role: str) -> list[str]:
+    """In the order of their numbers: rollout-2 before rollout-10."""
+    return sorted((name for name, found in names.items() if found == role), key=lambda name: (len(name), name))
+
+
+def _timeline(
+    profile: str,
+    lines: Sequence[Line],
+    names: Mapping[str, str],
+    spans: Spans,
+    running: Counts,
+    publishes_s: Sequence[float],
+) -> Timeline:
+    stretch = stretch_of(lines)
+    ends = {line["window"]: line["time_s"] for line in stretch.lines}
+    workers = _of_role(names, ROLLOUT)
+    return Timeline(
+        profile=profile,
+        trainers=tuple(_of_role(names, TRAINER)),
+        workers=evenly(workers, MAX_WORKERS),
+        num_workers=len(workers),
+        spans=spans,
+        running=running,
+        publishes_s=tuple(publishes_s),
+        window_ends_s=(stretch.begin_s, *ends.values()),
+    )

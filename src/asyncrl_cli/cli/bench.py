@@ -1,0 +1,171 @@
+"""`asyncrl bench`: profiles side by side on the same work and the same resources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli.console import print_json, say, stderr, stdout, warn
+from asyncrl_cli.cli.options import JsonOption, SetOption
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from asyncrl_cli.bench.compare import Outcome, Request, Watcher
+
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl bench                                  partial-rollout against colocate, for real, on this machine
+
+  asyncrl bench -p stale-samples -p partial-rollout --repeat 3
+
+  asyncrl bench --simulate verl-7b-math-128 -p stream-off-policy -p partial-rollout
+
+  asyncrl bench --compare on-policy-pipeline -p one-step-off --groups 192 --json > results.json
+
+Real runs train for minutes each; all start from the same model and see the same prompts. [bold]--simulate[/] runs the
+same loop on a virtual clock with the times of a workload: its results say SIMULATED."""
+
+
+def command(
+    baseline: Annotated[
+        str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are held against.")
+    ] = "colocate",
+    profiles: Annotated[
+        list[str] | None,
+        typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. [partial-rollout]"),
+    ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option("--simulate", metavar="WORKLOAD", help="A workload's name or TOML file: nothing is trained, time is virtual."),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
+    ] = 1,
+    groups: Annotated[
+        int | None,
+        typer.Option("--groups", metavar="N", min=1, help="Groups that each run trains: 384, or the workload's windows."),
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")
+    ] = None,
+    sets: SetOption = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go: bench/TIME."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
+    from asyncrl_cli.bench.compare import Request
+
+    request = Request(
+        baseline=baseline,
+        profiles=tuple(profiles or ["partial-rollout"]),
+        sets=tuple(sets or ()),
+        seed=seed,
+        repeat=repeat,
+        groups=groups,
+        windows=windows,
+    )
+    outcome, directory = _simulated(request, simulate, out) if simulate is not None else _real(request, out)
+    _show(outcome, directory, as_json=as_json)
+    if outcome.error is not None:
+        raise outcome.error
+
+
+def _simulated(request: Request, reference: str, out: Path | None) -> tuple[Outcome, Path]:
+    from asyncrl_cli.bench.compare import compare_simulated
+    from asyncrl_cli.bench.report import output_directory
+    from asyncrl_cli.simulate.workloads import load_workload
+
+    workload = load_workload(reference)
+    directory = output_directory(out)
+    with _leaving_nothing_empty(directory), _watching(f"SIMULATED {workload.name}") as watcher:
+        return compare_simulated(request, workload, watcher), directory
+
+
+def _real(request: Request, out: Path | None) -> tuple[Outcome, Path]:
+    from asyncrl_cli.bench.compare import compare_real, real_entries
+    from asyncrl_cli.bench.report import output_directory
+
+    entries, _ = real_entries(request)
+    for warning in dict.fromkeys(warning for entry in entries for warning in (*entry.loaded.warnings, *entry.plan.warnings)):
+        warn(warning)
+    directory = output_directory(out)
+    with _leaving_nothing_empty(directory), _watching("real runs") as watcher:
+        return compare_real(request, directory, watcher), directory
+
+
+def _show(outcome: Outcome, directory: Path, *, as_json: bool) -> None:
+    from asyncrl_cli.bench.report import write
+    from asyncrl_cli.bench.table import table_of
+
+    comparison = outcome.comparison
+    if comparison is None:
+        return
+    written = write(comparison, outcome.timelines, directory)
+    if as_json:
+        print_json(comparison.to_json())
+    else:
+        stdout().print(table_of(comparison))
+        for remark in comparison.remarks:
+            stdout().print(remark, markup=False, soft_wrap=True)
+    for path in written:
+        say(f"wrote {path}")
+
+
+def _leaving_nothing_empty(directory: Path) -> AbstractContextManager[None]:
+    """A comparison that was refused leaves no directory behind."""
+    from contextlib import contextmanager, suppress
+
+    @contextmanager
+    def cleaning() -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):  # it holds something: that stays
+                directory.rmdir()
+            raise
+
+    return cleaning()
+
+
+def _watching(title: str) -> AbstractContextManager[Watcher]:
+    """Progress bars on stderr, one per run."""
+    from contextlib import contextmanager
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+    class Bars:
+        def __init__(self, progress: Progress) -> None:
+            self._progress = progress
+            self._tasks: dict[str, TaskID] = {}
+
+        def run(self, name: str, groups: int, total: int) -> None:
+            self._show(name, groups, total, is_started=groups > 0)
+
+        def note(self, text: str, done: int, total: int) -> None:
+            """One bar for all that is not a run."""
+            self._show("", done, total, is_started=True, text=text)
+
+        def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str = "") -> None:
+            if key not in self._tasks:
+                self._tasks[key] = self._progress.add_task(text or key, total=total or None, start=is_started)
+            task = self._tasks[key]
+            if is_started:
+                self._progress.start_task(task)  # does nothing to one that has started
+            self._progress.update(task, completed=done, total=total or None, description=text or key)
+
+    @contextmanager
+    def bars() -> Iterator[Watcher]:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=stderr()) as progress:
+            progress.console.print(title, highlight=False)
+            yield Bars(progress)
+
+    return bars()

@@ -1,0 +1,92 @@
+"""The memory part of `asyncrl plan`: the estimate per process, what a device needs of it, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.cli.console import stdout
+
+if TYPE_CHECKING:
+    from asyncrl_cli.job.memory import MemoryEstimate
+    from asyncrl_cli.job.memory_fit import DeviceNeed
+    from asyncrl_cli.job.plan import JobPlan
+    from asyncrl_cli.profile.schema import Profile
+
+MIB = 2**20
+NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """`unknown`: why there is no estimate, else empty."""
+
+    estimate: MemoryEstimate | None
+    needs: tuple[DeviceNeed, ...] = ()
+    warnings: tuple[str, ...] = ()
+    unknown: str = ""
+
+
+def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryReport:
+    from asyncrl_cli.job.memory import estimate_memory
+    from asyncrl_cli.job.memory_fit import device_needs, memory_warnings
+    from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+
+    try:
+        shape = shape_of(profile.model.path)
+    except ShapeUnknown as reason:
+        return MemoryReport(estimate=None, unknown=str(reason))
+    estimate = estimate_memory(profile, plan, shape)
+    needs = device_needs(estimate, plan, available_bytes)
+    return MemoryReport(estimate=estimate, needs=tuple(needs), warnings=tuple(memory_warnings(profile, estimate, plan, needs)))
+
+
+def memory_document(report: MemoryReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    if report.estimate is None:
+        return {"unknown": report.unknown}
+    return {
+        "estimate": True,
+        "parameters": report.estimate.shape.parameters,
+        "kv_values_per_token": report.estimate.shape.kv_values_per_token,
+        "items": [asdict(item) for item in report.estimate.items],
+        "devices": [{**asdict(need), "fits": need.fits} for need in report.needs],
+        "remarks": [*report.estimate.shape.remarks, NOT_COUNTED],
+    }
+
+
+def print_memory(report: MemoryReport, plan: JobPlan) -> None:
+    from rich.table import Table
+
+    if report.estimate is None:
+        stdout().print(f"\nmemory: no estimate: {report.unknown}", soft_wrap=True)
+        return
+    each = "process" if plan.device == "cpu" else "GPU and process"
+    parameters = report.estimate.shape.parameters
+    title = f"\nmemory per {each}, an estimate ({report.estimate.shape.model_type}, {parameters:,} parameters)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for header in ("role", "what", "where", "when"):
+        table.add_column(header)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("meaning")
+    for item in report.estimate.items:
+        where = "memory" if plan.device == "cpu" else "GPU" if item.place == "device" else "host"
+        table.add_row(item.role, item.what, where, item.phase, size(item.num_bytes), item.how)
+    stdout().print(table)
+    for line in (*map(_need_line, report.needs), *report.estimate.shape.remarks, NOT_COUNTED):
+        stdout().print(line, soft_wrap=True)
+
+
+def size(num_bytes: int) -> str:
+    """In MiB below one GiB, else in GiB."""
+    mib = num_bytes / MIB
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
+
+
+def _need_line(need: DeviceNeed) -> str:
+    who = " and ".join(need.roles)
+    text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
+    if need.available_bytes is None:
+        return f"{text} (how much a {need.device} has is not known here: --gpu-memory GIB)"
+    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}"

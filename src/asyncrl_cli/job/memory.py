@@ -1,0 +1,166 @@
+"""How much memory a job's processes need: an estimate from the profile and the model's config.json, before anything starts.
+
+P parameters, e bytes per value of `model.dtype`, r trainer ranks:
+
+    trainer rank   always   float32 master weights 4P/r, AdamW's two moments 8P/r
+                   start    the whole float32 model, before it is sharded
+                   step     float32 gradients 4P/r, what FSDP2 gathers (root group and two layers), whole gradients of the root
+                            group, activations of one microbatch (nothing is recomputed: no activation checkpointing), its logits
+                   host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy, published buckets
+    rollout worker always   weights eP, KV cache of all slots at full length
+                   step     a prefill's activations, the logits that are sampled from
+                   host     the second buffer eP: the version that waits for its load
+
+A process's peak is what it always has and the most expensive of its phases. Not counted: Python, torch and a GPU's context
+(about 1 GiB per process), and fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.models.shape import ModelShape
+from asyncrl_cli.profile.schema import Profile
+
+MASTER_BYTES = 4
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+BYTES_PER_MB = 2**20
+PAGE_TOKENS = 32
+"""As rollout/batching.py has it, which cannot be imported without torch; a test compares them. So with the next two."""
+PREFILL_TOKENS = 4096
+CACHE_SHARE_OF_MEMORY = 0.5
+LOGIT_BYTES = 12
+"""Per value: three float32 copies at the worst moment (logits, their log-softmax, a gradient)."""
+SAMPLED_LOGIT_BYTES = 24
+"""Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the sampler."""
+
+Phase = Literal["always", "start", "step", "sync"]
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """What one process of a role holds, where and when. On CPUs the device is the host's memory too."""
+
+    role: str
+    what: str
+    place: Place
+    phase: Phase
+    num_bytes: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Of one process per role; a tensor-parallel rollout worker's device is one of its GPUs."""
+
+    shape: ModelShape
+    items: tuple[MemoryItem, ...]
+
+    def of(self, role: str, place: Place) -> list[MemoryItem]:
+        return [item for item in self.items if (item.role, item.place) == (role, place)]
+
+    def peak_bytes(self, role: str, place: Place) -> int:
+        """What it always holds and the most expensive phase."""
+        phases: dict[str, int] = {"always": 0}
+        for item in self.of(role, place):
+            phases[item.phase] = phases.get(item.phase, 0) + item.num_bytes
+        return phases.pop("always") + max(phases.values(), default=0)
+
+
+def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape) -> MemoryEstimate:
+    items = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape), *_rollout(profile, plan, shape))
+    return MemoryEstimate(shape=shape, items=tuple(item for item in items if item.num_bytes))
+
+
+def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
+    """What autograd keeps of one token in one layer of a llama: its residual stream is normalized in float32, attention is
+    fused (no scores are kept), rotations keep nothing."""
+    h, i, e = shape.hidden_size, shape.intermediate_size, value_bytes
+    a, j = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    normalized = 2 * h + (a + j if shape.has_qk_norm else 0)
+    norms = normalized * (MASTER_BYTES + e) + 2 * h * e
+    attention = (2 * a + 2 * j) * e + shape.num_heads * MASTER_BYTES
+    return norms + attention + 4 * i * e
+
+
+def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
+    """All slots of one worker at full length, in whole pages, as the engine allocates them."""
+    tokens = profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+    pages = profile.rollout.slots * -(-tokens // PAGE_TOKENS)
+    return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
+
+
+def microbatch_tokens(profile: Profile) -> int:
+    """Positions of the largest microbatch: the budget, or one trajectory of full length, which goes alone if it is longer."""
+    return max(
+        profile.trainer.max_tokens_per_microbatch, profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens - 1
+    )
+
+
+def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
+    ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
+    shard, tokens = -(-shape.parameters // ranks), microbatch_tokens(profile)
+    gathered = shape.root_parameters + 2 * shape.layer_parameters
+    over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
+    per_token = shape.num_layers * activation_bytes_per_token(shape, e)
+
+    def item(what: str, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
+        return MemoryItem(role=TRAINER, what=what, place="device", phase=phase, num_bytes=num_bytes, how=how)
+
+    yield item("parameters", "always", MASTER_BYTES * shard, f"float32 master weights, {over}")
+    yield item("optimizer", "always", 2 * MASTER_BYTES * shard, f"AdamW's two moments, float32, {over}")
+    yield item("whole model", "start", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
+    yield item("gradients", "step", MASTER_BYTES * shard, f"float32, {over}")
+    yield item("gathered layers", "step", e * gathered, f"{profile.model.dtype}: embedding, head and two layers whole (FSDP2)")
+    yield item("whole gradients", "step", (e + MASTER_BYTES) * shape.root_parameters, "of embedding and head, not yet reduced")
+    yield item("activations", "step", tokens * per_token, f"{tokens} tokens of a microbatch; nothing is recomputed")
+    yield item("logits", "step", tokens * shape.vocab_size * LOGIT_BYTES, f"{tokens} tokens * {shape.vocab_size} of vocabulary")
+
+
+def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
+    ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
+    shard = -(-shape.parameters // ranks)
+    keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
+    buckets = -(-e * shape.parameters // (profile.weights.gather_bucket_size_mb * BYTES_PER_MB))
+
+    def item(what: str, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
+        return MemoryItem(role=TRAINER, what=what, place="host", phase=phase, num_bytes=num_bytes, how=how)
+
+    if keeps_first:
+        yield item("window's first weights", "always", MASTER_BYTES * shard, "float32, for the old-logprob pass")
+    yield item(
+        "published weights",
+        "sync",
+        2 * e * shape.parameters,
+        f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {profile.weights.gather_bucket_size_mb} MB each, "
+        "new and previous version; Ray's object store holds as much again",
+    )
+    copies = 4 if keeps_first else 3
+    yield item("checkpoint", "sync", copies * MASTER_BYTES * shard, "the snapshot that is being written")
+
+
+def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
+    rollout, e = profile.rollout, BYTES_OF[profile.model.dtype]
+    gpus = max(plan.counts.gpus_per_rollout_worker, 1)
+    tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
+    batch_tokens = rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
+    # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
+    prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e))
+
+    def item(what: str, place: Place, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
+        return MemoryItem(role=ROLLOUT, what=what, place=place, phase=phase, num_bytes=num_bytes, how=how)
+
+    apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
+    weights = e * shape.parameters
+    yield item("weights", "device", "always", weights // gpus, f"{profile.model.dtype}{apart}")
+    cached = f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}"
+    yield item("KV cache", "device", "always", kv_cache_bytes(profile, shape) // gpus, cached)
+    yield item("prefill", "device", "step", prefill // gpus, f"{batch_tokens} tokens in one pass")
+    sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
+    yield item("sampling", "device", "step", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
+    slices = f"received weights, copied in slices of {profile.weights.load_bucket_size_mb} MB"
+    yield item("load buffer", "host", "sync", weights, slices)

@@ -1,0 +1,118 @@
+"""Whether the estimated memory is there: per GPU where its memory is known, and all processes together on a machine."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from asyncrl_cli.job.memory import CACHE_SHARE_OF_MEMORY, MemoryEstimate, kv_cache_bytes
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.profile.schema import Profile
+
+GIB = 2**30
+PROBE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceNeed:
+    """A device, who shares it, what they need, and what it has (None: not known)."""
+
+    device: str
+    roles: tuple[str, ...]
+    num_bytes: int
+    available_bytes: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.available_bytes is None else self.num_bytes <= self.available_bytes
+
+
+def device_needs(estimate: MemoryEstimate, plan: JobPlan, available_bytes: int | None) -> list[DeviceNeed]:
+    """Per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: this machine, with all processes."""
+    if plan.device == "cpu":
+        total = sum(role.workers * _process_bytes(estimate, role.name) for role in plan.roles)
+        return [DeviceNeed(device="machine", roles=(TRAINER, ROLLOUT), num_bytes=total, available_bytes=available_bytes)]
+    apart = ((TRAINER,), (ROLLOUT,))
+    return [
+        DeviceNeed(
+            device="GPU",
+            roles=roles,
+            num_bytes=sum(estimate.peak_bytes(role, "device") for role in roles),
+            available_bytes=available_bytes,
+        )
+        for roles in (((TRAINER, ROLLOUT),) if plan.colocate else apart)
+    ]
+
+
+def memory_warnings(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, needs: list[DeviceNeed]) -> list[str]:
+    """What does not fit, and the keys that would help."""
+    warnings = []
+    for need in needs:
+        if need.fits is False:
+            assert need.available_bytes is not None
+            warnings.append(
+                f"{' and '.join(need.roles)} need about {need.num_bytes / GIB:.1f} GiB of a {need.device}'s "
+                f"{need.available_bytes / GIB:.1f} GiB; {_remedy(need, estimate)}"
+            )
+        if ROLLOUT in need.roles and need.available_bytes is not None:
+            warnings.extend(_cache_warning(profile, estimate, plan, need.available_bytes))
+    return warnings
+
+
+def known_memory_bytes(device: str) -> int | None:
+    """This machine's memory, or that of its smallest GPU; None where it cannot be told."""
+    if device == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    return _smallest_gpu_bytes()
+
+
+def _process_bytes(estimate: MemoryEstimate, role: str) -> int:
+    return estimate.peak_bytes(role, "device") + estimate.peak_bytes(role, "host")
+
+
+def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
+    """The largest item that a key can make smaller."""
+    remedies = {
+        "activations": "lower trainer.max_tokens_per_microbatch",
+        "logits": "lower trainer.max_tokens_per_microbatch",
+        "KV cache": "lower rollout.slots",
+        "prefill": "lower rollout.slots",
+        "sampling": "lower rollout.slots",
+    }
+    items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
+    largest = max(items, key=lambda item: item.num_bytes)
+    fallback = "take more trainer ranks" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
+    return f"the most is {largest.what}: {remedies.get(largest.what, fallback)}"
+
+
+def _cache_warning(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, available_bytes: int) -> list[str]:
+    """The engine gives its cache half of what is free when it starts, and then evicts sequences."""
+    if plan.device == "cpu":
+        return []
+    weights = next(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
+    room = int((available_bytes - weights) * CACHE_SHARE_OF_MEMORY)
+    cache = kv_cache_bytes(profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
+    if cache <= room:
+        return []
+    slots = max(room * profile.rollout.slots // cache, 0)
+    return [
+        f"a KV cache for {profile.rollout.slots} slots at full length is {cache / GIB:.1f} GiB, and the engine takes at most half "
+        f"of what is free ({max(room, 0) / GIB:.1f} GiB): long responses may be evicted and prefilled again "
+        f"(rollout.slots = {slots} fits)"
+    ]
+
+
+def _smallest_gpu_bytes() -> int | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    mebibytes = [int(line) for line in done.stdout.splitlines() if line.strip().isdigit()]
+    return min(mebibytes) * 2**20 if mebibytes else None

@@ -1,0 +1,174 @@
+"""A model's sizes, read from its config.json and the headers of its weights: neither torch nor the network is asked.
+
+Parameters of a decoder of the llama family (h hidden, i intermediate, a = heads * head_dim, j = key-value heads * head_dim,
+V vocabulary):
+
+    layer   q h*a, k h*j, v h*j, o a*h, gate h*i, up h*i, down i*h, two norms of h (and what a family adds: biases, q/k norms)
+    root    embedding V*h, last norm h, and a head V*h unless it is tied to the embedding
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.models.tiny import TINY
+
+FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""Model types whose parameters follow from the configuration; others are counted in their weights' files."""
+QWEN3_HEAD_DIM = 128
+TINY_VOCABULARY = 64
+"""Characters of most tasks, and three special tokens; the real number is known when the task has been read."""
+
+
+class ShapeUnknown(Exception):
+    """Why a model's sizes are not known here; the text is for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """`layer_parameters` is the largest layer's. `remarks`: what is assumed, for people."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_qk_norm: bool
+    parameters: int
+    layer_parameters: int
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def root_parameters(self) -> int:
+        """Outside the layers: embedding, last norm, head."""
+        return self.parameters - self.num_layers * self.layer_parameters
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+
+def shape_of(path: str) -> ModelShape:
+    """Of a profile's `model.path`. Raises ShapeUnknown where that would take the network, or the files do not say."""
+    if path == "builtin:tiny":
+        remark = f"builtin:tiny with {TINY_VOCABULARY} characters: the task may have more"
+        return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        directory = _cached_on_disk(path)
+    return shape_of_directory(directory)
+
+
+def shape_of_directory(directory: Path) -> ModelShape:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ShapeUnknown(f"{directory / 'config.json'} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ShapeUnknown(f"{directory / 'config.json'} is not a configuration")
+    text_config = config.get("text_config")
+    if isinstance(text_config, dict):
+        config = {**config, **text_config}
+    if config.get("model_type") in FAMILY:
+        return shape_of_config(config)
+    return _counted(config, directory)
+
+
+def shape_of_config(config: Mapping[str, Any], remarks: tuple[str, ...] = ()) -> ModelShape:
+    """Of a model of the llama family: `config` as in config.json."""
+    sizes = _sizes(config)
+    h, i = sizes["hidden_size"], sizes["intermediate_size"]
+    a, j = sizes["num_heads"] * sizes["head_dim"], sizes["num_kv_heads"] * sizes["head_dim"]
+    kind = config["model_type"]
+    has_qk_norm = kind == "qwen3"
+    layer = 2 * h * a + 2 * h * j + 3 * h * i + 2 * h
+    if kind == "qwen2" or config.get("attention_bias"):
+        layer += a + 2 * j + (0 if kind == "qwen2" else h)
+    if config.get("mlp_bias"):
+        layer += 2 * i + h
+    if has_qk_norm:
+        layer += 2 * sizes["head_dim"]
+    heads = 1 if config.get("tie_word_embeddings", False) else 2
+    root = heads * sizes["vocab_size"] * h + h
+    return ModelShape(
+        model_type=kind,
+        **sizes,
+        has_qk_norm=has_qk_norm,
+        parameters=sizes["num_layers"] * layer + root,
+        layer_parameters=layer,
+        remarks=remarks,
+    )
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    try:
+        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
+        default_head_dim = QWEN3_HEAD_DIM if config.get("model_type") == "qwen3" else hidden // heads
+        return {
+            "vocab_size": int(config["vocab_size"]),
+            "hidden_size": hidden,
+            "intermediate_size": int(config["intermediate_size"]),
+            "num_layers": int(config["num_hidden_layers"]),
+            "num_heads": heads,
+            "num_kv_heads": int(config.get("num_key_value_heads") or heads),
+            "head_dim": int(config.get("head_dim") or default_head_dim),
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ShapeUnknown(f"config.json of a {config.get('model_type', 'nameless')} model: {error} is not as expected") from error
+
+
+def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
+    """Any other model: parameters from the headers of its safetensors files."""
+    kind = str(config.get("model_type"))
+    counts = _parameters_in_files(directory)
+    if not counts:
+        raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, whose headers would tell its parameters")
+    layers: dict[str, int] = {}
+    for name, count in counts.items():
+        if found := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name):
+            layers[found[1]] = layers.get(found[1], 0) + count
+    return ModelShape(
+        model_type=kind,
+        **_sizes(config),
+        has_qk_norm=False,
+        parameters=sum(counts.values()),
+        layer_parameters=max(layers.values(), default=0),
+        remarks=(f"{kind}: parameters counted in its files; activations are guessed as a llama's",),
+    )
+
+
+def _parameters_in_files(directory: Path) -> dict[str, int]:
+    """Elements by tensor name. A safetensors file begins with the length of its JSON header, 8 bytes little-endian."""
+    counts: dict[str, int] = {}
+    for path in sorted(directory.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        except (OSError, ValueError, MemoryError, OverflowError) as error:
+            raise ShapeUnknown(f"{path} cannot be read: {error}") from error
+        counts.update({name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+    return counts
+
+
+def _cached_on_disk(name: str) -> Path:
+    """A hub name whose config.json was downloaded once."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        cached = None
+    if not isinstance(cached, str):
+        raise ShapeUnknown(f"{name} is not on this machine: the estimate needs its config.json, and a plan asks no network")
+    return Path(cached).parent

@@ -1,0 +1,176 @@
+"""A second set of books of a run, kept from its events alone, to hold against the loop's own.
+
+Nothing of `loop.admission` or `loop.ledger` is used: what they count incrementally is counted here from scratch, each time,
+after the formulas of docs/admission.md. Slow on purpose, and for small worlds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.settings import LoopSettings
+
+
+def in_time(deadlines: Iterable[int], version: int, takes_left: int, window_groups: int) -> bool:
+    """Whether groups of these deadlines can all be trained in time: `takes_left` in this version, W in each later one."""
+    due = sorted(deadlines)
+    if not due:
+        return True
+    if due[0] < version:
+        return False
+    latest = due[-1] - version
+    return all(sum(deadline <= version + d for deadline in due) <= takes_left + d * window_groups for d in range(latest + 1))
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveAttempt:
+    """An attempt that is running, finished or in training. `began`: the version of its worker when it started."""
+
+    account: str
+    worker: str
+    began: int
+    deadline: int
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerBook:
+    """What the loop may know of one worker. It counts as loading until its first load has ended."""
+
+    slots: int
+    version: int = -1
+    loading: bool = True
+    unfinished: dict[AttemptKey, int] = field(default_factory=dict)
+    eval_sequences: int = 0
+
+    @property
+    def used(self) -> int:
+        return sum(self.unfinished.values()) + self.eval_sequences
+
+
+@dataclass(slots=True, kw_only=True)
+class Books:
+    """Every attempt of the run, and the counters of the current window; `live` in order of admission, `finish_order` of finish."""
+
+    settings: LoopSettings
+    workers: dict[str, WorkerBook]
+    version: int = 0
+    taken_in_window: int = 0
+    stopping: bool = False
+    admitted: int = 0
+    live: dict[AttemptKey, LiveAttempt] = field(default_factory=dict)
+    finish_order: list[AttemptKey] = field(default_factory=list)
+    ended: dict[AttemptKey, str] = field(default_factory=dict)
+    waiting: list[AttemptKey] = field(default_factory=list)
+    """Attempts that ended as requeued and whose prompt has not started again."""
+    stale_requeues: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    @property
+    def trained(self) -> int:
+        return sum(account == "trained" for account in self.ended.values())
+
+    @property
+    def budget(self) -> int:
+        return math.floor((1 + self.settings.eta) * self.settings.window_groups)
+
+    @property
+    def untaken(self) -> dict[AttemptKey, int]:
+        return {key: attempt.deadline for key, attempt in self.live.items() if attempt.account != "training"}
+
+    @property
+    def window_size(self) -> int:
+        """W, or the rest of the run: what was trained or taken before this window is used up."""
+        in_training = len(self.live) - len(self.untaken)
+        before = self.trained + in_training - self.taken_in_window
+        return min(self.settings.window_groups, self.settings.total_groups - before)
+
+    @property
+    def takes_left(self) -> int:
+        return self.window_size - self.taken_in_window
+
+    def totals(self) -> dict[str, int]:
+        """As `Ledger.totals`."""
+        accounts = Counter(attempt.account for attempt in self.live.values()) + Counter(self.ended.values())
+        names = ("running", "finished", "training", "trained", "dropped", "requeued")
+        return {"admitted_total": self.admitted} | {name: accounts[name] for name in names}
+
+    def late(self) -> list[AttemptKey]:
+        """Untaken groups that can no longer be trained within the bound."""
+        return [key for key, deadline in self.untaken.items() if deadline < self.version]
+
+    def may_take(self, key: AttemptKey, taken: Iterable[AttemptKey] = ()) -> bool:
+        """Whether `key` may be taken after `taken` were, in this same moment."""
+        gone = {key, *taken}
+        takes_left = self.takes_left - len(gone)
+        if takes_left < 0:
+            return False
+        if self.settings.on_stale != "wait":
+            return True
+        rest = [deadline for other, deadline in self.untaken.items() if other not in gone]
+        return in_time(rest, self.version, takes_left, self.settings.window_groups)
+
+    def takeable(self, num_groups: int) -> list[AttemptKey]:
+        """In finish order as far as deadlines allow, looking at everything again after each take."""
+        taken: list[AttemptKey] = []
+        while len(taken) < num_groups:
+            rest = (key for key in self.finish_order if key not in taken)
+            allowed = next((key for key in rest if self.may_take(key, taken)), None)
+            if allowed is None:
+                break
+            taken.append(allowed)
+        return taken
+
+    def room_on(self, worker: WorkerBook) -> bool:
+        n = self.settings.n
+        return worker.used + n <= worker.slots + n * self.settings.prefetch_groups
+
+    def start_in_time(self, worker: WorkerBook) -> bool:
+        """Whether one more group, started on `worker`, could be trained in time beside all others."""
+        deadline, on_stale = worker.version + self.settings.max_staleness, self.settings.on_stale
+        if on_stale == "accept":
+            return True
+        if worker.version != self.version and deadline <= self.version:
+            return False
+        if on_stale != "wait":
+            return True
+        return in_time([*self.untaken.values(), deadline], self.version, self.takes_left, self.settings.window_groups)
+
+    def closed(self) -> str:
+        """Why nothing may start now, "" if something may; the reasons in the order of docs/admission.md."""
+        awake = [worker for worker in self.workers.values() if not worker.loading]
+        room = [worker for worker in awake if self.room_on(worker)]
+        reasons = {
+            "stopping": self.stopping,
+            "end": len(self.live) + self.trained >= self.settings.total_groups,
+            "window": len(self.untaken) + self.taken_in_window >= self.budget,
+            "loading": not awake,
+            "slots": not room,
+            "deadlines": not any(self.start_in_time(worker) for worker in room),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def state(self) -> dict[str, Any]:
+        """JSON for a checkpoint; workers are not part of it."""
+        return {
+            "version": self.version,
+            "taken_in_window": self.taken_in_window,
+            "admitted": self.admitted,
+            "live": [[*key, live.account, live.worker, live.began, live.deadline] for key, live in self.live.items()],
+            "finish_order": [list(key) for key in self.finish_order],
+            "ended": [[*key, account] for key, account in self.ended.items()],
+            "waiting": [list(key) for key in self.waiting],
+            "stale_requeues": [[*prompt, count] for prompt, count in self.stale_requeues.items()],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.version, self.taken_in_window, self.admitted = state["version"], state["taken_in_window"], state["admitted"]
+        for *key, account, worker, began, deadline in state["live"]:
+            self.live[AttemptKey(*key)] = LiveAttempt(account=account, worker=worker, began=began, deadline=deadline)
+        self.finish_order = [AttemptKey(*key) for key in state["finish_order"]]
+        self.ended = {AttemptKey(*key): account for *key, account in state["ended"]}
+        self.waiting = [AttemptKey(*key) for key in state["waiting"]]
+        self.stale_requeues = Counter({(uid, epoch): count for uid, epoch, count in state["stale_requeues"]})

@@ -1,0 +1,156 @@
+"""What a workload's work costs: seconds of train steps, decoding and weight syncs, for a given number of devices.
+
+    optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
+    old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
+
+Tokens are prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but the
+window's first are computed before training (as `train/policy_update.py` does: the first mini-batch's own forward yields both).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from asyncrl_cli.bench.bound import Capacities
+from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S
+from asyncrl_cli.loop.ports import GroupResult, TrainBatch
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.engine import DecodeTimes
+from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
+from asyncrl_cli.simulate.trainer import TrainerTimes
+from asyncrl_cli.simulate.workers import WorkerTimes
+from asyncrl_cli.simulate.workload import Syncing, Training, Workload
+
+_PROGRESS_RATIO = 0.05
+"""Workers report at most once in this share of a mean response's time: finer only takes longer to simulate."""
+
+
+@dataclass(slots=True)
+class Spent:
+    """What a trainer has done so far, on a machine of its own."""
+
+    seconds: float = 0.0
+    response_tokens: int = 0
+    trajectories: int = 0
+
+
+class TrainCosts:
+    """Seconds of train steps on `gpus` devices; `spent` adds them up."""
+
+    def __init__(
+        self, training: Training, gpus: int, mini_batch_groups: int, *, recomputes: bool, fills_machine: bool = False
+    ) -> None:
+        """`fills_machine`: colocated ranks, which take a shared machine's memory bandwidth from each other."""
+        self.spent = Spent()
+        self._training = training
+        self._mini_batch_groups = mini_batch_groups
+        self._recomputes = recomputes
+        self._train_shrink = _shrink(gpus, training.reference_gpus, training.scaling_exponent)
+        self._old_shrink = _shrink(gpus, training.reference_gpus, training.old_logprob_scaling_exponent)
+        if fills_machine and gpus > 1:
+            self._train_shrink *= 1 + training.interference_ratio
+            self._old_shrink *= 1 + training.interference_ratio
+
+    def train_s(self, batch: TrainBatch) -> float:
+        training, mini_batches = self._training, self._mini_batches(batch)
+        trained = [meta for group in batch.groups for meta in group.trajectories]
+        response_tokens = sum(meta.response_tokens for meta in trained)
+        tokens = response_tokens + sum(meta.prompt_tokens for meta in trained)
+        shared_s = len(mini_batches) * training.step_s + tokens * training.s_per_token
+        seconds = len(mini_batches) * training.fixed_step_s + shared_s * self._train_shrink
+        self.spent.seconds += seconds
+        self.spent.trajectories += len(trained)
+        self.spent.response_tokens += response_tokens
+        return seconds
+
+    def old_logprob_s(self, batch: TrainBatch) -> float:
+        if not self._recomputes:
+            return 0.0
+        training, scored = self._training, self._mini_batches(batch)[1 if batch.step_in_window == 0 else 0 :]
+        metas = [meta for groups in scored for group in groups for meta in group.trajectories]
+        tokens = sum(meta.prompt_tokens + meta.response_tokens for meta in metas)
+        seconds = len(scored) * training.old_logprob_fixed_step_s + tokens * training.old_logprob_s_per_token * self._old_shrink
+        self.spent.seconds += seconds
+        return seconds
+
+    def _mini_batches(self, batch: TrainBatch) -> list[Sequence[GroupResult]]:
+        size = self._mini_batch_groups
+        return [batch.groups[first : first + size] for first in range(0, len(batch.groups), size)]
+
+
+def _shrink(gpus: int, reference_gpus: int, exponent: float) -> float:
+    return float((gpus / reference_gpus) ** -exponent)
+
+
+def trainer_times(workload: Workload, costs: TrainCosts, *, colocate: bool) -> TrainerTimes:
+    syncing = workload.syncing
+    return TrainerTimes(
+        train_s=costs.train_s,
+        old_logprob_s=costs.old_logprob_s,
+        overhead_s=workload.training.step_overhead_s,
+        gather_s=syncing.colocated_s if colocate else syncing.parameter_bytes / syncing.gather_bytes_per_s,
+    )
+
+
+def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTimes:
+    """Colocate has its weights where they are needed: sending and loading cost nothing (`colocated_s` is in the gather).
+
+    Its workers fill the machine, so where one is shared they slow each other as the trainer would slow them.
+    """
+    colocate, syncing, decoding = profile.placement.colocate, workload.syncing, workload.decoding
+    prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
+    slowdown = 1 + decoding.interference_ratio if colocate and workers > 1 else 1.0
+    max_tokens = profile.rollout.max_response_tokens
+    progress_s = max(DEBOUNCE_S, _PROGRESS_RATIO * mean_tokens(workload.lengths, max_tokens) * decoding.step_s)
+    return WorkerTimes(
+        decoding=DecodeTimes(
+            step_s=decoding.step_s * slowdown,
+            step_s_per_sequence=decoding.step_s_per_sequence * slowdown,
+            prefill_s_per_token=decoding.prefill_s_per_token * slowdown,
+        ),
+        response_tokens=ResponseLengths(workload.lengths, max_tokens),
+        prompt_tokens=prompt_tokens,
+        max_response_tokens=max_tokens,
+        reward_s=_spread(workload.rewarding.latency_s, workload.rewarding.latency_spread),
+        prefetch_s=_constant(0.0 if colocate else _send_s(syncing)),
+        load_s=_constant(0.0 if colocate else syncing.parameter_bytes / syncing.load_bytes_per_s),
+        pause_s=0.0 if colocate else syncing.pause_s,
+        speed_spread=decoding.speed_spread,
+        progress_s=progress_s,
+        poll_s=max(POLL_S, 30 * progress_s),
+        call_timeout_s=profile.rollout.call_timeout_s,
+        weights_timeout_s=profile.weights.timeout_s,
+    )
+
+
+def _send_s(syncing: Syncing) -> float:
+    return syncing.parameter_bytes / syncing.send_bytes_per_s
+
+
+def _spread(mean_s: float, spread: float) -> Callable[[random.Random], float]:
+    return lambda rng: mean_s * (1 + spread * (2 * rng.random() - 1))
+
+
+def _constant(seconds: float) -> Callable[[random.Random], float]:
+    return lambda rng: seconds
+
+
+def capacities_of(workload: Workload, profile: Profile, workers: int, spent: Spent) -> Capacities:
+    """Of each side alone, for the trajectories that were really trained; both in response tokens, the unit of `tokens_trained`.
+
+    rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and prefills a prompt per trajectory
+    trainer   train steps and old-logprob passes as they were, without interference and overhead
+    """
+    decoding, slots = workload.decoding, profile.rollout.slots
+    tokens, trajectories = max(spent.response_tokens, 1), max(spent.trajectories, 1)
+    prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
+    token_s = decoding.step_s / slots + decoding.step_s_per_sequence
+    slowdown = 1 + decoding.interference_ratio if profile.placement.colocate and workers > 1 else 1.0
+    worker_s = (tokens * token_s + trajectories * prompt_tokens * decoding.prefill_s_per_token) * slowdown
+    return Capacities(
+        rollout_tokens_per_s=workers * tokens / worker_s,
+        trainer_tokens_per_s=tokens / max(spent.seconds, 1e-9),
+        colocated=profile.placement.colocate,
+    )

@@ -1,0 +1,277 @@
+"""A simulated engine: continuous batching as lock-step decoding, with one timer for all of its sequences.
+
+    submit -> waiting (in order of arrival) --a slot--> prefill -> running -> on_end
+                 ^ gate closed (drain)                     ^ frozen (load), slowed (a shared machine)
+
+All running sequences advance together, one token per decode step of
+
+    (step_s + step_s_per_sequence * running) * speed * slowdown   seconds
+
+so the engine needs no event per token: it counts the steps that have passed (a real number), and a sequence of T tokens that
+begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
+the engine freezes, or it is slowed. A sequence that begins between two tokens of the others keeps its own phase: its first
+token takes a whole step, as every token does. A prefill is work of the whole engine: decoding waits for it.
+
+Loads, too, have a step count, so the versions of a sequence's tokens follow from the list of loads: token j belongs to the last
+load before s + j. A token that is half done at a load is finished by the new weights and counts as theirs.
+
+Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0. At step count 2.5 tokens
+1 and 2 are done and of the old version, 3 to 5 are of version 3, and the end is at 5 + 1.5 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+_SAME_STEP = 1e-9
+"""Step counts closer than this are one: far above rounding, far below a token."""
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeTimes:
+    """Seconds of an engine of speed 1; the keys of `simulate.workload.Decoding`."""
+
+    step_s: float
+    step_s_per_sequence: float = 0.0
+    prefill_s_per_token: float = 0.0
+
+
+class SimulatedSequence:
+    """One response in the making. `tokens` are those it will have; fewer once it was aborted. `index` is its owner's."""
+
+    __slots__ = ("aborted", "begin_steps", "ended", "first_load", "index", "on_end", "prompt_tokens", "tokens")
+
+    def __init__(self, index: int, prompt_tokens: int, tokens: int, on_end: Callable[[SimulatedSequence], None]) -> None:
+        assert tokens >= 1
+        self.index = index
+        self.prompt_tokens = prompt_tokens
+        self.tokens = tokens
+        self.on_end = on_end
+        self.begin_steps = -1.0
+        self.first_load = 0
+        self.aborted = False
+        self.ended = False
+
+
+class SimulatedEngine:
+    """Call it from the event loop. `on_running(running)` is called whenever the number of running sequences changes.
+
+    `speed` scales all times: 1.1 is an engine that is 10% slower.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        times: DecodeTimes,
+        *,
+        speed: float = 1.0,
+        version: int = -1,
+        on_running: Callable[[int], None] = lambda running: None,
+    ) -> None:
+        self.slots = slots
+        self.version = version
+        self.running = 0
+        self._times = times
+        self._speed = speed
+        self._slowdown = 1.0
+        self._on_running = on_running
+        self._loop = asyncio.get_running_loop()
+        self._loads: list[tuple[float, int]] = [(0.0, version)]
+        self._ends: list[tuple[float, int, SimulatedSequence]] = []
+        self._num_begun = 0
+        self._waiting: deque[SimulatedSequence] = deque()
+        self._is_closed = False
+        self._is_frozen = False
+        self._drained: asyncio.Future[None] | None = None
+        self._steps = 0.0
+        self._sum_begin_steps = 0.0
+        self._sampled_tokens = 0.0
+        self._prefill_s = 0.0
+        self._since_s = self._loop.time()
+        self._target_s = _NEVER
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def sampled_tokens(self) -> float:
+        """Up to now; a token in the making counts by its part."""
+        self._advance()
+        return self._sampled_tokens
+
+    @property
+    def running_tokens(self) -> float:
+        """Of the sequences that run now, counted likewise."""
+        self._advance()
+        return self.running * self._steps - self._sum_begin_steps
+
+    def submit(self, sequences: Iterable[SimulatedSequence]) -> None:
+        """Each begins when it gets a slot, and its `on_end` is called when it has all of its tokens."""
+        self._advance()
+        self._waiting.extend(sequences)
+        self._let_in()
+        self._retime()
+
+    def abort(self, sequences: Iterable[SimulatedSequence]) -> None:
+        """Those that have not ended leave, with whole tokens only; their `on_end` is not called."""
+        self._advance()
+        left = 0
+        for sequence in sequences:
+            if sequence.ended or sequence.aborted:
+                continue
+            sequence.aborted = True
+            if sequence.begin_steps >= 0:
+                sequence.tokens = self._whole_tokens(sequence)
+                self._sum_begin_steps -= sequence.begin_steps
+                left += 1
+            else:
+                sequence.tokens = 0
+        self._leave(left)
+        self._retime()
+
+    def version_tokens(self, sequence: SimulatedSequence) -> tuple[tuple[int, int], ...]:
+        """Tokens per version of an ended or aborted sequence, ascending: ((3, 17), (4, 5))."""
+        if sequence.tokens == 0:
+            return ()
+        loads, first = self._loads, sequence.first_load
+        if first == len(loads) - 1:
+            return ((loads[first][1], sequence.tokens),)
+        spans, done = [], 0
+        for place in range(first, len(loads)):
+            upto = sequence.tokens
+            if place + 1 < len(loads):
+                upto = min(upto, int(loads[place + 1][0] - sequence.begin_steps + _SAME_STEP))
+            if upto > done:
+                spans.append((loads[place][1], upto - done))
+                done = upto
+            if done == sequence.tokens:
+                break
+        return tuple(spans)
+
+    def drained(self) -> asyncio.Future[None]:
+        """From now on nobody begins, until a `thaw`; the future is done once nobody runs."""
+        self._is_closed = True
+        self._drained = self._loop.create_future()
+        if self.running == 0:
+            self._drained.set_result(None)
+        return self._drained
+
+    def freeze(self) -> None:
+        """Steps stop; who runs keeps its slot."""
+        self._advance()
+        self._is_frozen = True
+        self._retime()
+
+    def thaw(self, version: int, *, recompute: bool = False) -> None:
+        """Go on with the weights of `version`; `recompute`: after a prefill of all that the running sequences have so far."""
+        self._advance()
+        self.version = version
+        self._loads.append((self._steps, version))
+        if recompute:
+            running = [sequence for _, _, sequence in self._ends if not sequence.aborted]
+            tokens = sum(sequence.prompt_tokens + self._whole_tokens(sequence) for sequence in running)
+            self._prefill_s = tokens * self._times.prefill_s_per_token
+        self._is_frozen = self._is_closed = False
+        self._let_in()
+        self._retime()
+
+    def slow_down(self, slowdown: float) -> None:
+        """From now on everything takes `slowdown` times as long as on an engine that has its machine to itself."""
+        self._advance()
+        self._slowdown = slowdown
+        self._retime()
+
+    def _advance(self) -> None:
+        """Count the steps since the last change: the rate was constant."""
+        now_s = self._loop.time()
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        if elapsed_s <= 0 or self.running == 0 or self._is_frozen:
+            return
+        work_s = elapsed_s / (self._speed * self._slowdown)
+        prefill_s = min(work_s, self._prefill_s)
+        self._prefill_s -= prefill_s
+        self._step_on((work_s - prefill_s) / self._step_s())
+
+    def _step_on(self, steps: float) -> None:
+        self._steps += steps
+        self._sampled_tokens += steps * self.running
+
+    def _whole_tokens(self, sequence: SimulatedSequence) -> int:
+        return int(self._steps - sequence.begin_steps + _SAME_STEP)
+
+    def _step_s(self) -> float:
+        return self._times.step_s + self._times.step_s_per_sequence * self.running
+
+    def _let_in(self) -> None:
+        begun, waiting = 0, self._waiting
+        while waiting and self.running + begun < self.slots and not self._is_closed:
+            sequence = waiting.popleft()
+            if sequence.aborted:
+                continue
+            sequence.begin_steps = self._steps
+            sequence.first_load = len(self._loads) - 1
+            self._num_begun += 1
+            heapq.heappush(self._ends, (self._steps + sequence.tokens, self._num_begun, sequence))
+            self._prefill_s += sequence.prompt_tokens * self._times.prefill_s_per_token
+            self._sum_begin_steps += self._steps
+            begun += 1
+        if begun:
+            self.running += begun
+            self._on_running(self.running)
+
+    def _leave(self, left: int) -> None:
+        """`left` running sequences have ended; the next ones begin."""
+        if not left:
+            return
+        self.running -= left
+        if self.running == 0:
+            self._prefill_s = 0.0
+        self._let_in_or_tell()
+
+    def _let_in_or_tell(self) -> None:
+        before = self.running
+        self._let_in()
+        if self.running == before:
+            self._on_running(self.running)
+        if self.running == 0 and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    def _retime(self) -> None:
+        """Know when the next sequence ends. A timer that is too early stays: it looks again when it fires."""
+        ends = self._ends
+        while ends and ends[0][2].aborted:
+            heapq.heappop(ends)
+        self._target_s = _NEVER
+        if ends and not self._is_frozen:
+            work_s = self._prefill_s + (ends[0][0] - self._steps) * self._step_s()
+            self._target_s = self._since_s + max(0.0, work_s) * self._speed * self._slowdown
+        if self._timer is not None and not self._timer.when() <= self._target_s < _NEVER:
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and self._target_s < _NEVER:
+            self._timer = self._loop.call_at(self._target_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._advance()
+        if self._since_s >= self._target_s:
+            self._end_first()
+        self._retime()
+
+    def _end_first(self) -> None:
+        """The first end has come: exactly at its step count, whatever rounding says."""
+        ends, ended = self._ends, []
+        self._prefill_s = 0.0
+        self._step_on(ends[0][0] - self._steps)
+        while ends and ends[0][0] <= self._steps + _SAME_STEP:
+            sequence = heapq.heappop(ends)[2]
+            if not sequence.aborted:
+                sequence.ended = True
+                self._sum_begin_steps -= sequence.begin_steps
+                ended.append(sequence)
+        self._leave(len(ended))
+        for sequence in ended:
+            sequence.on_end(sequence)

@@ -1,0 +1,299 @@
+"""What must hold in every run of the loop, checked after every event of it (docs/simulation.md).
+
+`Invariants` is an Observer. It hears every ledger transition, step and tick; `simulate.watched` wraps the ports, so that it also
+hears every call to an executor. From both it keeps books of its own (`simulate.books`) and compares:
+
+    ledger       admitted = running + finished + training + trained + dropped + requeued, here and in the loop's own ledger
+    admission    slots (and prefetch), window budget, deadlines, length of the run; open exactly when it should be
+    takes        finish order as far as deadlines allow; R groups; never more than the window holds
+    staleness    strict bound unless `on_stale = "accept"`; 0 if eta is 0; versions never fall within a trajectory
+    loads        versions rise, nothing starts in a load, at most two published versions are on their way
+    time         every executor's states, and the parts of every step, sum to the time that passed
+    ends         at the right number of groups, with nothing left over, within the limits of a stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from asyncrl_cli.errors import Interrupted
+from asyncrl_cli.loop.ports import Event, GroupResult, Snapshot, StepRecord
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.simulate.books import Books, WorkerBook
+from asyncrl_cli.simulate.ledger_watch import LedgerWatch
+from asyncrl_cli.simulate.timesheets import Timesheets
+
+if TYPE_CHECKING:
+    from asyncrl_cli.loop.pipeline import Pipeline
+
+
+class InvariantError(AssertionError):
+    """`invariant` is the name of what was broken."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(message)
+        self.invariant = invariant
+
+
+class Invariants:
+    """Implements `loop.ports.Observer`. Call `watch(pipeline)` when the pipeline is made, `end(error)` when it has ended."""
+
+    def __init__(self, settings: LoopSettings, workers: Mapping[str, int], *, seed: int = 0) -> None:
+        """`workers`: slots by name. `seed` is what a failure names."""
+        self.settings = settings
+        self.seed = seed
+        self.books = Books(settings=settings, workers={name: WorkerBook(slots=slots) for name, slots in workers.items()})
+        self.violation: InvariantError | None = None
+        self.counts: Counter[str] = Counter()
+        self.trace: list[tuple[float, str]] = []
+        self.ledger = LedgerWatch(settings, self.books, self.check)
+        self.step_number = 0
+        self.published = -1
+        self.warned_in: set[int] = set()
+        self.failed_with: list[str] = []
+        self.last_tick: Snapshot | None = None
+        self.stop_s: float | None = None
+        self._now = asyncio.get_running_loop().time
+        self.times = Timesheets(workers, self._now(), self.check)
+        self._checkpointed_step = -1
+        self._pipeline: Pipeline | None = None
+
+    # What the loop tells
+
+    def watch(self, pipeline: Pipeline) -> None:
+        """From now on the loop's own counters are compared, too."""
+        self._pipeline = pipeline
+        groups = pipeline.board.groups
+        self.ledger.is_resuming = False
+        self.ledger.discarded_tokens, self.ledger.trained_tokens = groups.tokens_discarded, groups.tokens_trained
+        self._compare_everything()
+
+    def event(self, event: Event) -> None:
+        self.counts[event.name] += 1
+        self.note(f"{event.name} {event.key or ''} {dict(event.fields) or ''} v{event.version} step {event.step}")
+        if event.key is not None:
+            self.ledger.hear(event)
+        else:
+            handle: Callable[[Event], None] = getattr(self, f"_on_{event.name}")
+            handle(event)
+        self._gone_in_time(event)
+        if event.name != "failed":  # whatever failed may have failed within a transition
+            self._compare_ledger()
+        if event.name not in ("training", "trained", "failed", "resumed", "requeued", "dropped"):
+            self._compare_everything()
+
+    def step(self, record: StepRecord) -> None:
+        self.counts["steps"] += 1
+        self.note(f"step {record.step}")
+        self._check_record(record)
+        self._compare_everything()
+
+    def tick(self, snapshot: Snapshot) -> None:
+        self.counts["ticks"] += 1
+        books = self.books
+        self.check(snapshot.ledger == books.totals(), "ledger", f"a tick says {snapshot.ledger}, counted {books.totals()}")
+        self.check(snapshot.version == books.version, "version", f"a tick says {snapshot.version}, counted {books.version}")
+        if snapshot.phase not in ("done", "stopped", "failed"):
+            for name, worker in books.workers.items():
+                held = snapshot.worker_versions[name]
+                is_right = held == worker.version if worker.version >= 0 else held < books.version or books.version == 0
+                self.check(is_right, "loads", f"{name} holds {worker.version}, the loop says {held}")
+            self.times.check_report(snapshot.reports["feed"])
+            self._compare_everything()
+        self.last_tick = snapshot
+
+    def state(self) -> dict[str, Any]:
+        """Called when a cut is frozen: then nothing may be in training."""
+        trained, in_training = self.books.trained, self.books.totals()["training"]
+        self.check(in_training == 0, "cut", f"{in_training} groups are in training at a cut")
+        expected = self.step_number * self.settings.step_groups
+        self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {self.step_number}")
+        return {"ledger": self.ledger.state(), "step": self.step_number}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.ledger.restore(state["ledger"])
+        self.step_number = self._checkpointed_step = state["step"]
+
+    def end(self, error: BaseException | None, stop_limit_s: float) -> None:
+        """The run has ended: nothing is left over if it is done, and a stop was quick."""
+        if self.violation is not None:
+            raise self.violation
+        phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
+        assert self.last_tick is not None
+        self.check(self.last_tick.phase == phase, "ends", f"the last tick says {self.last_tick.phase}, the run is {phase}: {error}")
+        self.check((phase == "failed") == bool(self.failed_with), "ends", f"{phase}, with failed events {self.failed_with}")
+        must_fail = self.ledger.has_exhausted and not self.failed_with
+        self.check(not must_fail, "ends", "a prompt was requeued too often, and the run has not failed")
+        if error is None:
+            self._check_whole()
+        elif phase == "failed":
+            self.check(self.failed_with == [str(error)], "ends", f"failed events {self.failed_with}, the run raised {error}")
+        if self.stop_s is not None:
+            took_s = self._now() - self.stop_s
+            self.check(took_s <= stop_limit_s, "ends", f"the stop took {took_s} s, more than {stop_limit_s} s")
+
+    def _check_whole(self) -> None:
+        books, settings = self.books, self.settings
+        totals = books.totals()
+        self.check(books.trained == settings.total_groups, "ends", f"{books.trained} of {settings.total_groups} groups are trained")
+        self.check(not books.live and not books.waiting, "ends", f"{totals} at the end, {books.waiting} wait to start again")
+        num_windows = -(-settings.train_steps // settings.window_steps)
+        self.check(books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows")
+        held = {name: worker.version for name, worker in books.workers.items()}
+        self.check(set(held.values()) == {num_windows}, "ends", f"the workers hold {held}, the last version is {num_windows}")
+        outcomes = {key[:2]: account for key, account in books.ended.items() if account != "requeued"}
+        num_fed = len(self.ledger.fed)
+        self.check(len(outcomes) == num_fed, "ends", f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped")
+
+    # What the ports tell (simulate/watched.py)
+
+    def check(self, holds: bool, invariant: str, message: str) -> None:
+        if not holds:
+            self._break(invariant, message)
+
+    def note(self, text: str) -> None:
+        self.trace.append((self._now(), text))
+
+    def stop_requested(self) -> None:
+        self.note("a stop is requested")
+        self.books.stopping = True
+        if self.stop_s is None:
+            self.stop_s = self._now()
+
+    def batch_given(self, step: int, window: int, step_in_window: int, groups: tuple[GroupResult, ...]) -> None:
+        """The trainer is given a batch."""
+        books, settings = self.books, self.settings
+        self.check(step == self.step_number + 1, "steps", f"step {step} after {self.step_number}")
+        self.check(window == books.version, "steps", f"trained in window {window}, the version is {books.version}")
+        self.check(step_in_window == (step - 1) % settings.window_steps, "steps", f"step {step} is {step_in_window} in its window")
+        taken = [key for key, attempt in books.live.items() if attempt.account == "training"]
+        keys = [group.key for group in groups]
+        self.check(sorted(keys) == sorted(taken), "ledger", f"the trainer got {keys}, the ledger says {taken}")
+        self.check(len(set(keys)) == settings.step_groups, "steps", f"{len(set(keys))} groups in a batch of {settings.step_groups}")
+        for group in groups:
+            tokens = sum(meta.response_tokens for meta in group.trajectories)
+            is_own = group.payload == self.ledger.payloads[group.key] and tokens == self.ledger.tokens[group.key]
+            self.check(is_own, "ledger", f"{group.key} is trained on what another group generated")
+        self.ledger.in_training = groups
+        self._check_staleness(groups, window)
+
+    def gathered(self, version: int) -> None:
+        """The version rises now: only the first publish of a run repeats the version it was at."""
+        books = self.books
+        if version == books.version and self.published < 0:
+            return
+        self.check(version == books.version + 1, "version", f"version {version} after {books.version}")
+        self.check(books.takes_left == 0, "steps", f"a window ends with {books.takes_left} groups to take")
+        self.check(books.totals()["training"] == 0, "steps", "a window ends within a train step")
+        books.version, books.taken_in_window = version, 0
+        late = books.late()
+        if self.settings.on_stale == "wait":
+            self.check(not late, "staleness", f"version {version} and {late} are untaken, past their deadline")
+        elif self.settings.on_stale != "accept":
+            self.ledger.must_go = set(late)
+
+    # Other events
+
+    def _on_published(self, event: Event) -> None:
+        assert event.version is not None
+        self.check(event.version > self.published, "version", f"version {event.version} is published after {self.published}")
+        self.check(event.version <= self.books.version, "version", f"version {event.version} is published before it was gathered")
+        self.published = event.version
+
+    def _on_loaded(self, event: Event) -> None:
+        held = self.books.workers[event.fields["worker"]].version
+        self.check(event.version == held, "loads", f"{event.fields['worker']} holds {held}, the loop says {event.version}")
+
+    def _on_checkpointed(self, event: Event) -> None:
+        assert event.step is not None
+        self.check(event.step > self._checkpointed_step, "cut", f"checkpoint {event.step} after {self._checkpointed_step}")
+        self._checkpointed_step = event.step
+
+    def _on_failed(self, event: Event) -> None:
+        self.failed_with.append(event.fields["error"])
+        self.ledger.must_go.clear()
+        self.books.stopping = True
+        if self.stop_s is None:
+            self.stop_s = self._now()
+
+    def _on_resumed(self, event: Event) -> None:
+        self.check(event.fields["from_step"] == self.step_number, "cut", f"resumed from step {event.fields['from_step']}")
+
+    def _on_warning(self, event: Event) -> None:
+        self.warned_in.add(self.books.version)
+
+    def _on_eval(self, event: Event) -> None:
+        assert event.version is not None
+        self.check(event.version <= self.books.version, "version", f"an eval of version {event.version}")
+
+    # Comparisons
+
+    def _gone_in_time(self, event: Event) -> None:
+        if event.name not in ("dropped", "requeued"):
+            self.check(not self.ledger.must_go, "staleness", f"{self.ledger.must_go} are past their deadline and still there")
+
+    def _compare_ledger(self) -> None:
+        if self._pipeline is None:
+            return
+        ledger, mine = self._pipeline.board.groups.ledger.totals(), self.books.totals()
+        self.check(2 * ledger["admitted_total"] == sum(ledger.values()), "ledger", f"{ledger} does not add up")
+        self.check(ledger == mine, "ledger", f"the ledger says {ledger}, counted {mine}")
+
+    def _compare_everything(self) -> None:
+        """The loop's counters, which it keeps incrementally, against a count from scratch."""
+        if self._pipeline is None:
+            return
+        self._compare_ledger()
+        admission, books = self._pipeline.board.groups.admission, self.books
+        untaken = {**admission.running, **admission.finished}
+        self.check(untaken == books.untaken, "deadlines", f"the loop's deadlines are {untaken}, counted {books.untaken}")
+        self.check(
+            list(admission.finished) == books.finish_order, "takes", f"{list(admission.finished)} are not {books.finish_order}"
+        )
+        numbers = (admission.version, admission.taken_in_window, admission.trained_groups, admission.budget)
+        mine = (books.version, books.taken_in_window, books.trained, books.budget)
+        self.check(numbers == mine, "admission", f"version, taken, trained and budget are {numbers}, counted {mine}")
+        closed, my_closed = admission.closed().value, books.closed()
+        self.check(closed == my_closed, "admission", f"closed by {closed or 'nothing'!r}, should be {my_closed or 'nothing'!r}")
+        num_groups = self.settings.step_groups
+        takeable, my_takeable = admission.takeable(num_groups), books.takeable(num_groups)
+        self.check(takeable == my_takeable, "takes", f"{takeable} may be taken, should be {my_takeable}")
+
+    def _check_staleness(self, groups: tuple[GroupResult, ...], window: int) -> None:
+        settings = self.settings
+        oldest = min(meta.oldest for group in groups for meta in group.trajectories)
+        newest = max(meta.newest for group in groups for meta in group.trajectories)
+        self.check(newest <= window, "staleness", f"tokens of version {newest} are trained in window {window}")
+        bound = 0 if settings.eta == 0 else settings.max_staleness
+        if settings.on_stale != "accept":
+            self.check(
+                window - oldest <= bound, "staleness", f"tokens of version {oldest} are trained in window {window}, over {bound}"
+            )
+        elif window - oldest > settings.max_staleness:
+            self.counts["accepted stale batches"] += 1
+            self.check(window in self.warned_in, "staleness", f"stale groups were accepted in window {window} without a warning")
+        self.counts[f"staleness {window - oldest}"] += 1
+
+    def _check_record(self, record: StepRecord) -> None:
+        books, settings = self.books, self.settings
+        self.step_number += 1
+        self.check(record.step == self.step_number, "steps", f"step {record.step} is recorded as number {self.step_number}")
+        self.check(record.groups == self.ledger.in_training, "steps", f"the record of step {record.step} has other groups")
+        tokens = (record.tokens_discarded, record.tokens_trained)
+        mine = (self.ledger.discarded_tokens, self.ledger.trained_tokens)
+        self.check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained, counted {mine}")
+        self.check(record.groups_trained == books.trained, "ledger", f"{record.groups_trained} trained, counted {books.trained}")
+        self.check(dict(record.ledger) == books.totals(), "ledger", f"{record.ledger}, counted {books.totals()}")
+        is_short = record.step == settings.train_steps and record.step % settings.window_steps > 0
+        windows = record.step // settings.window_steps + is_short
+        self.check(record.version == windows == books.version, "version", f"version {record.version} after step {record.step}")
+        self.times.check_record(record)
+
+    def _break(self, invariant: str, message: str) -> NoReturn:
+        error = InvariantError(invariant, f"seed {self.seed}, {self._now():.3f} s, {invariant}: {message}")
+        self.violation = self.violation or error
+        self.note(f"BROKEN {error}")
+        raise error

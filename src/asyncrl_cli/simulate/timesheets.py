@@ -1,0 +1,58 @@
+"""Where the time went, added up again: executors' states and the parts of every train step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+from asyncrl_cli.loop.ports import StepRecord
+from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.simulate.ledger_watch import Check
+
+_ROUNDING_S = 1e-6
+
+
+class Timesheets:
+    """`slots` by rollout worker. All executors are made at `began_s`."""
+
+    def __init__(self, slots: Mapping[str, int], began_s: float, check: Check) -> None:
+        self.check = check
+        self._slots = slots
+        self._began_s = began_s
+        self._last_reports: dict[str, ExecutorReport] = {}
+        self._step_ended_s: float | None = None
+
+    def check_report(self, report: ExecutorReport) -> None:
+        """An executor's states sum to the time since it was made; nothing it counts ever falls; no second is left out."""
+        elapsed_s = report.now_s - self._began_s
+        states_s = sum(report.state_s.values())
+        self.check(abs(states_s - elapsed_s) < _ROUNDING_S, "time", f"{report.name}: states sum to {states_s} s of {elapsed_s} s")
+        before = self._last_reports.get(report.name)
+        self._last_reports[report.name] = report
+        since_s = before.now_s if before else self._began_s
+        for span in report.spans:
+            self.check(abs(span.start_s - since_s) < _ROUNDING_S, "time", f"{report.name}: nothing between {since_s} and {span}")
+            self.check(span.end_s > span.start_s, "time", f"{report.name}: an empty {span}")
+            since_s = span.end_s
+        self.check(abs(since_s - report.now_s) < _ROUNDING_S, "time", f"{report.name}: nothing from {since_s} s on")
+        for name, amount in (before.sums if before else {}).items():
+            self.check(report.sums[name] >= amount - _ROUNDING_S, "time", f"{report.name}: {name} fell to {report.sums[name]}")
+        if report.role == "rollout":
+            slots = self._slots[report.name]
+            running_s, idle_s = report.sums.get("running_sequence_s", 0.0), report.sums.get("idle_s", 0.0)
+            is_possible = idle_s <= elapsed_s + _ROUNDING_S and running_s <= slots * (elapsed_s - idle_s) + _ROUNDING_S
+            self.check(is_possible, "time", f"{report.name}: idle {idle_s} s, {running_s} sequence seconds, {elapsed_s} s in all")
+
+    def check_record(self, record: StepRecord) -> None:
+        """The parts of a step sum to the step, and steps follow each other without a gap."""
+        parts_s = {part: seconds for part, seconds in record.timing_s.items() if part != "step"}
+        step_s = record.timing_s["step"]
+        self.check(abs(sum(parts_s.values()) - step_s) < _ROUNDING_S, "time", f"{parts_s} do not sum to {step_s}")
+        self.check(min(parts_s.values()) > -_ROUNDING_S, "time", f"a negative part of a step: {parts_s}")
+        if self._step_ended_s is not None:
+            elapsed_s = record.ended_s - self._step_ended_s
+            self.check(abs(elapsed_s - step_s) < _ROUNDING_S, "time", f"step {record.step}: {step_s} s of {elapsed_s} s")
+        self._step_ended_s = record.ended_s
+        for name, spans in record.spans.items():
+            gaps = [pair for pair in itertools.pairwise(spans) if abs(pair[0].end_s - pair[1].start_s) > _ROUNDING_S]
+            self.check(not gaps, "time", f"{name}: a gap in the timeline of step {record.step}: {gaps}")

@@ -1,0 +1,197 @@
+"""Ports that tell `Invariants` of every call, and hold executors to their contract: what `loop.ports` promises, in code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.loop.ports import (
+    AttemptKey,
+    EvalRequest,
+    EvalResult,
+    Feed,
+    GatherReport,
+    GroupRequest,
+    GroupResult,
+    Interrupt,
+    LoadReport,
+    Progress,
+    Prompt,
+    Published,
+    RolloutWorker,
+    TrainBatch,
+    Trainer,
+    TrainReport,
+)
+from asyncrl_cli.loop.states import ExecutorReport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from asyncrl_cli.simulate.invariants import Invariants
+
+
+class WatchedWorker:
+    """Implements `loop.ports.RolloutWorker` around another one. `load_limit_s` bounds a load, its drain included."""
+
+    def __init__(self, worker: RolloutWorker, invariants: Invariants, on_the_way: Counter[int], load_limit_s: float) -> None:
+        """`on_the_way` counts the prefetches and loads in flight per version; all workers share one."""
+        self.name = worker.name
+        self.slots = worker.slots
+        self._worker = worker
+        self._invariants = invariants
+        self._book = invariants.books.workers[worker.name]
+        self._on_the_way = on_the_way
+        self._load_limit_s = load_limit_s
+        self._prefetched = -1
+        self._paused = False
+
+    async def generate(self, request: GroupRequest) -> GroupResult:
+        check, attempt = self._invariants.check, self._invariants.books.live.get(request.key)
+        is_mine = attempt is not None and attempt.worker == self.name
+        check(is_mine or self._invariants.books.stopping, "ledger", f"{request.key} was never admitted to {self.name}")
+        check(not self._paused, "colocate", f"{request.key} starts while {self.name} is paused")
+        result = await self._worker.generate(request)
+        check(result.key == request.key, "ledger", f"{self.name} was asked for {request.key} and gave {result.key}")
+        self._invariants.ledger.generated(self.name, result)
+        return result
+
+    async def abort(self, key: AttemptKey) -> None:
+        self._invariants.note(f"abort {key} on {self.name}")
+        await self._worker.abort(key)
+
+    async def progress(self, seen: int) -> Progress:
+        progress = await self._worker.progress(seen)
+        for report in progress.reports:
+            self._invariants.times.check_report(report)
+        unfinished, n = self._book.unfinished, self._invariants.settings.n
+        for key, finished in progress.finished_sequences.items():
+            if key in unfinished:
+                unfinished[key] = min(unfinished[key], n - finished)
+        return progress
+
+    async def prefetch(self, published: Published) -> float:
+        version, check = published.version, self._invariants.check
+        self._invariants.note(f"{self.name} prefetches version {version}")
+        check(version > self._book.version, "loads", f"{self.name} holds {self._book.version} and prefetches {version}")
+        self._on_the_way[version] += 1
+        versions = sorted(+self._on_the_way)
+        check(len(versions) <= 2, "loads", f"versions {versions} are on their way at once")
+        send_s = await self._worker.prefetch(published)
+        self._prefetched = version
+        self._book.loading = True
+        return send_s
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        check, loop = self._invariants.check, asyncio.get_running_loop()
+        self._invariants.note(f"{self.name} loads version {version} ({interrupt})")
+        check(version == self._prefetched, "loads", f"{self.name} loads {version} and has prefetched {self._prefetched}")
+        check(self._book.eval_sequences == 0, "evals", f"{self.name} loads {version} during an eval")
+        began_s = loop.time()
+        report = await self._worker.load(version, interrupt)
+        took_s = loop.time() - began_s
+        check(took_s <= self._load_limit_s, "drain", f"{self.name} took {took_s} s to load, more than {self._load_limit_s} s")
+        check(report.version == version > self._book.version, "loads", f"{self.name} holds {self._book.version}, loaded {version}")
+        self._book.version, self._book.loading = version, False
+        self._on_the_way[version] -= 1
+        return report
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        holds = self._book.version == request.version and not self._book.loading
+        self._invariants.check(holds, "evals", f"{self.name} holds {self._book.version} and scores {request.version}")
+        self._book.eval_sequences += len(request.items)
+        try:
+            result = await self._worker.evaluate(request)
+        finally:
+            self._book.eval_sequences -= len(request.items)
+        num_answers = len(result.rewards) + len(result.failures)
+        self._invariants.check(num_answers == len(request.items), "evals", f"{num_answers} answers to {len(request.items)} prompts")
+        return result
+
+    async def abort_evals(self) -> None:
+        await self._worker.abort_evals()
+
+    async def pause(self) -> None:
+        left = {key: count for key, count in self._book.unfinished.items() if count}
+        self._invariants.check(not left, "colocate", f"{self.name} is paused with sequences running: {left}")
+        await self._worker.pause()
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self._worker.resume()
+        self._paused = False
+
+
+class WatchedTrainer:
+    """Implements `loop.ports.Trainer` around another one."""
+
+    def __init__(self, trainer: Trainer, invariants: Invariants) -> None:
+        self._trainer = trainer
+        self._invariants = invariants
+        self._doing = ""
+
+    async def train(self, batch: TrainBatch) -> TrainReport:
+        self._invariants.batch_given(batch.step, batch.window, batch.step_in_window, batch.groups)
+        with self._alone(f"train step {batch.step}"):
+            report = await self._trainer.train(batch)
+        self._invariants.times.check_report(report.report)
+        return report
+
+    async def gather(self, version: int) -> GatherReport:
+        with self._alone(f"gather {version}"):
+            report = await self._trainer.gather(version)
+        self._invariants.times.check_report(report.report)
+        self._invariants.gathered(report.version)
+        return report
+
+    async def publish(self, version: int) -> Published:
+        published = await self._trainer.publish(version)
+        self._invariants.check(published.version == version, "version", f"published {published.version}, asked for {version}")
+        return published
+
+    async def snapshot(self, step: int) -> float:
+        with self._alone(f"snapshot {step}"):
+            return await self._trainer.snapshot(step)
+
+    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
+        await self._trainer.write(step, directory, payloads, with_published)
+
+    async def report(self) -> ExecutorReport:
+        report = await self._trainer.report()
+        self._invariants.times.check_report(report)
+        return report
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """The trainer does one thing at a time."""
+        self._invariants.check(not self._doing, "steps", f"{what} during {self._doing}")
+        self._invariants.note(what)
+        self._doing = what
+        try:
+            yield
+        finally:
+            self._doing = ""
+
+
+class WatchedFeed:
+    """Implements `loop.ports.Feed` around another one: which prompt was given, and none twice."""
+
+    def __init__(self, feed: Feed, invariants: Invariants) -> None:
+        self._feed = feed
+        self._invariants = invariants
+
+    def next(self) -> Prompt:
+        prompt, fed = self._feed.next(), self._invariants.ledger.fed
+        self._invariants.check((prompt.uid, prompt.epoch) not in fed, "ledger", f"the feed gives {prompt.uid} again")
+        fed.append((prompt.uid, prompt.epoch))
+        return prompt
+
+    def state(self) -> dict[str, Any]:
+        return self._feed.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._feed.restore(state)

@@ -1,0 +1,188 @@
+"""Workload files: where they lie, how they are read and checked, and a profile as a workload runs it.
+
+    profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  ASYNCRL_SECTION__KEY  <  --set
+
+All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W. Evals and checkpoints
+are off: they cost every profile the same and would only blur the figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.check import combine
+from asyncrl_cli.profile.keys import keys, nearest
+from asyncrl_cli.profile.layers import Layer, Loaded, flatten, load
+from asyncrl_cli.profile.sources import is_file_reference, read, shipped_directory, shipped_profiles
+from asyncrl_cli.simulate.workload import Workload
+
+BASELINE = "colocate"
+SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0}
+
+
+def shipped_workloads() -> dict[str, Path]:
+    """Workloads that come with asyncrl, by name."""
+    return {path.stem: path for path in sorted((shipped_directory("profiles") / "workloads").glob("*.toml"))}
+
+
+def load_workload(reference: str) -> Workload:
+    """The workload NAME or FILE. Raises ConfigError with file, key and, for a misspelt one, the nearest key."""
+    path = _locate(reference)
+    content = read(path)
+    problems = [*_unknown_keys(content, path), *_profile_problems(content, path)]
+    if problems:
+        raise combine(problems)
+    try:
+        workload = Workload.model_validate({"name": path.stem, **content})
+    except ValidationError as error:
+        raise combine([_wrong_value(detail, path) for detail in error.errors()]) from None
+    return checked(workload, str(path))
+
+
+def checked(workload: Workload, where: str) -> Workload:
+    """The workload itself, if its lengths are complete."""
+    lengths = workload.lengths
+    if lengths.distribution == "lognormal" and (lengths.median_tokens is None or lengths.sigma is None):
+        raise ConfigError(
+            f'{where}: lengths.distribution = "lognormal" needs lengths.median_tokens and lengths.sigma',
+            hint="median_tokens = 1000.0 and sigma = 1.0, for example",
+        )
+    if lengths.distribution == "list" and not lengths.response_tokens:
+        raise ConfigError(
+            f'{where}: lengths.distribution = "list" needs lengths.response_tokens', hint="response_tokens = [12, 40, 96]"
+        )
+    return workload
+
+
+def profile_for(
+    workload: Workload,
+    profile_reference: str,
+    sets: Sequence[str] = (),
+    *,
+    groups: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """The profile NAME or FILE with the workload's keys laid over it, below environment and `--set`.
+
+    It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
+    """
+    stack = layers_of(workload, Path(profile_reference).stem)
+    wanted = groups if groups is not None else workload.windows * _baseline_window_groups(workload, environ)
+    one_step = Layer(origin="workload", values={"run.train_steps": 1})
+    step_groups = Schedule.of(load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile).step_groups
+    steps = -(-wanted // step_groups)
+    length = Layer(origin=f"workload {workload.name} ({wanted} groups)", values={"run.train_steps": steps})
+    return load(profile_reference, sets, environ=environ, layers=[*stack, length])
+
+
+def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
+    """What the workload says of every profile, then what it says of this one."""
+    origin = f"workload {workload.name}"
+    common = flatten(workload.profile, origin)
+    own = flatten(workload.profiles.get(profile_name, {}), origin)
+    return [Layer(origin=origin, values=SWITCHED_OFF | common), Layer(origin=f"{origin}, profiles.{profile_name}", values=own)]
+
+
+def _baseline_window_groups(workload: Workload, environ: Mapping[str, str] | None) -> int:
+    one_step = Layer(origin="workload", values={"run.train_steps": 1})
+    baseline = load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), one_step])
+    return Schedule.of(baseline.profile).window_groups
+
+
+def _locate(reference: str) -> Path:
+    known = shipped_workloads()
+    if is_file_reference(reference):
+        path = Path(reference).expanduser()
+        if path.is_file():
+            return path.resolve()
+        raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {', '.join(known)}")
+    if reference in known:
+        return known[reference]
+    guess = nearest(reference, known)
+    hint = f"did you mean `{guess}`?" if guess else f"known workloads: {', '.join(known)}."
+    raise ConfigError(f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml")
+
+
+def workload_keys() -> list[str]:
+    """Every key of a workload file, dotted; keys of `[profile]` and below are a profile's."""
+    return list(_keys_of(Workload, ""))
+
+
+def _keys_of(kind: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys_of(field.annotation, f"{prefix}{name}.")
+
+
+def _unknown_keys(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
+    known = workload_keys()
+    for section, table in content.items():
+        if section not in known:
+            yield _unknown(section, path, known)
+        elif isinstance(table, Mapping) and section not in ("profile", "profiles"):
+            yield from (_unknown(f"{section}.{key}", path, known) for key in table if f"{section}.{key}" not in known)
+
+
+def _unknown(key: str, path: Path, known: Collection[str]) -> ConfigError:
+    guess = nearest(key, known)
+    sections = [name for name in known if "." not in name]
+    return ConfigError(f"{path}: unknown key {key}", hint=f"did you mean {guess}?" if guess else f"keys: {', '.join(sections)}")
+
+
+def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
+    tables = {"profile": content.get("profile", {})}
+    by_name = content.get("profiles", {})
+    if isinstance(by_name, Mapping):
+        tables |= {f"profiles.{name}": table for name, table in by_name.items()}
+        known = shipped_profiles()
+        for name in by_name:
+            if name not in known:
+                guess = nearest(name, known)
+                hint = f"did you mean {guess}?" if guess else f"known profiles: {', '.join(known)}"
+                yield ConfigError(f"{path}: profiles.{name}: there is no profile '{name}'", hint=hint)
+    for where, table in tables.items():
+        try:
+            if isinstance(table, Mapping):
+                flatten(table, f"{path}, [{where}]")
+        except ConfigError as problem:
+            yield problem
+
+
+def _wrong_value(detail: Any, path: Path) -> ConfigError:
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "missing":
+        return ConfigError(f"{path}: {key} is missing", hint=f"what it is: {_meaning(key)}")
+    if detail["type"] == "extra_forbidden":
+        known = [f"{key.rpartition('.')[0]}.{name}" for name in _last_names()]
+        guess = nearest(key, known)
+        return ConfigError(f"{path}: unknown key {key}", hint=f"did you mean {guess}?" if guess else "")
+    message = str(detail["msg"]).removeprefix("Input ")
+    shown = f'"{detail["input"]}"' if isinstance(detail["input"], str) else detail["input"]
+    return ConfigError(f"{path}: {key} = {shown}: {message}", hint=f"what it is: {_meaning(key)}")
+
+
+def _last_names() -> list[str]:
+    from asyncrl_cli.simulate.workload import Reference
+
+    return list(Reference.model_fields)
+
+
+def _meaning(key: str) -> str:
+    kind: Any = Workload
+    text = ""
+    for part in key.split("."):
+        fields = getattr(kind, "model_fields", {})
+        if part not in fields:
+            break
+        text, kind = fields[part].description or "", fields[part].annotation
+    return " ".join(text.split()) or "see the shipped workloads"
+
+
+assert set(SWITCHED_OFF) <= set(keys())

@@ -1,0 +1,206 @@
+"""A profile's run on a virtual clock: the loop's own code, with workers and a trainer that a workload makes.
+
+    profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
+
+Nothing of a run is kept but its metrics lines (and, if asked, spans): a simulated run may be as long as it likes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from asyncrl_cli.bench.bound import Capacities
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.job.wiring import loop_settings
+from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.ports import Event, Observer, Prompt, Snapshot, StepRecord
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.clock import DeadlockError, VirtualTimeLoop, run_virtual
+from asyncrl_cli.simulate.costs import TrainCosts, capacities_of, trainer_times, worker_times
+from asyncrl_cli.simulate.faults import Faults
+from asyncrl_cli.simulate.machine import SharedMachine
+from asyncrl_cli.simulate.trainer import SimulatedTrainer
+from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.workload import Workload
+
+Progress = Callable[[int, float], None]
+Spans = dict[str, list[tuple[str, float, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """`lines` are those of metrics.jsonl; `events` counts the loop's events by name; `spans` by executor, if they were kept.
+
+    `error`: what a run failed with (an `AsyncrlError`, or a `DeadlockError`); None if it ended well.
+    """
+
+    lines: list[dict[str, Any]]
+    spans: Spans
+    events: Mapping[str, int]
+    virtual_s: float
+    timer_events: int
+    error: BaseException | None
+    capacities: Capacities
+
+
+def simulate(
+    profile: Profile,
+    workload: Workload,
+    *,
+    seed: int = 0,
+    observers: Sequence[Observer] = (),
+    faults: Faults | None = None,
+    shuffle_seed: int | None = None,
+    groups: int | None = None,
+    on_progress: Progress | None = None,
+    keep_spans: bool = False,
+) -> SimulatedRun:
+    """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's length, in whole steps.
+
+    The prompts' response lengths depend on `seed` alone. Raises what is wrong with the profile, or what an observer or
+    `on_progress(groups_trained, virtual_s)` raises; a failed run is returned with its `error`.
+    """
+    job = compile_job(profile, virtual_cluster(profile))
+    settings = _settings(profile, seed, groups)
+    costs = _costs(profile, workload, job)
+    recorder = _Recorder(settings.window_steps, on_progress, keep_spans)
+    ended = _Ended()
+
+    async def run() -> None:
+        trainer, workers = _team(profile, workload, job, costs, seed, faults)
+        world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=(recorder, *observers))
+        await ended.run(Pipeline(settings, world))
+
+    error: BaseException | None = None
+    try:
+        run_virtual(run(), shuffle_seed=shuffle_seed)
+    except (AsyncrlError, DeadlockError) as raised:
+        error = raised
+    return SimulatedRun(
+        lines=recorder.lines,
+        spans=recorder.spans,
+        events=recorder.events,
+        virtual_s=ended.virtual_s,
+        timer_events=ended.timer_events,
+        error=error,
+        capacities=capacities_of(workload, profile, job.role(ROLLOUT).workers, costs.spent),
+    )
+
+
+def virtual_cluster(profile: Profile) -> ClusterResources:
+    """One node with what the profile's placement asks for: a simulated job is never short of anything."""
+    placement, on_cpu = profile.placement, profile.placement.device == "cpu"
+    gpus = 0 if on_cpu else placement.gpus or _asked_gpus(profile)
+    return ClusterResources(nodes=(NodeResources(name="simulated", cpus=1, gpus=gpus),), elastic_cpus=True)
+
+
+def _asked_gpus(profile: Profile) -> int:
+    ranks, workers = profile.placement.trainer_workers or 0, profile.rollout.workers or 0
+    return max(ranks, workers) if profile.placement.colocate else ranks + workers * profile.placement.gpus_per_rollout_worker
+
+
+def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
+    settings = replace(loop_settings(profile), seed=seed, eval_every_versions=0, checkpoint_every_steps=0)
+    return settings if groups is None else replace(settings, train_steps=-(-groups // settings.step_groups))
+
+
+def _costs(profile: Profile, workload: Workload, job: JobPlan) -> TrainCosts:
+    return TrainCosts(
+        workload.training,
+        job.role(TRAINER).workers,
+        profile.trainer.ppo_mini_batch_size,
+        recomputes=profile.algorithm.old_logprobs == "recompute",
+        fills_machine=profile.placement.colocate,
+    )
+
+
+def _team(
+    profile: Profile, workload: Workload, job: JobPlan, costs: TrainCosts, seed: int, faults: Faults | None
+) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
+    """Call inside the running loop."""
+    machine = _shared_machine(workload)
+    names = [f"rollout-{index}" for index in range(job.role(ROLLOUT).workers)]
+    times = worker_times(workload, profile, len(names))
+    workers = [SimulatedWorker(name, profile.rollout.slots, times, seed, faults=faults, machine=machine) for name in names]
+    timing = trainer_times(workload, costs, colocate=profile.placement.colocate)
+    return SimulatedTrainer(timing, faults=faults, machine=machine), workers
+
+
+def _shared_machine(workload: Workload) -> SharedMachine | None:
+    generation, training = workload.decoding.interference_ratio, workload.training.interference_ratio
+    return SharedMachine(generation_ratio=generation, training_ratio=training) if generation or training else None
+
+
+class _Ended:
+    """What the clock knows once a run is over, however it ended."""
+
+    def __init__(self) -> None:
+        self.virtual_s = 0.0
+        self.timer_events = 0
+
+    async def run(self, pipeline: Pipeline) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        loop.explain = pipeline.who_waits
+        try:
+            await pipeline.run()
+        finally:
+            self.virtual_s, self.timer_events = loop.time(), loop.timer_events
+
+
+class NumberedFeed:
+    """Prompts p0, p1, ...: which one comes next is all its state."""
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def next(self) -> Prompt:
+        self._given += 1
+        return Prompt(uid=f"p{self._given - 1}", epoch=0, item={})
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self._given}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._given = state["given"]
+
+
+class _Recorder:
+    """A loop.ports.Observer that keeps lines and forgets the rest."""
+
+    def __init__(self, window_steps: int, on_progress: Progress | None, keep_spans: bool) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.spans: Spans = {}
+        self.events: Counter[str] = Counter()
+        self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
+        self._on_progress = on_progress
+        self._keep_spans = keep_spans
+
+    def event(self, event: Event) -> None:
+        self.events[event.name] += 1
+
+    def step(self, record: StepRecord) -> None:
+        self.lines.append(self._metrics.update(record))
+        if self._keep_spans:
+            for name, spans in record.spans.items():
+                kept = self.spans.setdefault(name, [])
+                kept.extend((str(span.state), span.start_s, span.end_s) for span in spans)
+        if self._on_progress is not None:
+            self._on_progress(record.groups_trained, record.ended_s)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        """Nobody looks."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert not state

@@ -1,0 +1,65 @@
+"""Who may be compared: the same work on the same resources, or an error that says what differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.bench.compare import Request, real_entries
+from asyncrl_cli.bench.entries import check_sets
+from asyncrl_cli.errors import ConfigError
+
+
+def request(*profiles: str, baseline: str = "colocate", groups: int | None = None, windows: int | None = None) -> Request:
+    sets = ("placement.device=cpu",)
+    return Request(baseline=baseline, profiles=profiles, sets=sets, groups=groups, windows=windows)
+
+
+def test_all_shipped_profiles_can_be_compared_over_384_groups() -> None:
+    names = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
+    entries, groups = real_entries(request(*names))
+    assert [entry.name for entry in entries] == ["colocate", *names]
+    assert groups == 384
+    assert {entry.plan.cpus for entry in entries} == {2}
+
+
+def test_windows_are_the_baselines() -> None:
+    assert real_entries(request("partial-rollout", windows=10))[1] == 160
+    assert real_entries(request("colocate", baseline="stream-off-policy", windows=10))[1] == 640
+
+
+def test_a_profile_named_twice_takes_part_once_and_not_against_itself() -> None:
+    assert len(real_entries(request("partial-rollout", "partial-rollout"))[0]) == 2
+    with pytest.raises(ConfigError, match="compared with itself"):
+        real_entries(request("colocate"))
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("[rollout]\nn = 4", "different work: rollout.n is 8 and 4"),
+        ("[model]\nwarm_start_steps = 7", "model.warm_start_steps"),
+        ("[placement]\ncpus_per_worker = 2", "uses 2 CPU cores and 'other' 4"),
+        ("[trainer]\nppo_mini_batch_size = 8", "trainer.ppo_mini_batch_size is 16 and 8"),
+    ],
+)
+def test_other_work_or_other_resources_are_refused(toml: str, said: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        real_entries(request(str(tmp_path / "other.toml")))
+
+
+@pytest.mark.parametrize(("groups", "said"), [(100, "no multiple of R = 16"), (64, "one window of 'stream-off-policy'")])
+def test_groups_must_make_whole_steps_and_windows_to_measure(groups: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        real_entries(request("stream-off-policy", groups=groups))
+
+
+def test_groups_and_windows_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="both say"):
+        real_entries(request("partial-rollout", groups=64, windows=4))
+
+
+def test_what_the_bench_sets_itself_is_no_set() -> None:
+    with pytest.raises(ConfigError, match=r"run\.seed") as refused:
+        check_sets(["rollout.slots=32", "run.seed=4"])
+    assert refused.value.hint == "use --seed"

@@ -1,0 +1,228 @@
+"""Each phase alone, in processes of its own: what is measured, who ends, what is said when one fails; and colocate's fairness."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
+from asyncrl_cli.bench.phase_processes import Processes
+from asyncrl_cli.bench.phases import lengths_of, measure_all, measure_capacities, side_of
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.profile.layers import load
+from asyncrl_cli.tasks.task import load_task
+
+LAPTOP = ClusterResources(nodes=(NodeResources(name="local", cpus=2),), elastic_cpus=True)
+SPLIT = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
+SMALL = (
+    "task.train_prompts=40",
+    "eval.prompts=10",
+    "model.warm_start_steps=2",
+    "rollout.slots=16",
+    "trainer.ppo_mini_batch_size=2",
+)
+
+
+class Answering:
+    """A phase for tests of the processes."""
+
+    def __init__(self, index: int, greeting: str) -> None:
+        if greeting == "refuse":
+            raise ValueError(f"{index} will not start")
+        self._index, self._greeting = index, greeting
+
+    def say(self, what: str) -> str:
+        return f"{self._greeting} {what} {self._index}"
+
+    def fail(self, who: int) -> None:
+        if self._index == who:
+            raise ValueError("no luck")
+        time.sleep(60)
+
+    def vanish(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def threads(self) -> tuple[int, str]:
+        return os.getpid(), os.environ["OMP_NUM_THREADS"]
+
+    def close(self) -> None: ...
+
+
+def make_answering(index: int, argument: tuple[str, Any]) -> Answering:
+    return Answering(index, argument[0])
+
+
+def answering(directory: Path, greeting: str = "hello", count: int = 2) -> Processes:
+    return Processes("answering", count, make_answering, greeting, threads=3, log_dir=directory)
+
+
+def test_all_processes_are_asked_at_once_and_answer_in_order(tmp_path: Path) -> None:
+    with answering(tmp_path) as processes:
+        processes.ready()
+        assert processes.ask("say", "you") == ["hello you 0", "hello you 1"]
+        (one, threads), (other, _) = processes.ask("threads")
+        assert threads == "3"
+        assert len({one, other, os.getpid()}) == 3
+
+
+def test_one_failure_is_told_by_name_and_nobody_waits_for_the_others(tmp_path: Path) -> None:
+    with answering(tmp_path) as processes:
+        processes.ready()
+        began_s = time.monotonic()
+        with pytest.raises(ExecutorFailed, match=r"answering-1 failed in fail: ValueError: no luck"):
+            processes.ask("fail", 1)
+    assert time.monotonic() - began_s < 30
+
+
+def test_a_process_that_cannot_start_or_vanishes_is_told_by_name(tmp_path: Path) -> None:
+    with answering(tmp_path, "refuse", 1) as processes, pytest.raises(ExecutorFailed, match="answering-0 failed in its start"):
+        processes.ready()
+    with answering(tmp_path, count=1) as processes:
+        processes.ready()
+        with pytest.raises(ExecutorFailed, match="answering-0 ended during vanish"):
+            processes.ask("vanish")
+
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from tests.bench.test_phases import answering
+if __name__ == "__main__":
+    with answering(Path(sys.argv[1]), count=2) as processes:
+        processes.ready()
+        print(*(pid for pid, _ in processes.ask("threads")), flush=True)
+        time.sleep(60)
+"""
+
+
+def test_children_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    search = os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])
+    parent = subprocess.Popen(
+        [sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search}
+    )
+    assert parent.stdout is not None
+    children = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until_s = time.monotonic() + 30
+    while any(map(_runs, children)) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(children) == 2
+    assert not any(map(_runs, children))
+
+
+def _runs(pid: int) -> bool:
+    """A zombie that nobody has collected yet does not run."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_an_endless_model_is_the_model_without_an_end_of_sequence(tmp_path: Path) -> None:
+    original = tmp_path / "model"
+    original.mkdir()
+    (original / "model.safetensors").write_bytes(b"weights")
+    (original / "generation_config.json").write_text('{"eos_token_id": 1, "pad_token_id": 0}')
+    endless = endless_model(original, tmp_path / "endless")
+    assert (endless / "model.safetensors").read_bytes() == b"weights"
+    assert json.loads((endless / "generation_config.json").read_text()) == {"eos_token_id": NO_SUCH_TOKEN, "pad_token_id": 0}
+    assert json.loads((original / "generation_config.json").read_text())["eos_token_id"] == 1
+
+
+def test_lengths_of_a_run_keep_each_steps_mean() -> None:
+    even = list(range(10, 51))
+    lines = [{"step": 1, "response_tokens/quantiles": even}, {"step": 2}, {"step": 3, "response_tokens/quantiles": [7] * 41}]
+    lengths = lengths_of(lines)
+    assert len(lengths) == 80
+    assert sum(lengths[:40]) / 40 == pytest.approx(30, abs=0.5)
+    assert set(lengths[40:]) == {7}
+
+
+@pytest.mark.parametrize("split", SPLIT)
+def test_colocate_computes_with_everything_in_both_phases(split: str) -> None:
+    """On every number of cores or GPUs that the split side may have: workers x threads, and slots."""
+    profiles = load(split).profile, load("colocate").profile
+    apart, together = (compile_job(profile, LAPTOP) for profile in profiles)
+    everything = sum(role.workers * role.threads for role in apart.roles)
+    for name in (TRAINER, ROLLOUT):
+        role = together.role(name)
+        assert role.workers * role.threads == everything
+    slots = [plan.role(ROLLOUT).workers * profile.rollout.slots for plan, profile in zip((apart, together), profiles, strict=True)]
+    assert slots[1] >= slots[0]
+    assert together.cpus == apart.cpus
+
+
+def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> None:
+    task = load_task(load("colocate", SMALL).profile)
+
+    def side(name: str, *sets: str):
+        profile = load(name, (*SMALL, *sets)).profile
+        return side_of(profile, compile_job(profile, LAPTOP), tmp_path, task)
+
+    assert side("partial-rollout") == side("stream-off-policy") == side("one-step-off")
+    assert side("partial-rollout") != side("colocate")
+    assert side("partial-rollout") != side("partial-rollout", "rollout.slots=32")
+    recompute = "algorithm.old_logprobs=recompute"
+    assert side("partial-rollout", recompute).trainer.window_steps == 2
+
+
+@pytest.mark.slow
+def test_capacities_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
+    sets = (*SMALL, f'model.cache_dir="{tmp_path}"')
+    profile = load("partial-rollout", sets).profile
+    task = load_task(profile)
+    told: list[tuple[str, int, int]] = []
+    capacities = measure_capacities(
+        profile,
+        resolve_model(profile, task),
+        task,
+        response_tokens=[5, 20],
+        repeats=1,
+        progress=lambda text, done, total: told.append((text, done, total)),
+    )
+    assert capacities.rollout_tokens_per_s > 0
+    assert capacities.trainer_tokens_per_s > 0
+    assert capacities.slots_used > 0.9
+    assert not capacities.colocated
+    assert (capacities.rollout_workers, capacities.trainer_workers) == (1, 1)
+    assert [done for _, done, _ in told] == [0, 1, 2, 3]
+    assert capacities.bound().rollout_tokens_per_s == capacities.rollout_tokens_per_s
+
+
+@pytest.mark.slow
+def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp_path: Path) -> None:
+    """The best of interleaved repeats: what a repeat loses to others on the machine is not colocate's."""
+    sets = ("model.warm_start_steps=2", f'model.cache_dir="{tmp_path}"')
+    profiles = {name: load(name, sets).profile for name in ("partial-rollout", "colocate")}
+    task = load_task(profiles["colocate"])
+    model_dir = resolve_model(profiles["colocate"], task)
+    rng = random.Random(0)
+    lengths = [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(2048)]
+    for _ in range(3):
+        measured = measure_all(profiles, model_dir, task, response_tokens=lengths, repeats=5)
+        split, colocate = measured["partial-rollout"], measured["colocate"]
+        ratios = (
+            max(colocate.rollout_repeats) / max(split.rollout_repeats),
+            max(colocate.trainer_repeats) / max(split.trainer_repeats),
+        )
+        if min(ratios) >= 0.9:
+            return
+    if min(split.cpu_share, colocate.cpu_share) < 0.7:
+        pytest.skip(f"others use this machine: of its cores, a process got {min(split.cpu_share, colocate.cpu_share):.0%}")
+    pytest.fail(f"colocate's phases, as shares of the split side's: generation {ratios[0]:.2f}, training {ratios[1]:.2f}")

@@ -1,0 +1,115 @@
+"""Real runs as child processes: their failures are told, and none is left behind. The child is a script of the test's."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.bench import real
+from asyncrl_cli.bench.compare import Request, compare_real, real_entries
+from asyncrl_cli.bench.real import RealRun, make_run, runs_of
+from asyncrl_cli.errors import AsyncrlError, ConfigError
+
+SETS = ("placement.device=cpu",)
+
+
+class Quiet:
+    def run(self, name: str, groups: int, total: int) -> None: ...
+
+    def note(self, text: str, done: int, total: int) -> None: ...
+
+
+def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
+    entries, groups = real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
+    return runs_of(entries, seeds, groups, SETS, directory)
+
+
+def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Every run is this program; its arguments are the run's directory."""
+    monkeypatch.setattr(real, "POLL_S", 0.05)
+    monkeypatch.setattr(RealRun, "command", lambda run: [sys.executable, "-c", code, str(run.directory)])
+
+
+def test_repeats_are_interleaved_and_seeds_shared(tmp_path: Path) -> None:
+    made = [(run.name, run.seed) for run in runs(tmp_path, (5, 6))]
+    assert made == [("colocate-r0", 5), ("partial-rollout-r0", 5), ("colocate-r1", 6), ("partial-rollout-r1", 6)]
+
+
+def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
+    command = " ".join(runs(tmp_path)[1].command())
+    assert "-m asyncrl_cli train --profile partial-rollout --set placement.device=cpu" in command
+    assert "--set run.total_rollout_steps=384 --set eval.every_versions=0 --set checkpoint.every_steps=0" in command
+    assert f"--runs-dir {tmp_path} --name partial-rollout-r0 --ui none" in command
+
+
+def test_a_failing_run_tells_its_own_error_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, "import sys; sys.exit(print('error: no such task\\nhint: look', file=sys.stderr) or 2)")
+    with pytest.raises(ConfigError, match=r"colocate-r0 failed \(exit 2\): no such task") as failed:
+        make_run(runs(tmp_path)[0], lambda groups: None)
+    assert failed.value.hint.startswith("look; its log: ")
+    assert "colocate-r0.log" in failed.value.hint
+
+
+def test_an_interrupted_run_is_asked_to_stop_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import signal, sys, threading\nfrom pathlib import Path\nstop = threading.Event()\n"
+        "signal.signal(signal.SIGINT, lambda *_: stop.set())\nPath(sys.argv[1] + '.ready').touch()\n"
+        "assert stop.wait(30)\nPath(sys.argv[1] + '.stopped').touch()\n"
+    )
+    child(monkeypatch, code)
+    run = runs(tmp_path)[0]
+
+    def interrupt(groups: int) -> None:
+        if Path(f"{run.directory}.ready").exists():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_run(run, interrupt)
+    assert Path(f"{run.directory}.stopped").exists()
+
+
+def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real, "STOP_EXTRA_S", 0.05)
+    code = "import signal\nfor s in (2, 15): signal.signal(s, signal.SIG_IGN)\nprint('ready', flush=True)\nsignal.pause()"
+    stubborn = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert stubborn.stdout is not None
+    with stubborn.stdout as said:
+        assert said.readline() == b"ready\n"
+        killing = threading.Timer(10, stubborn.kill)
+        killing.start()
+        monkeypatch.setattr(real, "_wait", lambda child, limit_s: child.poll())
+        real.end(stubborn, 0.05)
+        killing.cancel()
+    assert stubborn.returncode == -signal.SIGKILL
+
+
+LINES = """
+import json, sys
+from pathlib import Path
+run = Path(sys.argv[1])
+if "partial" in run.name:
+    sys.exit(print("error: the trainer died", file=sys.stderr) or 1)
+run.mkdir()
+with (run / "metrics.jsonl").open("w") as file:
+    for step in range(1, 5):
+        line = {"step": step, "window": step - 1, "version": step, "time_s": 2.0 * step, "groups_trained": 96 * step,
+                "tokens_trained": 960 * step, "timing/step_s": 2.0, "response_tokens/mean": 10.0, "staleness/histogram": [96]}
+        print(json.dumps(line), file=file)
+"""
+
+
+def test_what_is_finished_is_kept_when_a_later_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, LINES)
+    request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS)
+    outcome = compare_real(request, tmp_path, Quiet())
+    assert isinstance(outcome.error, AsyncrlError)
+    assert "the trainer died" in str(outcome.error)
+    assert outcome.comparison is not None
+    assert [result.profile for result in outcome.comparison.results] == ["colocate"]
+    assert outcome.comparison.results[0].figures["groups_per_s"].median == 48.0
+    assert outcome.comparison.missing == ("partial-rollout-r0",)

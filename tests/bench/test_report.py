@@ -1,0 +1,131 @@
+"""Tables, reports and pictures of a comparison whose figures are given."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from asyncrl_cli.bench.bound import Bound, Capacities
+from asyncrl_cli.bench.figures import view_length_s
+from asyncrl_cli.bench.report import output_directory, write
+from asyncrl_cli.bench.results import Comparison, Result, Spread
+from asyncrl_cli.bench.table import table_of
+from asyncrl_cli.bench.timeline import Timeline, evenly
+from asyncrl_cli.errors import RefusedError
+
+NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
+
+
+def result(name: str, speed: float) -> Result:
+    figures = {
+        "groups_per_s": Spread(median=speed, min=speed * 0.9, max=speed * 1.1),
+        "window_time_s": Spread(median=512 / speed, min=512 / speed, max=512 / speed),
+        "speedup": Spread(median=speed / 2, min=speed / 2, max=speed / 2),
+        "bound_ratio": Spread(median=0.8, min=0.8, max=0.8),
+        "step_s_mean": Spread(median=1.25, min=1.0, max=1.5),
+    }
+    return Result(
+        profile=name,
+        mode=name,
+        figures=figures,
+        seeds=(0, 1),
+        capacities=Capacities(rollout_tokens_per_s=1e6, trainer_tokens_per_s=2e6, colocated=name == "colocate"),
+        bound=Bound(generation_s=100.0, training_s=50.0, colocated=name == "colocate"),
+        step_groups=128,
+        window_groups=512,
+    )
+
+
+def comparison(workload: str = "big") -> Comparison:
+    return Comparison(
+        results=[result(name, speed) for speed, name in enumerate(NAMES, 2)],
+        workload=workload,
+        baseline="colocate",
+        groups=5120,
+        window_groups=512,
+        seeds=(0, 1),
+        resources="128 GPUs",
+        remarks=("colocate fits within 1%",),
+    )
+
+
+def timeline(name: str, window_s: float = 10.0) -> Timeline:
+    ends = tuple(window_s * index for index in range(1, 9))
+    stays = [
+        (state, start, start + window_s / 2) for end in ends for state, start in (("busy", end), ("starved", end + window_s / 2))
+    ]
+    return Timeline(
+        profile=name,
+        trainers=("trainer",),
+        workers=("rollout-0", "rollout-63"),
+        num_workers=64,
+        spans={"trainer": stays, "rollout-0": stays},
+        running={"rollout-0": [(float(second), 3.0) for second in range(80)]},
+        publishes_s=ends,
+        window_ends_s=ends,
+    )
+
+
+def printed(made: Comparison) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table_of(made))
+    console.file.close()
+    return console.export_text()
+
+
+def test_six_profiles_fit_on_120_columns() -> None:
+    text = printed(comparison())
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 120
+    assert all(part in text for name in NAMES for part in name.split("-"))
+    assert "SIMULATED" in text
+    assert "3.50x" in text  # one-step-off: 7 groups per second against 2
+    assert "s per 512 groups" in text
+
+
+def test_a_measured_table_does_not_say_simulated() -> None:
+    assert "SIMULATED" not in printed(comparison(workload=""))
+
+
+def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
+    written = write(comparison(), [timeline("colocate"), timeline("partial-rollout")], tmp_path)
+    assert {path.name for path in written} == {"results.json", "report.md", "timeline.png", "speedup.png"}
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert (document["schema_version"], document["simulated"], document["window_groups"]) == (1, True, 512)
+    assert [row["profile"] for row in document["results"]] == list(NAMES)
+    assert document["results"][0]["speedup"] == 1.0
+    assert document["results"][1]["spread"]["groups_per_s"] == [2.7, pytest.approx(3.3)]
+    report = (tmp_path / "report.md").read_text()
+    assert "SIMULATED" in report
+    assert "colocate fits within 1%" in report
+    for name in ("timeline.png", "speedup.png"):
+        width, height = struct.unpack(">II", (tmp_path / name).read_bytes()[16:24])
+        assert width > 800
+        assert height > 300
+
+
+def test_without_timelines_there_is_no_picture_of_them(tmp_path: Path) -> None:
+    assert "timeline.png" not in {path.name for path in write(comparison(), [], tmp_path)}
+
+
+def test_a_directory_that_holds_anything_is_refused(tmp_path: Path) -> None:
+    assert output_directory(tmp_path / "new").is_dir()
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(RefusedError, match="is not empty"):
+        output_directory(tmp_path)
+
+
+def test_the_view_begins_with_a_window_in_the_middle_of_the_run() -> None:
+    made = timeline("colocate")
+    assert view_length_s([made]) == 30.0
+    assert made.middle_s(30.0) == 30.0  # 30 to 60 of 10 to 80
+
+
+def test_of_many_workers_eight_are_shown_from_the_first_to_the_last() -> None:
+    names = [f"rollout-{index}" for index in range(64)]
+    shown = evenly(names, 8)
+    assert (len(shown), shown[0], shown[-1]) == (8, "rollout-0", "rollout-63")
+    assert evenly(names[:3], 8) == tuple(names[:3])

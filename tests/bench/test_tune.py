@@ -1,0 +1,261 @@
+"""The search with an evaluation whose best setting is known, and its parts; the real simulator at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from decimal import Decimal
+from itertools import product
+
+import pytest
+
+from asyncrl_cli.bench.pareto import Measured, Row, dominates, front, ranked, recommended, survivors
+from asyncrl_cli.bench.search import SHORT_WINDOWS, Effort, search
+from asyncrl_cli.bench.settings import (
+    Setting,
+    Space,
+    beside,
+    etas_up_to,
+    slots_up_to,
+    space_of,
+    splits_of,
+    spread,
+    windows_of,
+)
+from asyncrl_cli.bench.tune import settled
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.plan import compile_job
+from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.schema import Profile
+
+PUBLISHED = (
+    "run.train_steps=4",
+    "trainer.ppo_mini_batch_size=32",
+    "rollout.n=16",
+    "rollout.slots=256",
+    "async_training.trigger_parameter_sync_step=4",
+    "async_training.require_batches=4",
+    "async_training.staleness_threshold=0.5",
+)
+
+
+def profile_of(*sets: str, name: str = "partial-rollout") -> Profile:
+    return load(name, [*PUBLISHED, *sets]).profile
+
+
+def space(*sets: str, gpus: int = 128, bound: int = 1, name: str = "partial-rollout") -> Space:
+    profile = profile_of(f"placement.gpus={gpus}" if gpus else "placement.device=cpu", *sets, name=name)
+    cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
+    return space_of(profile, compile_job(profile, cluster), bound=bound)
+
+
+def measured(time_s: float, staleness: float = 0.0) -> Measured:
+    return Measured(
+        window_time_s=time_s, staleness_mean=staleness, staleness_max=1, trainer_idle_ratio=0.0, rollouter_idle_ratio=0.0
+    )
+
+
+def row(time_s: float, staleness: float, slots: int = 1) -> Row:
+    return Row(setting=replace(space().current, slots=slots), measured=measured(time_s, staleness))
+
+
+def model_time_s(setting: Setting) -> float:
+    """A machine that one can solve on paper: training 6,400 GPU seconds a window, generation 3,200, and whatever eta does not
+    overlap is waited for. The split 80:48 balances 6400/80 = 80 s and 3200/48 = 66.7 s."""
+    train_s, generate_s = 6400 / setting.trainer_workers, 3200 / setting.rollout_workers
+    hidden = min(float(setting.eta), 1.0)
+    slots_s = 20 * (1 - setting.slots / 256)
+    return max(train_s, generate_s) + (1 - hidden) * min(train_s, generate_s) + slots_s + 0.1 * setting.window_steps
+
+
+def model(setting: Setting) -> Measured:
+    time_s = model_time_s(setting)
+    return replace(
+        measured(time_s, float(setting.eta) * 0.6 * setting.window_batches / 16),
+        trainer_idle_ratio=1 - 6400 / setting.trainer_workers / time_s,
+        rollouter_idle_ratio=1 - 3200 / setting.rollout_workers / time_s,
+    )
+
+
+# --- the space
+
+
+def test_sixteen_gpus_and_more_are_split_by_nodes() -> None:
+    splits = space(gpus=128).splits
+    assert splits[0] == (8, 120)
+    assert splits[-1] == (120, 8)
+    assert len(splits) == 15
+    assert all(ranks + workers == 128 for ranks, workers in splits)
+
+
+def test_fewer_gpus_are_split_one_by_one() -> None:
+    assert space(gpus=8).splits == tuple((ranks, 8 - ranks) for ranks in range(1, 8))
+
+
+def test_tensor_parallel_workers_stay_whole() -> None:
+    splits = space("placement.gpus_per_rollout_worker=4", gpus=8).splits
+    assert splits == ((4, 1),)
+
+
+def test_processes_on_cpus_are_split_too() -> None:
+    four = space("placement.trainer_workers=2", "rollout.workers=2", gpus=0)
+    assert four.splits == ((1, 3), (2, 2), (3, 1))
+    assert "placement.gpus" not in " ".join(four.current.sets())
+
+
+def test_a_current_split_off_the_grid_is_kept() -> None:
+    current = replace(space(gpus=128).current, trainer_workers=60, rollout_workers=68)
+    assert (60, 68) in splits_of(current)
+
+
+def test_windows_keep_w_or_are_shorter_with_the_same_step() -> None:
+    pairs = windows_of(4, 4)
+    assert [pair for pair in pairs if pair[0] * pair[1] == 16] == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
+    assert [pair for pair in pairs if pair[0] * pair[1] < 16] == [(1, 4), (2, 4)]
+    assert max(steps * batches for steps, batches in pairs) == 16
+
+
+def test_no_eta_passes_the_bound() -> None:
+    assert etas_up_to(0, Decimal("0.5")) == (Decimal(0),)
+    assert etas_up_to(1, Decimal("0.4")) == tuple(map(Decimal, ("0", "0.25", "0.4", "0.5", "1")))
+    assert etas_up_to(3, Decimal(1))[-2:] == (Decimal(2), Decimal(3))
+
+
+def test_slots_never_exceed_the_workloads_and_hold_a_group() -> None:
+    assert slots_up_to(256, 16) == (128, 192, 256)
+    assert slots_up_to(16, 16) == (16,)
+
+
+def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
+    wide = space(bound=2)
+    near = {setting for start in wide.screen(40) for setting in wide.neighbours(start, wants_ranks=True)}
+    assert len(near) > 50
+    for setting in near:
+        profile = profile_of("placement.gpus=128", *setting.sets())
+        cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=128),), elastic_cpus=True)
+        assert Setting.of(profile, compile_job(profile, cluster)) == setting
+
+
+def test_without_staleness_nothing_is_partial() -> None:
+    assert {setting.partial_rollout for setting in space(bound=0).screen(20) if setting.eta == 0} == {False}
+    stale = space(bound=1, name="stale-samples")
+    assert not any(setting.partial_rollout for setting in stale.screen(20))
+
+
+def test_an_interrupt_policy_keeps_rollouts_partial() -> None:
+    assert Decimal(0) not in space('rollout.interrupt="recompute-kv"').etas
+
+
+def test_the_screen_begins_with_the_current_setting_unless_it_is_beyond_the_bound() -> None:
+    allowed = space(bound=1)
+    assert allowed.screen(12)[0] == allowed.current
+    strict = space(bound=0)
+    assert strict.current not in strict.screen(12)
+
+
+def test_values_beside_and_spread() -> None:
+    assert beside((1, 2, 3), 2) == [1, 3]
+    assert beside((1, 2, 3), 3) == [2]
+    assert beside((1, 2, 3), 7) == []
+    assert spread(range(10), 5) == [1, 3, 5, 7, 9]
+    assert spread((1, 2), 5) == [1, 2]
+
+
+def test_the_side_that_is_waited_for_gets_gpus_first() -> None:
+    wide = space()
+    assert next(wide.neighbours(wide.current, wants_ranks=True)).split == "72:56"
+    assert next(wide.neighbours(wide.current, wants_ranks=False)).split == "56:72"
+
+
+# --- Pareto
+
+
+def test_a_front_has_no_row_that_another_beats_in_both() -> None:
+    rows = [row(time_s, staleness, slots) for slots, (time_s, staleness) in enumerate(product((1, 2, 3), (0.0, 0.5)), start=1)]
+    assert [(r.measured.window_time_s, r.measured.staleness_mean) for r in front(rows)] == [(1, 0.0)]
+    rows = [row(1, 0.9, 1), row(2, 0.5, 2), row(2.5, 0.5, 3), row(4, 0.0, 4), row(5, 0.1, 5)]
+    assert front(rows) == [rows[0], rows[1], rows[3]]
+    assert ranked(rows) == [rows[0], rows[1], rows[3], rows[2], rows[4]]
+    assert not dominates(measured(1, 0.5), measured(1, 0.5))
+
+
+def test_survivors_have_the_fastest_and_the_least_stale() -> None:
+    rows = [row(1 + 0.1 * index, 1.0 - 0.1 * index, index + 1) for index in range(10)]
+    assert survivors(rows, 2) == [rows[0], rows[9]]
+    assert survivors([], 3) == []
+
+
+def test_a_slow_row_that_is_hardly_less_stale_survives_no_faster_one() -> None:
+    rows = [row(140, 0.96, 1), row(150, 0.95, 2), row(190, 0.94, 3), row(141, 0.97, 4), row(220, 0.0, 5)]
+    assert {r.setting.slots for r in survivors(rows, 3)} == {1, 5, 4}
+
+
+def test_equal_times_are_decided_by_staleness() -> None:
+    rows = [row(100.0, 0.6, 1), row(100.9, 0.3, 2), row(101.5, 0.0, 3)]
+    assert recommended(rows) == rows[1]
+
+
+# --- the search
+
+
+class Counted:
+    """Evaluates by the model on paper and counts what it is asked."""
+
+    def __init__(self, failing: Sequence[Setting] = ()) -> None:
+        self.windows = 0
+        self.failing = failing
+
+    def __call__(self, settings: Sequence[Setting], windows: int) -> list[Measured | None]:
+        self.windows += windows * len(settings)
+        return [None if setting in self.failing else model(setting) for setting in settings]
+
+
+@pytest.mark.parametrize("windows", [120, 400])
+def test_the_best_split_and_eta_are_found(windows: int) -> None:
+    counted = Counted()
+    found = search(space(), counted, Effort(windows=windows))
+    best = found.rows[0]
+    assert (best.setting.split, best.setting.eta, best.setting.slots) == ("80:48", Decimal(1), 256)
+    assert best.setting.window_steps <= 2
+    assert found.current is not None
+    assert found.current.setting.split == "64:64"
+    assert best.measured.window_time_s < 0.8 * found.current.measured.window_time_s
+    assert counted.windows == found.windows <= Effort(windows=windows).planned_windows
+
+
+def test_the_front_reaches_down_to_no_staleness() -> None:
+    found = search(space(), Counted(), Effort(windows=200))
+    assert front(found.rows)[-1].setting.eta == 0
+
+
+def test_nothing_beyond_the_bound_is_a_result_and_the_current_setting_is_still_measured() -> None:
+    found = search(space(bound=0), Counted(), Effort(windows=120))
+    assert {r.setting.max_staleness for r in found.rows} == {0}
+    assert found.current is not None
+    assert found.current.setting.max_staleness == 1
+
+
+def test_a_setting_whose_run_fails_is_named_and_left_out() -> None:
+    best = search(space(), Counted(), Effort(windows=120)).rows[0].setting
+    found = search(space(), Counted(failing=[best]), Effort(windows=120))
+    assert best in found.failed
+    assert best not in [r.setting for r in found.rows]
+
+
+def test_a_search_is_the_same_every_time() -> None:
+    assert search(space(), Counted(), Effort(windows=120)) == search(space(), Counted(), Effort(windows=120))
+
+
+def test_long_runs_are_longer_than_short_ones_whatever_the_effort() -> None:
+    for windows in (1, 50, 200, 5000):
+        assert Effort(windows=windows).long_windows > SHORT_WINDOWS
+
+
+# --- measuring
+
+
+def test_short_windows_are_measured_no_earlier_than_long_ones() -> None:
+    lines = [{"window": step // 2, "groups_trained": 8 * (step + 1)} for step in range(8)]
+    # W = 32 groups end in step 3, which is the second step of window 1 of this run.
+    assert settled(lines, 32)[0] == lines[2]
+    assert settled(lines, 8) == lines

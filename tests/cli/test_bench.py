@@ -1,0 +1,80 @@
+"""`asyncrl bench` as a user calls it, on the virtual clock."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+
+WORKLOAD = """
+notes = "made up"
+windows = 5
+[profile.placement]
+gpus = 4
+[profile.trainer]
+ppo_mini_batch_size = 4
+[profile.rollout]
+n = 4
+[lengths]
+median_tokens = 20.0
+sigma = 0.5
+[decoding]
+step_s = 0.01
+step_s_per_sequence = 0.001
+[training]
+s_per_token = 0.001
+[syncing]
+parameter_bytes = 1e6
+gather_bytes_per_s = 1e8
+send_bytes_per_s = 1e8
+load_bytes_per_s = 1e8
+"""
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(WORKLOAD, encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
+    workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(["bench", "--simulate", str(workload), "--windows", "10", "--repeat", "2", "--out", str(out), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((out / "results.json").read_text())
+    assert (printed["simulated"], printed["groups"], printed["seeds"]) == (True, 40, [0, 1])
+    base, partial = printed["results"]
+    assert (base["profile"], base["speedup"]) == ("colocate", 1.0)
+    assert partial["speedup"] == pytest.approx(partial["groups_per_s"] / base["groups_per_s"])
+    assert 0 < base["bound_ratio"] <= 1.01
+    assert partial["staleness_max"] <= 1
+    assert {path.name for path in out.iterdir()} == {"results.json", "report.md", "timeline.png", "speedup.png"}
+
+
+@pytest.mark.slow
+def test_a_simulated_table_says_so_and_prints_the_notes(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--groups", "40", "-p", "on-policy-pipeline", "--out", str(tmp_path / "out")]
+    assert run(["bench", "--simulate", str(workload), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "SIMULATED" in out
+    assert "made up" in out
+    assert "% of the bound" in out
+
+
+def test_a_refused_bench_leaves_no_directory(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--groups", "6", "--out", str(tmp_path / "out")]
+    assert run(["bench", "--simulate", str(workload), *arguments]) == 2
+    assert "no multiple of R = 4" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    assert "asyncrl bench --simulate" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""The memory estimate against the bytes of real tensors: of a trainer rank, of autograd, of published buckets, of a KV cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from asyncrl_cli.job.cluster import ClusterResources, NodeResources
+from asyncrl_cli.job.memory import (
+    CACHE_SHARE_OF_MEMORY,
+    PAGE_TOKENS,
+    PREFILL_TOKENS,
+    MemoryEstimate,
+    activation_bytes_per_token,
+    estimate_memory,
+    kv_cache_bytes,
+)
+from asyncrl_cli.job.memory_fit import device_needs, memory_warnings
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.models.shape import shape_of, shape_of_config
+from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.schema import Profile
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3 untied": Qwen3Config(**SMALL),
+    "qwen3 tied": Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SMALL),
+}
+GIB = 2**30
+
+
+def planned(model: str, *sets: str, gpus: int = 0) -> tuple[Profile, JobPlan, MemoryEstimate]:
+    profile = load("base", ["run.train_steps=4", f'model.path="{model}"', *sets]).profile
+    plan = compile_job(profile, ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=gpus),), elastic_cpus=True))
+    return profile, plan, estimate_memory(profile, plan, shape_of(model))
+
+
+def sizes(estimate: MemoryEstimate, role: str) -> dict[str, int]:
+    return {item.what: item.num_bytes for item in estimate.items if item.role == role}
+
+
+def num_bytes(tensors: object) -> int:
+    return sum(tensor.nbytes for tensor in tensors)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
+    from asyncrl_cli.train.policy_trainer import PolicyTrainer
+    from asyncrl_cli.train.settings import TrainerSettings
+
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    profile, _, estimate = planned(str(tmp_path), "model.dtype=bfloat16", "async_training.trigger_parameter_sync_step=2")
+    settings = TrainerSettings.from_profile(profile, tmp_path, 4)
+    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{tmp_path}/meet")
+    try:
+        weights, moments = trainer.model.locals(), trainer.optimizer.moments()
+        trainer.gather(0)
+        published = trainer.published(0)[0].num_bytes
+        trainer.snapshot(0)
+        snapshot = num_bytes(shard.to_local() for shard in trainer._snapshots[0][0].shards.values())
+    finally:
+        trainer.close()
+    estimated = sizes(estimate, TRAINER)
+    assert estimated["parameters"] == estimated["gradients"] == num_bytes(weights.values())
+    assert estimated["optimizer"] == num_bytes(moments.values())
+    assert estimated["checkpoint"] == snapshot
+    # Buckets begin tensors at multiples of 64 bytes.
+    assert estimated["published weights"] == pytest.approx(2 * published, rel=0.01)
+
+
+def test_the_windows_first_weights_are_kept_only_where_they_are_needed() -> None:
+    recompute = 'algorithm.old_logprobs="recompute"'
+    assert "window's first weights" not in sizes(planned("builtin:tiny", recompute)[2], TRAINER)
+    kept = sizes(planned("builtin:tiny", recompute, "async_training.trigger_parameter_sync_step=2")[2], TRAINER)
+    assert kept["window's first weights"] == kept["parameters"]
+    assert kept["checkpoint"] == 4 * kept["parameters"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_activations_are_what_autograd_saves(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.model(input_ids=torch.randint(0, 320, (4, 128)), use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    real = sum(storage.nbytes() for storage in saved.values())
+    estimated = 4 * 128 * config.num_hidden_layers * activation_bytes_per_token(shape_of_config(config.to_dict()), dtype.itemsize)
+    # What is missing lies outside the layers: the last norm.
+    assert 0.9 * real < estimated <= real
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_the_kv_cache_is_that_of_the_slots_at_full_length(config: PretrainedConfig, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    lengths = ("rollout.slots=8", "rollout.max_prompt_tokens=32", "rollout.max_response_tokens=64")
+    profile, _, estimate = planned(str(tmp_path), *lengths)
+    model = AutoModelForCausalLM.from_config(config)
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.zeros(8, 96, dtype=torch.long), past_key_values=cache, use_cache=True)
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert kv_cache_bytes(profile, estimate.shape) == sizes(estimate, ROLLOUT)["KV cache"] == real
+    assert sizes(estimate, ROLLOUT)["weights"] == num_bytes(model.parameters())
+
+
+def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
+    alone, shared = (
+        sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", "rollout.workers=1", gpus=9)[2], TRAINER)
+        for ranks in (1, 8)
+    )
+    for what in ("parameters", "optimizer", "gradients", "checkpoint"):
+        assert shared[what] == pytest.approx(alone[what] / 8, rel=1e-4)
+    for what in ("activations", "logits", "gathered layers", "whole model", "published weights"):
+        assert shared[what] == alone[what]
+
+
+def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:
+    budget = sizes(planned("builtin:tiny", "trainer.max_tokens_per_microbatch=1024")[2], TRAINER)
+    long = ("trainer.max_tokens_per_microbatch=1024", "rollout.max_prompt_tokens=49", "rollout.max_response_tokens=2000")
+    assert sizes(planned("builtin:tiny", *long)[2], TRAINER)["activations"] == 2 * budget["activations"]
+
+
+def test_a_peak_is_what_always_stays_and_the_most_expensive_phase() -> None:
+    estimate = planned("builtin:tiny")[2]
+    items = {item.what: item for item in estimate.of(ROLLOUT, "device")}
+    made = replace(
+        estimate,
+        items=(
+            replace(items["weights"], phase="always", num_bytes=10),
+            replace(items["prefill"], phase="step", num_bytes=3),
+            replace(items["sampling"], phase="step", num_bytes=4),
+            replace(items["KV cache"], phase="start", num_bytes=5),
+        ),
+    )
+    assert made.peak_bytes(ROLLOUT, "device") == 17
+
+
+def test_gpus_that_are_too_small_are_named_with_the_key_that_helps() -> None:
+    profile, plan, estimate = planned("builtin:tiny", "trainer.max_tokens_per_microbatch=4194304", gpus=2)
+    needs = device_needs(estimate, plan, 80 * GIB)
+    assert [(need.roles, need.fits) for need in needs] == [((TRAINER,), False), ((ROLLOUT,), True)]
+    (warning,) = memory_warnings(profile, estimate, plan, needs)
+    assert "trainer need about" in warning
+    assert "lower trainer.max_tokens_per_microbatch" in warning
+    assert memory_warnings(profile, estimate, plan, device_needs(estimate, plan, None)) == []
+
+
+def test_a_cache_that_the_engine_would_cut_is_warned_of() -> None:
+    profile, plan, estimate = planned("builtin:tiny", "rollout.slots=64", gpus=2)
+    cache, weights = sizes(estimate, ROLLOUT)["KV cache"], sizes(estimate, ROLLOUT)["weights"]
+    available = weights + int(cache * 1.5)
+    warnings = memory_warnings(profile, estimate, plan, device_needs(estimate, plan, available))
+    assert any("rollout.slots = 48 fits" in warning for warning in warnings)
+
+
+def test_colocated_sides_share_a_gpu() -> None:
+    _, plan, estimate = planned("builtin:tiny", "placement.colocate=true", gpus=2)
+    (need,) = device_needs(estimate, plan, None)
+    assert need.roles == (TRAINER, ROLLOUT)
+    assert need.num_bytes == estimate.peak_bytes(TRAINER, "device") + estimate.peak_bytes(ROLLOUT, "device")
+    assert need.fits is None
+
+
+def test_a_tensor_parallel_worker_shares_weights_and_cache() -> None:
+    one = sizes(planned("builtin:tiny", gpus=2)[2], ROLLOUT)
+    two = sizes(planned("builtin:tiny", "placement.gpus_per_rollout_worker=2", 'placement.ratio="1:1"', gpus=4)[2], ROLLOUT)
+    assert (two["weights"], two["KV cache"]) == (one["weights"] // 2, one["KV cache"] // 2)
+
+
+def test_the_engines_own_numbers_are_meant() -> None:
+    from asyncrl_cli.rollout import batching
+
+    assert PAGE_TOKENS == batching.PAGE_TOKENS
+    assert PREFILL_TOKENS == batching.PREFILL_TOKENS_PACKED
+    assert math.isclose(CACHE_SHARE_OF_MEMORY, batching.CACHE_SHARE_OF_MEMORY)

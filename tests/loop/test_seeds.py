@@ -1,0 +1,178 @@
+"""Deterministic simulation: the real loop over many seeds, every invariant checked after every event (simulate/invariants.py)."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.loop.admission import Admission, WorkerSlots
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.ledger import Account
+from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.signal import Change, Changes
+from asyncrl_cli.loop.states import StateClock
+from asyncrl_cli.loop.sync import WeightSync
+from asyncrl_cli.simulate.books import in_time
+from asyncrl_cli.simulate.clock import DeadlockError
+from asyncrl_cli.simulate.invariants import InvariantError, Invariants
+from asyncrl_cli.simulate.scenarios import MODES, CountingFeed, Outcome, draw, main, run
+from asyncrl_cli.simulate.workers import SimulatedWorker
+
+NUM_SEEDS, CHUNK_SEEDS = 200, 20
+MUTANT_SEEDS = range(400)
+
+
+def replay(seed: int) -> str:
+    return f"python -m asyncrl_cli.simulate.scenarios {seed}"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK_SEEDS))
+def test_every_invariant_holds_after_every_event_of_every_seed(first):
+    outcomes = [run(draw(seed)) for seed in range(first, first + CHUNK_SEEDS)]
+    broken = [f"{outcome.broken}\n    {replay(outcome.scenario.seed)}" for outcome in outcomes if outcome.broken is not None]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_seeds_cover_modes_bounds_policies_and_faults():
+    """Scenarios that never drew what they should test would prove nothing."""
+    scenarios = [draw(seed) for seed in range(NUM_SEEDS)]
+    settings = [scenario.settings for scenario in scenarios]
+    assert {scenario.mode for scenario in scenarios} == set(MODES)
+    assert {float(entry.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
+    assert {entry.on_stale for entry in settings} == {"wait", "accept", "drop", "requeue"}
+    assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
+    assert {scenario.num_workers for scenario in scenarios} == {1, 2, 3, 4}
+    assert len({fault.kind for scenario in scenarios for fault in scenario.faults}) == 8
+
+
+def test_a_seed_is_the_same_run_every_time():
+    for seed in range(5):
+        first, second = run(draw(seed)), run(draw(seed))
+        assert first.trace == second.trace
+        assert first.trace
+
+
+def test_a_failing_seed_prints_its_scenario_and_its_trace(monkeypatch, capsys):
+    monkeypatch.setattr(Admission, "publish", publish_without_reset)
+    caught = first_broken(MUTANT_SEEDS)
+    assert main([str(caught.scenario.seed)]) == 1
+    printed = capsys.readouterr().out
+    assert f"seed {caught.scenario.seed}" in printed
+    assert f"mode = {caught.scenario.mode}" in printed
+    assert "train step 1" in printed
+    assert "BROKEN" in printed
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "takes_left", "is_in_time"),
+    [([5, 6, 6], 2, True), ([5, 6], 1, True), ([5, 6, 6, 6], 2, True), ([5, 6], 0, False), ([4], 2, False), ([], 0, True)],
+)
+def test_the_worked_example_of_the_deadline_rule(deadlines, takes_left, is_in_time):
+    """docs/admission.md: W = 2 in version 5."""
+    assert in_time(deadlines, 5, takes_left, 2) is is_in_time
+
+
+# What a mistake in the loop looks like: each is made on purpose, and some seed has to notice.
+
+
+def first_broken(seeds) -> Outcome:
+    for seed in seeds:
+        outcome = run(draw(seed))
+        if outcome.broken is not None:
+            return outcome
+    pytest.fail("no seed noticed the mistake")
+
+
+def deadline_from_the_trainer(admission, worker):
+    return admission.version + admission.max_staleness
+
+
+def take_without_looking(admission, num_groups):
+    return list(admission.finished)[: min(num_groups, max(0, admission.takes_left))]
+
+
+def publish_without_reset(admission):
+    admission.version += 1
+    return []
+
+
+def publish_that_forgets_who_is_late(admission):
+    admission.version += 1
+    admission.taken_in_window = 0
+    return []
+
+
+def transition_that_skips_finishes(pipeline, key, account, fields):
+    if account is not Account.FINISHED:
+        pipeline.board.event(account.value, key=key, **fields)
+
+
+def notify_without_groups(changes, changed=Change.RUN, original=Changes.notify):
+    if changed is not Change.GROUPS:
+        original(changes, changed)
+
+
+def slots_that_are_free_too_early(slots, key, unfinished, original=WorkerSlots.leave):
+    original(slots, key, max(0, unfinished - 1))
+
+
+def feed_that_goes_back(feed, state):
+    feed._given = max(0, state["given"] - 1)
+
+
+def load_without_drain(worker, version, interrupt, original=SimulatedWorker.load):
+    return original(worker, version, "keep-kv")
+
+
+def clock_that_loses_time(clock, now_s, original=StateClock._close):
+    clock._since_s = min(now_s, clock._since_s + 1e-3)
+    original(clock, now_s)
+
+
+def finish_that_forgets_waste(groups, result, original=Groups.finish):
+    discarded = groups.tokens_discarded
+    original(groups, result)
+    groups.tokens_discarded = discarded
+
+
+MISTAKES = {
+    "deadlines count from the trainer's version": (Admission, "deadline_on", deadline_from_the_trainer, {"deadlines", "admission"}),
+    "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
+    "admission looks at no deadline": (Admission, "_in_time", lambda *_: True, {"admission", "takes", "deadlines"}),
+    "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
+    "late groups are kept": (Admission, "publish", publish_that_forgets_who_is_late, {"staleness"}),
+    "the ledger's event is lost": (Pipeline, "_transition", transition_that_skips_finishes, {"ledger", "admission"}),
+    "slots are freed too early": (WorkerSlots, "leave", slots_that_are_free_too_early, {"admission", "slots"}),
+    "the feed repeats a prompt on resume": (CountingFeed, "restore", feed_that_goes_back, {"ledger"}),
+    "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
+    "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
+    "waste is not counted": (Groups, "finish", finish_that_forgets_waste, {"waste"}),
+    "three versions are on their way": (WeightSync, "room", True, {"loads"}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_some_seed_notices_a_mistake_in_the_loop(mistake, monkeypatch):
+    where, name, wrong, invariants = MISTAKES[mistake]
+    monkeypatch.setattr(where, name, wrong)
+    broken = first_broken(MUTANT_SEEDS).broken
+    assert isinstance(broken, InvariantError)
+    assert broken.invariant in invariants
+
+
+def test_tokens_over_the_bound_are_noticed_in_the_batch_itself(monkeypatch):
+    """Deadlines that count from the trainer's version break the strict bound, whatever else may notice them first."""
+    original = Invariants.check
+
+    def check_batches_only(invariants, holds, invariant, message):
+        original(invariants, holds or "are trained in window" not in message, invariant, message)
+
+    monkeypatch.setattr(Invariants, "check", check_batches_only)
+    monkeypatch.setattr(Admission, "deadline_on", deadline_from_the_trainer)
+    broken = first_broken(MUTANT_SEEDS).broken
+    assert isinstance(broken, InvariantError)
+    assert broken.invariant == "staleness"
+
+
+def test_some_seed_notices_a_lost_wakeup(monkeypatch):
+    monkeypatch.setattr(Changes, "notify", notify_without_groups)
+    assert isinstance(first_broken(MUTANT_SEEDS).broken, (DeadlockError, InvariantError))

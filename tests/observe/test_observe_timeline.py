@@ -1,0 +1,47 @@
+"""timeline.jsonl: spans on the run's time, one line per step, also after a resume."""
+
+from __future__ import annotations
+
+import json
+
+from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.timeline import TimelineFile, read_timeline
+from tests.observe.conftest import record
+
+
+def test_spans_are_written_on_the_runs_time_and_read_back_joined(tmp_path, facts):
+    path = tmp_path / "timeline.jsonl"
+    observers = Observers(facts, [TimelineFile(path)], clock=lambda: 100.0)
+    stays = [(State.STARVED, 100.0, 101.0), (State.BUSY, 101.0, 102.0)], [(State.BUSY, 102.0, 104.5)]
+    for step, part in enumerate(stays, 1):
+        spans = tuple(Span(state=state, start_s=start, end_s=end) for state, start, end in part)
+        observers.step(record(step, 0, [], spans={"trainer": spans}))
+    observers.close("done")
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
+    spans, running = read_timeline(path)
+    assert spans == {"trainer": [("starved", 0.0, 1.0), ("busy", 1.0, 4.5)]}
+    assert running == {}
+
+
+def test_running_sequences_are_counted_with_every_status(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    timeline = TimelineFile(path)
+    executors = [
+        {"name": "rollout-0", "role": "rollout", "gauges": {"running_sequences": 7}},
+        {"name": "trainer", "role": "trainer", "gauges": {}},
+    ]
+    timeline.status({"executors": executors, "progress": {"time_s": 3.25}})
+    timeline.spans({"step": 1, "spans": {}})
+    timeline.close({})
+    assert read_timeline(path)[1] == {"rollout-0": [(3.25, 7)]}
+
+
+def test_a_resume_takes_back_the_lines_of_steps_that_happen_again(tmp_path):
+    path = tmp_path / "timeline.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "spans": {{}}}}\n' for step in range(1, 6)))
+    timeline = TimelineFile(path)
+    timeline.event({"event": "resumed", "from_step": 3})
+    timeline.spans({"step": 4, "spans": {}})
+    timeline.close({})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]

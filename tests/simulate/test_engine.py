@@ -1,0 +1,140 @@
+"""The event-driven engine against decoding token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from asyncrl_cli.job.meters import RolloutMeter
+from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.engine import DecodeTimes, SimulatedEngine, SimulatedSequence
+from tests.simulate.token_by_token import Seq, TokenByToken
+
+SLOTS = 4
+
+
+def drawn_case(seed):
+    """Times in fractions, and what happens from outside: joins, aborts, loads (frozen, recomputed, drained), slow stretches."""
+    rng = random.Random(seed)
+    costs = {
+        "step": Fraction(rng.randint(5, 30), 100),
+        "per_sequence": Fraction(rng.randint(0, 10), 100),
+        "prefill": Fraction(rng.choice([0, 0, 1, 3]), 100),
+        "speed": Fraction(rng.randint(8, 12), 10),
+    }
+    actions, names, version, now = [], 0, 0, Fraction(0)
+    while len(actions) < 22:
+        now += Fraction(rng.randint(1, 40_000), 10_007)
+        what = rng.choice(["submit", "submit", "submit", "abort", "load", "load", "drain", "slow_down"])
+        if what == "submit":
+            group = [(names + i, rng.randint(0, 5), rng.randint(1, 40)) for i in range(rng.randint(1, 3))]
+            names += len(group)
+            actions.append((now, "submit", (group,)))
+        elif what == "abort" and names:
+            actions.append((now, "abort", (rng.sample(range(names), min(names, 2)),)))
+        elif what == "slow_down":
+            actions.append((now, "slow_down", (Fraction(rng.choice([10, 12, 15]), 10),)))
+        elif what in ("load", "drain"):
+            if what == "drain":
+                actions.append((now, "drain", ()))
+                now += Fraction(rng.randint(1, 90_000), 10_007)
+            version += 1
+            actions.append((now, "freeze", ()))
+            now += Fraction(rng.randint(0, 20_000), 10_007)
+            actions.append((now, "thaw", (version, rng.random() < 0.4)))
+    return costs, actions
+
+
+def in_the_engine(costs, actions):
+    """The same actions on the engine: (ends, tokens per version, tokens of aborted ones, drained at, report)."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        meter = RolloutMeter("rollout-0", SLOTS, loop.time, lambda: None)
+        step_s, per_sequence_s, prefill_s = (float(costs[name]) for name in ("step", "per_sequence", "prefill"))
+        times = DecodeTimes(step_s=step_s, step_s_per_sequence=per_sequence_s, prefill_s_per_token=prefill_s)
+        engine = SimulatedEngine(SLOTS, times, speed=float(costs["speed"]), version=0, on_running=meter.running)
+        sequences, ends, drained_at = {}, {}, []
+
+        def submit(group):
+            for name, prompt, tokens in group:
+                sequences[name] = SimulatedSequence(name, prompt, tokens, lambda s: ends.__setitem__(s.index, loop.time()))
+            engine.submit([sequences[name] for name, _, _ in group])
+
+        def drain():
+            engine.drained().add_done_callback(lambda future: drained_at.append(loop.time()))
+
+        calls = {
+            "submit": submit,
+            "abort": lambda names: engine.abort([sequences[name] for name in names]),
+            "freeze": engine.freeze,
+            "thaw": lambda version, recompute: engine.thaw(version, recompute=recompute),
+            "slow_down": lambda slowdown: engine.slow_down(float(slowdown)),
+            "drain": drain,
+        }
+        for time, method, arguments in actions:
+            loop.call_at(float(time), calls[method], *arguments)
+        await asyncio.sleep(float(actions[-1][0]) + 1000)
+        spans = {name: engine.version_tokens(sequence) for name, sequence in sequences.items()}
+        report = meter.report(version=engine.version, sampled_tokens=engine.sampled_tokens, running_tokens=0)
+        return ends, spans, drained_at, report
+
+    return run_virtual(main())
+
+
+def test_it_agrees_with_decoding_token_by_token():
+    happened = Counter()
+    for seed in range(150):
+        costs, actions = drawn_case(seed)
+        reference = TokenByToken(SLOTS, **costs, version=0)
+        plain = [
+            (time, method, ([Seq(*sequence) for sequence in arguments[0]],) if method == "submit" else arguments)
+            for time, method, arguments in actions
+        ]
+        reference.run(plain)
+        ends, spans, drained_at, report = in_the_engine(costs, actions)
+        assert ends == {
+            name: pytest.approx(float(sequence.ended_at), abs=1e-9, rel=0)
+            for name, sequence in reference.seen.items()
+            if sequence.ended_at is not None
+        }, seed
+        assert spans == {name: tuple(sorted(Counter(s.versions).items())) for name, s in reference.seen.items()}, seed
+        assert report.sums["running_sequence_s"] == pytest.approx(float(reference.running_sequence_s), abs=1e-9, rel=1e-12), seed
+        assert report.sums["sampled_tokens"] == pytest.approx(float(reference.sampled), abs=1e-9, rel=1e-12), seed
+        after_s = report.now_s - float(reference.now)
+        assert report.sums["idle_s"] == pytest.approx(float(reference.idle_s) + after_s, abs=1e-9, rel=1e-12), seed
+        if reference.drained_at is not None:
+            assert drained_at[-1] == pytest.approx(float(reference.drained_at), abs=1e-9, rel=0), seed
+        happened["cut"] += sum(sequence.aborted and bool(sequence.versions) for sequence in reference.seen.values())
+        happened["crossed loads"] += sum(len(set(sequence.versions)) > 2 for sequence in reference.seen.values())
+        happened["drained"] += len(drained_at)
+    assert min(happened.values()) > 50, f"a case that never happens proves nothing: {happened}"
+
+
+def test_the_worked_example_of_the_docstring():
+    costs = {"step": Fraction(1), "per_sequence": Fraction(0), "prefill": Fraction(0), "speed": Fraction(1)}
+    load = [(Fraction(5, 2), "freeze", ()), (Fraction(4), "thaw", (3, False))]
+    ends, spans, _, _ = in_the_engine(costs, [(Fraction(0), "submit", ([(0, 0, 5)],)), *load])
+    assert ends == {0: 6.5}
+    assert spans == {0: ((0, 2), (3, 3))}
+
+
+def test_a_slot_goes_to_whoever_has_waited_longest_and_the_engine_has_one_timer():
+    async def main():
+        ended = []
+        engine = SimulatedEngine(2, DecodeTimes(step_s=1.0))
+        sequences = [SimulatedSequence(i, 0, tokens, lambda s: ended.append(s.index)) for i, tokens in enumerate([5, 1, 3, 9, 2])]
+        engine.submit(sequences)
+        loop = asyncio.get_running_loop()
+        before = loop.timer_events
+        await asyncio.sleep(100)
+        return ended, loop.timer_events - before
+
+    # Slots: 0 until 5 and 1 until 1, then 2 until 4, then 3 until 13; 4 gets the slot of 0 and has it until 7.
+    ended, timer_events = run_virtual(main())
+    assert ended == [1, 2, 0, 4, 3]
+    assert timer_events == 5 + 1

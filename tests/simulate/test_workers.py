@@ -1,0 +1,337 @@
+"""The simulated worker: what its calls promise, what its meters say, how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, GroupRequest, Published
+from asyncrl_cli.simulate.clock import DeadlockError, run_virtual
+from asyncrl_cli.simulate.engine import DecodeTimes
+from asyncrl_cli.simulate.faults import FATAL, Fault, FaultKind, Faults, draw_faults
+from asyncrl_cli.simulate.machine import SharedMachine
+from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+
+
+def lengths(*tokens):
+    """Every group has these lengths."""
+    return lambda rng, n: list(tokens)[:n]
+
+
+def make(times=None, *, slots=4, name="rollout-0", faults=None, machine=None, **changes):
+    values = {"decoding": DecodeTimes(step_s=1.0), "response_tokens": lengths(3, 5)} | changes
+    return SimulatedWorker(name, slots, times or WorkerTimes(**values), 0, faults, machine)
+
+
+def group(number=0, n=2):
+    return GroupRequest(key=AttemptKey(f"p{number}", 0, 0), item={}, n=n, seed=number)
+
+
+async def load(worker, version, interrupt="keep-kv"):
+    await worker.prefetch(Published(version=version, num_bytes=0, publish_s=0.0, handle=None))
+    return await worker.load(version, interrupt)
+
+
+def now_s():
+    return asyncio.get_running_loop().time()
+
+
+async def timed(work):
+    result = await work
+    return result, now_s()
+
+
+def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
+    async def main():
+        worker = make(reward_s=lambda rng: 2.0)
+        await load(worker, 0)
+        running = asyncio.create_task(timed(worker.generate(group())))
+        await asyncio.sleep(6)  # both have ended at 3 and 5 s, the last reward comes at 7 s
+        progress = await worker.progress(0)
+        return await running, progress
+
+    (result, ended_s), progress = run_virtual(main())
+    assert ended_s == 7.0
+    assert [meta.response_tokens for meta in result.trajectories] == [3, 5]
+    assert {meta.version_tokens for meta in result.trajectories} == {((0, 3),), ((0, 5),)}
+    assert progress.finished_sequences == {group().key: 2}
+    assert progress.reports[0].gauges["running_sequences"] == 0
+    assert progress.reports[0].gauges["running_tokens"] == 8
+    assert progress.reports[0].sums["running_sequence_s"] == 3 + 5
+    assert progress.reports[0].sums["idle_s"] == 1
+    assert progress.reports[0].sums["sampled_tokens"] == 8
+
+
+def test_the_same_group_has_the_same_lengths_on_any_worker_whatever_happened_before():
+    async def main(name, before):
+        worker = make(name=name, response_tokens=lambda rng, n: [rng.randint(1, 99) for _ in range(n)])
+        await load(worker, 0)
+        for number in range(before):
+            await worker.generate(group(number + 10))
+        return [meta.response_tokens for meta in (await worker.generate(group(1, n=4))).trajectories]
+
+    rng = random.Random(1)
+    expected = [rng.randint(1, 99) for _ in range(4)]
+    assert run_virtual(main("rollout-0", 0)) == run_virtual(main("rollout-5", 3)) == expected
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "versions", "loaded_s", "ended_s"),
+    [
+        # Two tokens are done at 2 s; the load takes 4 s; recompute-kv fills in 10 + 2 tokens of each sequence at 0.1 s.
+        ("keep-kv", [((0, 2), (1, 1)), ((0, 2), (1, 3))], 6.0, 5 + 4.0),
+        ("recompute-kv", [((0, 2), (1, 1)), ((0, 2), (1, 3))], 6.0, 5 + 4.0 + 2 * 12 * 0.1),
+        ("drain", [((0, 3),), ((0, 5),)], 5 + 4.0, 5.0),
+    ],
+)
+def test_a_load_freezes_recomputes_or_drains(interrupt, versions, loaded_s, ended_s):
+    async def main():
+        decoding = DecodeTimes(step_s=1.0, prefill_s_per_token=0.1)
+        worker = make(decoding=decoding, prompt_tokens=10, load_s=lambda rng: 3.0, pause_s=1.0)
+        await load(worker, 0)
+        began_s = now_s()
+        running = asyncio.create_task(timed(worker.generate(group())))
+        prefill_s = 2 * 10 * 0.1
+        await asyncio.sleep(prefill_s + 2.0)
+        report = await load(worker, 1, interrupt)
+        at_load_s = now_s() - began_s - prefill_s
+        result, end_s = await running
+        state_s = (await worker.progress(0)).reports[0].state_s
+        return report, at_load_s, result, end_s - began_s - prefill_s, state_s
+
+    report, at_load_s, result, end_s, state_s = run_virtual(main())
+    assert [meta.version_tokens for meta in result.trajectories] == versions
+    assert (at_load_s, end_s) == (pytest.approx(loaded_s), pytest.approx(ended_s))
+    assert (report.load_s, report.pause_s) == (3.0, 4.0)
+    assert state_s["loading"] == pytest.approx(4.0 + 4.0)
+
+
+def test_a_drain_lets_nobody_begin_before_the_load():
+    async def main():
+        worker = make(slots=2)
+        await load(worker, 0)
+        first = asyncio.create_task(worker.generate(group(0)))
+        await asyncio.sleep(1)
+        loading = asyncio.create_task(load(worker, 1, "drain"))
+        await asyncio.sleep(1)
+        second = asyncio.create_task(worker.generate(group(1)))
+        results = await first, await second
+        await loading
+        return [meta.version_tokens for result in results for meta in result.trajectories]
+
+    assert run_virtual(main()) == [((0, 3),), ((0, 5),), ((1, 3),), ((1, 5),)]
+
+
+def test_an_aborted_group_returns_at_once_with_the_tokens_it_cost_and_frees_its_slots():
+    async def main():
+        worker = make(slots=2)
+        await load(worker, 0)
+        first = asyncio.create_task(timed(worker.generate(group(0))))
+        second = asyncio.create_task(timed(worker.generate(group(1))))
+        await asyncio.sleep(3.5)
+        await worker.abort(group(0).key)
+        await worker.abort(AttemptKey("nobody's", 0, 0))
+        return await first, await second
+
+    (aborted, aborted_s), (_, second_s) = run_virtual(main())
+    assert (aborted.trajectories, aborted.failures, aborted.failed_tokens, aborted_s) == ((), (), 3 + 3, 3.5)
+    assert second_s == 3.5 + 5  # its first sequence began at 3 s, its second at 3.5 s
+
+
+def test_evals_wait_for_slots_like_groups_and_can_be_aborted():
+    async def main():
+        worker = make(slots=2, response_tokens=lengths(4, 4), reward_s=lambda rng: 1.0)
+        await load(worker, 0)
+        running = asyncio.create_task(timed(worker.generate(group())))
+        await asyncio.sleep(0)
+        items = tuple({"uid": str(number)} for number in range(5))
+        answers = asyncio.create_task(timed(worker.evaluate(EvalRequest(version=0, items=items, seed=0))))
+        await asyncio.sleep(10.5)  # two have their rewards at 9 s, two more run from 8 s, one waits
+        await worker.abort_evals()
+        return await running, await answers, (await worker.progress(0)).reports[0].sums
+
+    (_, group_s), (result, eval_s), sums = run_virtual(main())
+    assert (group_s, eval_s) == (5.0, 10.5)
+    assert result.response_tokens == (4, 4)
+    assert result.failures == ("aborted",) * 3
+    assert sums["eval_s"] == 10.5
+
+
+def test_progress_comes_at_a_change_but_not_more_often_than_allowed_and_after_a_while_anyway():
+    async def main():
+        worker = make(response_tokens=lengths(3, 5), progress_s=4.0, poll_s=30.0)
+        await load(worker, 0)
+        seen, times = (await worker.progress(0)).seen, []
+        running = asyncio.create_task(worker.generate(group()))
+        for _ in range(4):
+            seen = (await worker.progress(seen)).seen
+            times.append(now_s())
+        await running
+        return times
+
+    # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; 8 s; then at rest, 30 s later each.
+    assert run_virtual(keep_busy(main())) == [4.0, 8.0, 38.0, 68.0]
+
+
+async def keep_busy(work):
+    """Something else goes on, so that timers that only watch fire."""
+    working = asyncio.create_task(asyncio.sleep(1000))
+    try:
+        return await work
+    finally:
+        working.cancel()
+
+
+def test_a_share_of_rewards_raises():
+    async def main():
+        worker = make(slots=64, response_tokens=lambda rng, n: [1] * n, failure_ratio=0.3)
+        await load(worker, 0)
+        return [await worker.generate(group(number, n=50)) for number in range(20)]
+
+    results = run_virtual(main())
+    failed = sum(len(result.failures) for result in results)
+    assert 240 < failed < 360
+    assert all(len(result.failures) + len(result.trajectories) == 50 for result in results)
+    assert sum(result.failed_tokens for result in results) == failed
+
+
+async def follow(worker):
+    seen = 0
+    while True:
+        seen = (await worker.progress(seen)).seen
+
+
+@pytest.mark.parametrize("what", ["generate", "progress", "load", "abort", "evaluate", "pause"])
+@pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS])
+def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
+    async def main():
+        faults = Faults([Fault(kind=kind, executor="rollout-0", at_s=10.0)])
+        worker = make(
+            faults=faults, response_tokens=lengths(90, 90), load_s=lambda rng: 4.0, call_timeout_s=50.0, weights_timeout_s=20.0
+        )
+        await load(worker, 0)
+        await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
+        await asyncio.sleep(4)
+        calls = {
+            "generate": lambda: worker.generate(group()),
+            "progress": lambda: follow(worker),
+            "load": lambda: worker.load(1, "keep-kv"),
+            "abort": lambda: worker.abort(group().key),
+            "evaluate": lambda: worker.evaluate(EvalRequest(version=0, items=({"uid": "0"},), seed=0)),
+            "pause": worker.pause,
+        }
+        if what in ("abort", "evaluate", "pause"):
+            await asyncio.sleep(8)
+        began_s = now_s()
+        with pytest.raises(ExecutorFailed) as failed:
+            await calls[what]()
+        return str(failed.value), now_s() - began_s, dict(faults.happened)
+
+    message, after_s, happened = run_virtual(keep_busy(main()))
+    assert happened == {kind: 1}
+    if kind is FaultKind.WORKER_DIES:
+        assert message == "rollout-0 failed: simulated death at 10 s"
+        assert after_s <= 2.0
+    elif what == "load":
+        assert message == "rollout-0 failed: the load of version 1 (keep-kv) took longer than weights.timeout_s = 20 s"
+        assert after_s == 20.0
+    else:
+        assert "took longer than rollout.call_timeout_s = 50 s" in message
+        assert message.startswith("rollout-0 failed: ")
+
+
+def test_the_limit_of_a_call_alone_keeps_no_clock_going():
+    async def main():
+        worker = make()
+        await worker.progress(0)
+        await worker.progress(0)
+
+    with pytest.raises(DeadlockError):
+        run_virtual(main())
+
+
+def test_a_hang_is_ended_by_the_limits_even_if_nothing_else_is_scheduled():
+    async def main():
+        worker = make(faults=Faults([Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-0", at_s=2.0)]))
+        await load(worker, 0)
+        await worker.generate(group())
+
+    with pytest.raises(ExecutorFailed, match=r"group p0@0\.0 took longer than rollout\.call_timeout_s = 600 s"):
+        run_virtual(main())
+
+
+def test_transfers_may_lag_repeat_themselves_or_get_lost():
+    faults = [
+        Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-0", nth=2, seconds=7.0),
+        Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=2, seconds=3.0),
+        Fault(kind=FaultKind.SLOW_LOAD, executor="rollout-0", nth=3, seconds=11.0),
+        Fault(kind=FaultKind.LOST_PREFETCH, executor="rollout-0", nth=4),
+    ]
+    together = Faults(faults)
+
+    async def main():
+        worker, times = make(faults=together, load_s=lambda rng: 1.0), []
+        for version in (0, 1, 2):
+            await load(worker, version)
+            times.append(now_s())
+        with pytest.raises(ExecutorFailed, match="version 3 on its way"):
+            await load(worker, 3)
+        with pytest.raises(ExecutorFailed, match="version 3 on its way"):
+            await worker.progress(0)
+        return times, worker.loads, worker.version
+
+    assert run_virtual(keep_busy(main())) == ([1.0, 9.0, 21.0], [0, 1, 2], 2)
+    assert together.pending == []
+    assert sum(together.happened.values()) == 4
+
+
+def test_a_reward_that_raises_costs_one_trajectory():
+    faults = Faults([Fault(kind=FaultKind.REWARD_RAISES, executor="rollout-0", nth=2)])
+
+    async def main():
+        worker = make(faults=faults)
+        await load(worker, 0)
+        return [len((await worker.generate(group(number))).failures) for number in range(3)]
+
+    assert run_virtual(main()) == [0, 1, 0]
+
+
+def test_faults_come_from_their_seed_and_half_of_the_seeds_are_fatal():
+    def drawn(seed):
+        return draw_faults(seed, workers=["rollout-0", "rollout-1"], until_s=100.0, loads=5, groups=20, steps=9).pending
+
+    assert [drawn(seed) for seed in range(50)] == [drawn(seed) for seed in range(50)]
+    num_fatal = [sum(fault.kind in FATAL for fault in drawn(seed)) for seed in range(400)]
+    assert set(num_fatal) == {0, 1}
+    assert 150 < sum(num_fatal) < 250
+    assert {fault.kind for seed in range(400) for fault in drawn(seed)} == set(FaultKind)
+
+
+def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
+    async def main():
+        machine = SharedMachine(generation_ratio=0.5, training_ratio=1.0)
+        worker = make(machine=machine, response_tokens=lengths(10, 10))
+        trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: 4.0, old_logprob_s=lambda batch: 0.0), machine=machine)
+        await load(worker, 0)
+        running = asyncio.create_task(timed(worker.generate(group())))
+        await asyncio.sleep(4)
+        took_s = await machine.compute(6.0)
+        return took_s, (await running)[1], trainer
+
+    # 4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s left.
+    took_s, ended_s, _ = run_virtual(main())
+    assert ended_s == pytest.approx(4 + 6 * 1.5)
+    assert took_s == pytest.approx(9 + 1.5)
+
+
+def test_workers_differ_in_speed_as_much_as_asked():
+    async def main():
+        return [make(name=f"rollout-{number}", speed_spread=0.2).speed for number in range(200)]
+
+    speeds = run_virtual(main())
+    assert 0.8 <= min(speeds) < 0.82
+    assert 1.18 < max(speeds) <= 1.2

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.references import residuals, window_parts
+from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.world import simulate
+
+PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
+
+
+def workload(**changes: Any) -> Workload:
+    """4 GPUs, 100 tokens each at 10 ms: a response takes exactly 1 s, and 4 groups of 2 train in 0.8 s on 2 GPUs."""
+    values: dict[str, Any] = {
+        "name": "exact",
+        "profile": {
+            "trainer": {"ppo_mini_batch_size": 4},
+            "rollout": {"n": 2, "slots": 8, "max_response_tokens": 1000},
+            "placement": {"device": "cuda", "gpus": 4},
+        },
+        "profiles": {},
+        "lengths": {"median_tokens": 100.0, "sigma": 0.0, "prompt_tokens": 0},
+        "decoding": {"step_s": 0.01, "step_s_per_sequence": 0.0},
+        "training": {"s_per_token": 1e-3, "reference_gpus": 2, "old_logprob_s_per_token": 5e-4, "step_overhead_s": 0.05},
+        "syncing": {
+            "parameter_bytes": 1e6,
+            "gather_bytes_per_s": 1e7,
+            "send_bytes_per_s": 2e6,
+            "load_bytes_per_s": 5e6,
+            "colocated_s": 0.3,
+        },
+    }
+    return Workload.model_validate(values | changes)
+
+
+def profile(name: str, work: Workload, *sets: str, groups: int = 40) -> Profile:
+    return profile_for(work, name, sets, groups=groups, environ={}).profile
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_every_profile_trains_its_groups_within_its_staleness(name: str) -> None:
+    work = workload()
+    chosen = profile(name, work)
+    run = simulate(chosen, work, keep_spans=True)
+    assert run.error is None
+    assert run.events["trained"] == 40
+    assert run.lines[-1]["groups_trained"] == 40
+    assert max(line["staleness/max"] for line in run.lines) <= (1 if chosen.async_training.staleness_threshold else 0)
+    assert run.spans["trainer-0"]
+    assert run.virtual_s >= run.lines[-1]["time_s"]
+
+
+def test_colocates_window_is_the_sum_of_its_phases() -> None:
+    work = workload()
+    run = simulate(profile("colocate", work, 'algorithm.old_logprobs="recompute"', "async_training.require_batches=2"), work)
+    parts = window_parts(run)
+    # 8 groups of 2 on 4 workers: all at once, 100 steps of 10 ms. 1600 tokens at 1 ms on 2 GPUs take 0.8 s on 4, and the old
+    # logprobs of the second mini-batch (800 tokens) 0.2 s.
+    assert parts["wait_data"] == pytest.approx(1.0, abs=0.05)
+    assert parts["train"] == pytest.approx(0.8)
+    assert parts["old_logprob"] == pytest.approx(0.2)
+    assert parts["gather"] == pytest.approx(0.3)
+    assert parts["other"] == pytest.approx(0.05, abs=0.01)
+
+
+def test_apart_the_trainer_has_its_share_of_the_gpus() -> None:
+    work = workload()
+    parts = window_parts(simulate(profile("on-policy-pipeline", work), work))
+    assert parts["train"] == pytest.approx(0.8)  # 800 tokens at 1 ms on the 2 GPUs that they are measured on
+    assert parts["gather"] == pytest.approx(0.1)
+    assert parts["wait_data"] == pytest.approx(1.0 + 0.5 + 0.2, abs=0.06)  # the response, after send and load
+
+
+def test_capacities_are_those_of_full_workers_and_of_the_trainer_alone() -> None:
+    work = workload()
+    capacities = simulate(profile("partial-rollout", work), work).capacities
+    assert capacities.rollout_tokens_per_s == pytest.approx(2 * 8 / 0.01)
+    assert capacities.trainer_tokens_per_s == pytest.approx(1000.0)
+    assert not capacities.colocated
+
+
+def test_the_same_prompts_have_the_same_lengths_in_every_profile() -> None:
+    work = workload(lengths={"median_tokens": 60.0, "sigma": 0.8, "prompt_variance_ratio": 0.5})
+    runs = [simulate(profile(name, work), work, seed=3) for name in ("colocate", "on-policy-pipeline", "stream-off-policy")]
+    assert len({run.lines[-1]["tokens_trained"] for run in runs}) == 1
+    assert simulate(profile("colocate", work), work, seed=4).lines[-1]["tokens_trained"] != runs[0].lines[-1]["tokens_trained"]
+
+
+def test_a_run_repeats_itself() -> None:
+    work = workload(lengths={"median_tokens": 60.0, "sigma": 0.8})
+    first, again = (simulate(profile("partial-rollout", work), work, seed=1) for _ in range(2))
+    assert first.lines == again.lines
+
+
+def test_progress_is_told_and_its_error_ends_the_run() -> None:
+    told: list[int] = []
+    work = workload()
+    simulate(profile("colocate", work), work, groups=12, on_progress=lambda groups, virtual_s: told.append(groups))
+    assert told == [4, 8, 12]
+
+    def refuse(groups: int, virtual_s: float) -> None:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        simulate(profile("colocate", work), work, on_progress=refuse)
+
+
+def test_residuals_compare_every_part_of_every_reference() -> None:
+    row = {"profile": "on-policy-pipeline", "window_time_s": 5.2, "parts_s": {"train": 1.6}}
+    found = residuals(workload(references=[row]), windows=2)
+    assert [(residual.part, residual.measured_s) for residual in found] == [("window", 5.2), ("train", 1.6)]
+    assert found[0].ratio == pytest.approx(0.5, abs=0.02)
+    assert found[1].ratio == pytest.approx(0.5)
