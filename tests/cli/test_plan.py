@@ -105,7 +105,7 @@ def test_all_that_a_search_prints_says_simulated(
     workload.write_text(WORKLOAD, encoding="utf-8")
     assert run(["plan", "--tune", str(workload), "--max-staleness", "0"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("SIMULATED: small, seconds per 32 groups (W), at most 0 versions of staleness")
+    assert out.startswith("SIMULATED: small, seconds per 64 groups (W), at most 0 versions of staleness")
     assert "recommended (SIMULATED)" in out
     assert "> S" in out  # the current setting is beyond the bound, and shown all the same
     assert "--set async_training.staleness_threshold=0 " in out

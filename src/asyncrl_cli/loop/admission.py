@@ -97,9 +97,13 @@ class Admission:
         on_stale: OnStale = "wait",
         n: int,
         prefetch_groups: int = 0,
+        together: bool = False,
         workers: Iterable[WorkerSlots],
     ) -> None:
-        """`on_stale` other than "wait" switches inequality (*) off; `publish` then tells who is late."""
+        """`on_stale` other than "wait" switches inequality (*) off; `publish` then tells who is late.
+
+        `together` (colocate): nothing starts before all workers hold the newest version, or the first one would get all groups.
+        """
         self.window_groups = window_groups
         self.total_groups = total_groups
         self.budget = math.floor((1 + eta) * window_groups)
@@ -107,6 +111,7 @@ class Admission:
         self.on_stale = on_stale
         self.n = n
         self.prefetch_groups = prefetch_groups
+        self.together = together
         self.workers = {worker.name: worker for worker in workers}
         self.version = 0
         self.taken_in_window = 0
@@ -219,6 +224,16 @@ class Admission:
         assert not (late and self.on_stale == "wait"), f"passed the staleness bound: {late}"
         return late
 
+    def _all_current(self) -> bool:
+        return all(not worker.loading and worker.version == self.version for worker in self.workers.values())
+
+    def _with_room(self, awake: list[WorkerSlots]) -> list[WorkerSlots]:
+        """Workers with free slots; if no worker has any, not even one that loads, those whose queue is not full."""
+        free = [worker for worker in self.workers.values() if worker.used + self.n <= worker.slots]
+        if free:
+            return [worker for worker in free if not worker.loading]
+        return [worker for worker in awake if worker.used + self.n <= worker.slots + self.n * self.prefetch_groups]
+
     def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
         """The worker lags, and what starts there would be due in the window that has begun already, or late.
 
@@ -247,10 +262,9 @@ class Admission:
         if live + self.taken_in_window >= self.budget:
             return None, Closed.WINDOW
         awake = [worker for worker in self.workers.values() if not worker.loading]
-        if not awake:
+        if not awake or (self.together and not self._all_current()):
             return None, Closed.LOADING
-        ahead = self.n * (self.prefetch_groups - 1)
-        room = [worker for worker in awake if worker.used <= worker.slots + ahead]
+        room = self._with_room(awake)
         if not room:
             return None, Closed.SLOTS
         untaken = self._untaken.copy()

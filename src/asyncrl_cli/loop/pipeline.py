@@ -146,6 +146,7 @@ class Pipeline:
             on_stale=settings.on_stale,
             n=settings.n,
             prefetch_groups=settings.prefetch_groups,
+            together=settings.colocate,
             workers=[WorkerSlots(name=worker.name, slots=worker.slots, loading=True) for worker in world.workers],
         )
         now = asyncio.get_running_loop().time

@@ -125,8 +125,10 @@ class Books:
         return taken
 
     def room_on(self, worker: WorkerBook) -> bool:
+        """In its slots; in its queue only while nobody, not even a worker that loads, has room in its slots."""
         n = self.settings.n
-        return worker.used + n <= worker.slots + n * self.settings.prefetch_groups
+        all_full = all(other.slots - other.used < n for other in self.workers.values())
+        return worker.slots - worker.used + (n * self.settings.prefetch_groups if all_full else 0) >= n
 
     def start_in_time(self, worker: WorkerBook) -> bool:
         """Whether one more group, started on `worker`, could be trained in time beside all others."""
@@ -147,11 +149,14 @@ class Books:
             "stopping": self.stopping,
             "end": len(self.live) + self.trained >= self.settings.total_groups,
             "window": len(self.untaken) + self.taken_in_window >= self.budget,
-            "loading": not awake,
+            "loading": not awake or (self.settings.colocate and not self.all_loaded()),
             "slots": not room,
             "deadlines": not any(self.start_in_time(worker) for worker in room),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def all_loaded(self) -> bool:
+        return {(worker.version, worker.loading) for worker in self.workers.values()} == {(self.version, False)}
 
     def state(self) -> dict[str, Any]:
         """JSON for a checkpoint; workers are not part of it."""
