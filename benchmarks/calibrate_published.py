@@ -1,63 +1,86 @@
-"""Fit profiles/workloads/verl-7b-math-128.toml to its three published rows, and print parameters and residuals.
+"""Fit profiles/workloads/verl-7b-math-128.toml to its three published rows, and print every parameter and all residuals.
 
-    python benchmarks/calibrate_published.py [--evaluations 40] [--windows 3]
+    python benchmarks/calibrate_published.py [--evaluations 20] [--windows 5]
 
-Searched (Nelder-Mead, on short simulated runs of all rows at once): median and sigma of the lengths, and the memory bandwidth
-that decoding sees. Everything else follows from them:
+Three parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, from the file's values on: median and sigma
+of the response lengths, and the effective memory bandwidth that decoding sees. It stops after so many evaluations: the best point found,
+no proven optimum. Others are derived from these three and the rows (`derived`), the rest is assumed:
 
     decode step             weight bytes / bandwidth + LAUNCH_S
-    ... per sequence        KV bytes of its length-biased mean context / bandwidth + its FLOP at half of the peak
-    update, per token       6 FLOP per parameter at UPDATE_EFFICIENCY of the peak: the least it can take
+    ... per sequence        KV bytes of the mean running context / bandwidth + its FLOP
+    update, per token       6 FLOP per parameter at the assumed TRAIN_FLOP_PER_S
     update, fixed           least squares over the three published updates, given that
-    old logprob             the two published passes, exactly, where tokens allow it
+    old logprobs            the two published passes, exactly, where tokens allow it
+    overhead, lease         the published rest of the asynchronous row, then that of the colocated ones
 
-None of it knows of a profile. The objective is the sum of squared errors of totals (weight 4; 24 for the two rows that acceptance
-names) and parts (weight 1), each relative to its row's total.
+No parameter knows of a profile. The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each
+relative to its row's total.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist, fmean
 
-from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
+from asyncrl_cli.simulate.lengths import mean_tokens
 from asyncrl_cli.simulate.references import WINDOW, Residual, residuals
-from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload import Lengths, Workload
 from asyncrl_cli.simulate.workloads import load_workload
 
 WORKLOAD = "verl-7b-math-128"
-PARAMETERS = 7.6e9
-WEIGHT_BYTES = 15.2e9
-KV_BYTES_PER_TOKEN = 57_344
-PEAK_FLOP_PER_S = 989e12
-LAUNCH_S = 1e-3
-UPDATE_EFFICIENCY = 0.45
-UPDATES_S = {64: (113.16, 133.41), 128: (113.81,)}
-OLD_LOGPROBS_S = {64: 70.26, 128: 53.92}
-TRAJECTORIES, MINI_BATCHES, CAP = 8192, 16, 28_672
+ROW_WEIGHTS = {"colocate": 24.0, "colocate placement.gpus=64": 4.0, "partial-rollout": 24.0}
+"""Of a row's total. The two that a comparison of 128 GPUs rests on come first; the third contradicts them in its generation."""
+
+PARAMETERS, WEIGHT_BYTES, KV_BYTES_PER_TOKEN = 7.6e9, 15.2e9, 57_344
+DECODE_FLOP_PER_S, TRAIN_FLOP_PER_S, LAUNCH_S = 495e12, 445e12, 1e-3
+UPDATES_S, OLD_LOGPROBS_S = {64: (113.16, 133.41), 128: (113.81,)}, {64: 70.26, 128: 53.92}
+ASYNC_REST_S, COLOCATED_RESTS_S = 4.33, (10.72, 10.89)
+TRAJECTORIES, MINI_BATCHES, TRAIN_STEPS, CAP = 8192, 16, 4, 28_672
+
+FITTED, DERIVED, ASSUMED = "fitted", "derived", "assumed"
+MARKS = {
+    "lengths": {"median_tokens": FITTED, "sigma": FITTED},
+    "decoding": {"step_s": DERIVED, "step_s_per_sequence": DERIVED, "prefill_s_per_token": DERIVED},
+    "training": {
+        "s_per_token": DERIVED,
+        "fixed_step_s": DERIVED,
+        "old_logprob_s_per_token": DERIVED,
+        "old_logprob_fixed_step_s": DERIVED,
+        "step_overhead_s": DERIVED,
+    },
+    "syncing": {"parameter_bytes": DERIVED, "colocated_s": DERIVED},
+    "rewarding": {},
+}
+"""All other keys of these sections are assumed."""
 
 
 def workload_at(base: Workload, median_tokens: float, sigma: float, bandwidth: float) -> Workload:
-    """The workload whose free parameters have these values (bytes per second)."""
+    """The workload whose fitted parameters have these values (bytes per second)."""
     lengths = base.lengths.model_copy(update={"median_tokens": median_tokens, "sigma": sigma})
     tokens = TRAJECTORIES * (mean_tokens(lengths, CAP) + lengths.prompt_tokens)
-    context = lengths.prompt_tokens + _length_biased_mean(ResponseLengths(lengths, CAP)) / 2
-    flop_s = 2 * PARAMETERS / (PEAK_FLOP_PER_S / 2)
-    decoding = base.decoding.model_copy(
+    flop_s = 2 * PARAMETERS / DECODE_FLOP_PER_S
+    decoding = {
+        "step_s": WEIGHT_BYTES / bandwidth + LAUNCH_S,
+        "step_s_per_sequence": running_context(lengths) * KV_BYTES_PER_TOKEN / bandwidth + flop_s,
+        "prefill_s_per_token": flop_s,
+    }
+    overhead_s = (ASYNC_REST_S - WEIGHT_BYTES / base.syncing.gather_bytes_per_s) / TRAIN_STEPS
+    training = training_of(tokens) | {"step_overhead_s": overhead_s}
+    syncing = {"parameter_bytes": WEIGHT_BYTES, "colocated_s": fmean(COLOCATED_RESTS_S) - TRAIN_STEPS * overhead_s}
+    return base.model_copy(
         update={
-            "step_s": WEIGHT_BYTES / bandwidth + LAUNCH_S,
-            "step_s_per_sequence": context * KV_BYTES_PER_TOKEN / bandwidth + flop_s,
-            "prefill_s_per_token": flop_s,
+            "lengths": lengths,
+            "decoding": base.decoding.model_copy(update=decoding),
+            "training": base.training.model_copy(update=training),
+            "syncing": base.syncing.model_copy(update=syncing),
         }
     )
-    training = base.training.model_copy(update=training_of(tokens))
-    return base.model_copy(update={"lengths": lengths, "decoding": decoding, "training": training})
 
 
 def free_parameters(workload: Workload) -> tuple[float, float, float]:
-    """As the file has them."""
+    """As the file has them: median, sigma and the bandwidth that its decode step stands for."""
     assert workload.lengths.median_tokens is not None
     assert workload.lengths.sigma is not None
     return workload.lengths.median_tokens, workload.lengths.sigma, WEIGHT_BYTES / (workload.decoding.step_s - LAUNCH_S)
@@ -65,29 +88,33 @@ def free_parameters(workload: Workload) -> tuple[float, float, float]:
 
 def training_of(tokens: float) -> dict[str, float]:
     """Seconds per token at 64 GPUs and fixed seconds per mini-batch, of the update and of the old-logprob pass."""
-    per_token = 6 * PARAMETERS / (UPDATE_EFFICIENCY * PEAK_FLOP_PER_S) / 64
+    per_token = 6 * PARAMETERS / TRAIN_FLOP_PER_S / 64
     rests = [seconds - tokens * per_token * 64 / gpus for gpus, rows in UPDATES_S.items() for seconds in rows]
     scored = tokens * (MINI_BATCHES - 1) / MINI_BATCHES
     shared_s = 2 * (OLD_LOGPROBS_S[64] - OLD_LOGPROBS_S[128])
     return {
         "s_per_token": per_token,
-        "fixed_step_s": max(0.0, sum(rests) / len(rests) / MINI_BATCHES),
+        "fixed_step_s": max(0.0, fmean(rests) / MINI_BATCHES),
         "old_logprob_s_per_token": shared_s / scored,
         "old_logprob_fixed_step_s": max(0.0, (OLD_LOGPROBS_S[64] - shared_s) / (MINI_BATCHES - 1)),
     }
 
 
-def _length_biased_mean(lengths: ResponseLengths) -> float:
-    """E[x^2] / E[x]: a running sequence is a long one; on the way its context is half of that, on average."""
-    drawn = lengths(random.Random(0), 50_000)
-    return sum(x * x for x in drawn) / sum(drawn)
+def running_context(lengths: Lengths) -> float:
+    """Mean tokens in the cache of a running sequence: a running one is a long one (E[x^2] / E[x]), on average half done."""
+    assert lengths.median_tokens is not None
+    assert lengths.sigma is not None
+    mu, sigma, share = math.log(lengths.median_tokens), lengths.sigma, NormalDist().cdf
+    z = (math.log(CAP) - mu) / sigma
+    second_moment = math.exp(2 * mu + 2 * sigma**2) * share(z - 2 * sigma) + CAP**2 * (1 - share(z))
+    return lengths.prompt_tokens + second_moment / mean_tokens(lengths, CAP) / 2
 
 
 def loss(found: Sequence[Residual]) -> float:
     totals = {residual.profile: residual.measured_s for residual in found if residual.part == WINDOW}
-    weight = {name: 4.0 if "=" in name else 24.0 for name in totals}
+    assert set(totals) == set(ROW_WEIGHTS)
     return sum(
-        (weight[residual.profile] if residual.part == WINDOW else 1.0)
+        (ROW_WEIGHTS[residual.profile] if residual.part == WINDOW else 1.0)
         * ((residual.predicted_s - residual.measured_s) / totals[residual.profile]) ** 2
         for residual in found
     )
@@ -96,65 +123,81 @@ def loss(found: Sequence[Residual]) -> float:
 def nelder_mead(
     f: Callable[[list[float]], float], start: Sequence[float], steps: Sequence[float], evaluations: int
 ) -> tuple[list[float], float]:
-    """The usual simplex search; returns the best point and its value."""
+    """Nelder and Mead's simplex (1965): reflect, expand, contract, else shrink. Ends with the evaluation that reaches the limit, or
+    with the shrink that does; returns the best point and its value."""
     points = [list(start)] + [[x + (step if i == j else 0.0) for j, x in enumerate(start)] for i, step in enumerate(steps)]
     simplex = sorted((f(point), point) for point in points)
     used = len(points)
     while used < evaluations:
-        centre = [sum(values) / len(start) for values in zip(*(point for _, point in simplex[:-1]), strict=True)]
-        worst = simplex[-1][1]
+        centre = [fmean(values) for values in zip(*(point for _, point in simplex[:-1]), strict=True)]
+        (best, best_point), second_worst, (worst, worst_point) = simplex[0], simplex[-2][0], simplex[-1]
 
-        def along(factor: float, centre: list[float] = centre, worst: list[float] = worst) -> list[float]:
-            return [c + factor * (c - w) for c, w in zip(centre, worst, strict=True)]
+        def at(factor: float, centre: list[float] = centre, away: list[float] = worst_point) -> tuple[float, list[float]]:
+            point = [c + factor * (c - w) for c, w in zip(centre, away, strict=True)]
+            return f(point), point
 
-        tried = along(1.0)
-        value, used = f(tried), used + 1
-        if value < simplex[0][0]:
-            further = along(2.0)
-            value_further, used = f(further), used + 1
-            value, tried = min((value, tried), (value_further, further))
-        elif value >= simplex[-2][0]:
-            tried = along(-0.5)
-            value, used = f(tried), used + 1
-        simplex[-1] = (value, tried)
+        reflected, used = at(1.0), used + 1
+        if best <= reflected[0] < second_worst:
+            simplex[-1] = reflected
+        else:
+            further, used = at(2.0 if reflected[0] < best else 0.5 if reflected[0] < worst else -0.5), used + 1
+            if further[0] < min(reflected[0], worst):
+                simplex[-1] = further
+            elif reflected[0] < best:
+                simplex[-1] = reflected
+            else:
+                closer = [[(b + x) / 2 for b, x in zip(best_point, point, strict=True)] for _, point in simplex[1:]]
+                simplex[1:], used = [(f(point), point) for point in closer], used + len(closer)
         simplex.sort()
     return simplex[0][1], simplex[0][0]
 
 
 def show(workload: Workload, found: Sequence[Residual]) -> None:
-    lengths, decoding, training = workload.lengths, workload.decoding, workload.training
-    print(f"median_tokens = {lengths.median_tokens:.0f}\nsigma = {lengths.sigma:.3f}")
-    print(f"mean response = {mean_tokens(lengths, CAP):.0f} tokens")
-    for section, names in ((decoding, ("step_s", "step_s_per_sequence", "prefill_s_per_token")), (training, training_of(1.0))):
-        for name in names:
-            print(f"{name} = {getattr(section, name):.4g}")
+    """Every parameter with where it comes from, then every row's parts."""
+    context = running_context(workload.lengths)
+    print(f"bandwidth = {free_parameters(workload)[2]:.4g} bytes/s  # fitted; no key of its own: decoding follows from it")
+    print(f"mean response {mean_tokens(workload.lengths, CAP):.0f} tokens, mean running context {context:.0f} tokens,")
+    print(f"whose {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB of KV cache")
+    for section, marks in MARKS.items():
+        print(f"\n[{section}]")
+        for name, value in getattr(workload, section):
+            text = f"{value:.4g}" if isinstance(value, float) else value
+            print(f"{name + ' = ' + str(text):<44}# {_mark(marks, name)}")
     print(f"\n{'row':<34}{'part':<14}{'measured':>10}{'predicted':>11}{'ratio':>8}")
-    for residual in found:
-        print(
-            f"{residual.profile:<34}{residual.part:<14}{residual.measured_s:>9.2f}s{residual.predicted_s:>10.2f}s{residual.ratio:>8.3f}"
-        )
+    for one in found:
+        print(f"{one.profile:<34}{one.part:<14}{one.measured_s:>9.2f}s{one.predicted_s:>10.2f}s{one.ratio:>8.3f}")
+
+
+def _cache_gb(workload: Workload, context: float) -> float:
+    return float(workload.profile["rollout"]["slots"] * context * KV_BYTES_PER_TOKEN / 1e9)
+
+
+def _mark(marks: Mapping[str, str], name: str) -> str:
+    return marks.get(name, ASSUMED)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--evaluations", type=int, default=40)
-    parser.add_argument("--windows", type=int, default=3)
+    parser.add_argument("--evaluations", type=int, default=20)
+    parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--start", type=float, nargs=3, metavar=("MEDIAN", "SIGMA", "BANDWIDTH"), help="instead of the file's")
     arguments = parser.parse_args()
     base = load_workload(WORKLOAD)
+    tried: dict[float, list[Residual]] = {}
 
     def at(point: Sequence[float]) -> Workload:
         return workload_at(base, *(math.exp(value) for value in point))
 
     def value(point: list[float]) -> float:
-        found = loss(residuals(at(point), windows=arguments.windows))
-        print(f"{found:.5f}  " + "  ".join(f"{math.exp(coordinate):.4g}" for coordinate in point), flush=True)
-        return found
+        found = residuals(at(point), windows=arguments.windows)
+        tried[loss(found)] = found
+        print(f"{loss(found):.5f}  " + "  ".join(f"{math.exp(coordinate):.4g}" for coordinate in point), flush=True)
+        return loss(found)
 
     start = [math.log(value) for value in arguments.start or free_parameters(base)]
-    best, _ = nelder_mead(value, start, [0.25, 0.12, 0.12], arguments.evaluations)
-    print()
-    show(at(best), residuals(at(best)))
+    best, least = nelder_mead(value, start, [-0.12, 0.06, -0.1], arguments.evaluations)
+    print(f"\nloss {least:.5f} after {len(tried)} evaluations of {arguments.windows} windows")
+    show(at(best), tried[least])
 
 
 if __name__ == "__main__":

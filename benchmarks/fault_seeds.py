@@ -13,7 +13,8 @@ import sys
 import time
 from collections import Counter
 
-from asyncrl_cli.simulate.scenarios import draw, run
+from asyncrl_cli.simulate.drawing import draw
+from asyncrl_cli.simulate.scenarios import run
 
 _CHUNK_SEEDS = 25
 

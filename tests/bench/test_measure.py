@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.bench.bound import Bound, Capacities, Work, bound_of
-from asyncrl_cli.bench.measure import figures_of, quantile, stretch_of
-from asyncrl_cli.bench.results import Contestant, RunLines, summarise
+from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, quantile, stretch_of
+from asyncrl_cli.bench.results import Contestant, RunLines, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.observe.bound import Bound, Capacities, Work, bound_of
 
 
 def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -> dict[str, Any]:
@@ -54,6 +54,13 @@ def run_lines(scale: float = 1.0) -> list[dict[str, Any]]:
 def test_start_up_the_first_window_and_the_last_one_are_not_measured() -> None:
     stretch = stretch_of(run_lines())
     assert (stretch.begin_s, stretch.end_s, stretch.groups, stretch.windows) == (90.0, 110.0, 6, 3)
+
+
+def test_windows_in_which_version_0_is_still_scored_are_not_measured_either() -> None:
+    lines = run_lines()
+    lines[1]["eval/version"] = 0
+    stretch = stretch_of(lines)
+    assert (stretch.begin_s, stretch.end_s, stretch.windows) == (94.0, 110.0, 2)
 
 
 def test_of_two_windows_the_second_is_measured_without_its_eval() -> None:
@@ -105,17 +112,73 @@ def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
     assert (together.ideal_s, together.limited_by) == (3.5, "training")
 
 
-def test_speedup_is_the_ratio_of_medians_and_its_spread_that_of_pairs() -> None:
+def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
     contestants = [Contestant(profile=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")]
     runs = [RunLines(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
     runs += [RunLines(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
-    capacity = Capacities(rollout_tokens_per_s=24, trainer_tokens_per_s=48, colocated=False)
-    base, fast = summarise(contestants, runs, {"fast": capacity}, window_groups=2)
-    assert base.figures["speedup"].median == 1.0
-    assert (fast.figures["speedup"].median, fast.figures["speedup"].min, fast.figures["speedup"].max) == (4.0, 2.0, 4.0)
-    assert fast.figures["bound_ratio"].median == pytest.approx(0.5)  # 240 tokens at 24 per second, in 20 s
-    assert fast.bound == Bound(generation_s=pytest.approx(10 / 3), training_s=pytest.approx(5 / 3), colocated=False)
-    assert base.to_json()["bound_ratio"] is None
+    runs.append(RunLines(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
+    base, fast = summarise(contestants, runs, {}, window_groups=2)
+    assert base.figures["speedup"] == Spread(median=1.0, min=1.0, max=1.0)
+    assert fast.figures["speedup"] == Spread(median=2.0, min=2.0, max=4.0)
+    assert (base.bound, base.to_json()["bound_ratio"]) == (None, None)
+
+
+def test_each_run_is_held_against_its_own_capacities() -> None:
+    contestants = [Contestant(profile="base", mode="base", step_groups=2, window_groups=2)]
+    runs = [RunLines(profile="base", seed=seed, lines=run_lines()) for seed in (0, 1)]
+    capacities = {
+        ("base", seed): Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False)
+        for seed, speed in enumerate((24.0, 16.0))
+    }
+    (base,) = summarise(contestants, runs, capacities, window_groups=2)
+    # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a third of it.
+    assert base.figures["bound_ratio"] == Spread(median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75))
+    assert base.bound == Bound(generation_s=pytest.approx(12.5 / 3), training_s=pytest.approx(5 / 3), colocated=False)
+    assert base.capacities == Capacities(rollout_tokens_per_s=20.0, trainer_tokens_per_s=48, colocated=False)
+
+
+def steps(count: int, step_groups: int, window_steps: int, **of_first: Any) -> list[dict[str, Any]]:
+    """A run of `count` steps of 1 s each."""
+    lines = [
+        line(step, (step - 1) // window_steps, float(step), 1.0, groups_trained=step_groups * step) for step in range(1, count + 1)
+    ]
+    return [lines[0] | of_first, *lines[1:]]
+
+
+def test_common_edges_lie_between_windows_of_the_longest() -> None:
+    """48 groups: W = 4 and W = 16. The first 16 groups warm up, the last 16 run out."""
+    short, long = steps(12, 4, 1), steps(12, 4, 4)
+    edges = common_edges([short, long], 16)
+    assert edges == Edges(begin_groups=16, end_groups=32)
+    assert [stretch_of(lines, edges).windows for lines in (short, long)] == [4, 1]
+    assert [stretch_of(lines, edges).groups for lines in (short, long)] == [16, 16]
+
+
+def test_common_edges_cut_what_is_no_whole_window() -> None:
+    """56 groups, W = 16: the run-out is 40 to 56, and the stretch ends with the last whole window before it."""
+    assert common_edges([steps(14, 4, 4)], 16) == Edges(begin_groups=16, end_groups=32)
+
+
+def test_common_edges_begin_when_all_runs_have_scored_version_0() -> None:
+    """One run scores it in its first step, one in its window 4 of 4 groups, which ends at group 20: in the second window of 16."""
+    late = [entry | ({"eval/version": 0} if entry["window"] == 4 else {}) for entry in steps(24, 4, 1)]
+    soon = steps(24, 4, 4, **{"eval/version": 0})
+    assert common_edges([late, soon], 16) == Edges(begin_groups=32, end_groups=80)
+    assert common_edges([soon], 16) == Edges(begin_groups=16, end_groups=80)
+
+
+def test_version_0_scored_at_the_very_end_leaves_the_usual_warm_up() -> None:
+    late = [entry | ({"eval/version": 0} if entry["window"] == 11 else {}) for entry in steps(12, 4, 1)]
+    assert common_edges([late], 16) == Edges(begin_groups=16, end_groups=32)
+
+
+def test_of_two_windows_the_second_is_measured_to_its_end() -> None:
+    assert common_edges([steps(8, 4, 4), steps(8, 4, 1)], 16) == Edges(begin_groups=16, end_groups=32)
+
+
+def test_runs_no_longer_than_the_longest_window_cannot_be_compared() -> None:
+    with pytest.raises(AsyncrlError, match="first one is warm-up"):
+        common_edges([steps(4, 4, 1), steps(4, 4, 4)], 16)
 
 
 def test_a_profile_without_a_finished_run_has_no_result() -> None:

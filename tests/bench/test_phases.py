@@ -6,9 +6,11 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +180,11 @@ def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> Non
     assert side("partial-rollout") == side("stream-off-policy") == side("one-step-off")
     assert side("partial-rollout") != side("colocate")
     assert side("partial-rollout") != side("partial-rollout", "rollout.slots=32")
+    # A window's length says how often old logprobs are taken of older weights: it matters to training only if there are any.
+    windows_of_2 = "async_training.trigger_parameter_sync_step=2"
+    assert side("partial-rollout", windows_of_2) == side("partial-rollout")
     recompute = "algorithm.old_logprobs=recompute"
-    assert side("partial-rollout", recompute).trainer.window_steps == 2
+    assert side("partial-rollout", recompute, windows_of_2).trainer.window_steps == 2
 
 
 @pytest.mark.slow
@@ -205,24 +210,29 @@ def test_capacities_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     assert capacities.bound().rollout_tokens_per_s == capacities.rollout_tokens_per_s
 
 
+NOISE = 0.03
+"""Seven repeats of the same training alone spread by 2.6% on a quiet machine. Where two cores are the threads of one, colocate's
+phases may be no faster than the split side's, and which of the two medians is larger is then chance."""
+
+
 @pytest.mark.slow
 def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp_path: Path) -> None:
-    """The best of interleaved repeats: what a repeat loses to others on the machine is not colocate's."""
+    """The median over repeats of the ratio to the split side's measurement that was made next to it."""
     sets = ("model.warm_start_steps=2", f'model.cache_dir="{tmp_path}"')
     profiles = {name: load(name, sets).profile for name in ("partial-rollout", "colocate")}
     task = load_task(profiles["colocate"])
     model_dir = resolve_model(profiles["colocate"], task)
     rng = random.Random(0)
     lengths = [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(2048)]
-    for _ in range(3):
-        measured = measure_all(profiles, model_dir, task, response_tokens=lengths, repeats=5)
-        split, colocate = measured["partial-rollout"], measured["colocate"]
-        ratios = (
-            max(colocate.rollout_repeats) / max(split.rollout_repeats),
-            max(colocate.trainer_repeats) / max(split.trainer_repeats),
-        )
-        if min(ratios) >= 0.9:
-            return
+    measured = measure_all(profiles, model_dir, task, response_tokens=lengths, repeats=5)
+    split, colocate = measured["partial-rollout"], measured["colocate"]
+    generation = median_ratio(colocate.rollout_repeats, split.rollout_repeats)
+    training = median_ratio(colocate.trainer_repeats, split.trainer_repeats)
     if min(split.cpu_share, colocate.cpu_share) < 0.7:
         pytest.skip(f"others use this machine: of its cores, a process got {min(split.cpu_share, colocate.cpu_share):.0%}")
-    pytest.fail(f"colocate's phases, as shares of the split side's: generation {ratios[0]:.2f}, training {ratios[1]:.2f}")
+    assert generation >= 1.0 - NOISE
+    assert training >= 1.0 - NOISE
+
+
+def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))

@@ -23,6 +23,8 @@ class Quiet:
 
     def note(self, text: str, done: int, total: int) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
 
 def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
     entries, groups = real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
@@ -82,8 +84,8 @@ def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
         assert said.readline() == b"ready\n"
         killing = threading.Timer(10, stubborn.kill)
         killing.start()
-        monkeypatch.setattr(real, "_wait", lambda child, limit_s: child.poll())
-        real.end(stubborn, 0.05)
+        monkeypatch.setattr(real, "_wait", lambda child, limit_s, interrupts: child.poll())
+        real.end(stubborn, 0.05, real.Interrupts())
         killing.cancel()
     assert stubborn.returncode == -signal.SIGKILL
 

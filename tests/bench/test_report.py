@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.bench.bound import Bound, Capacities
+from asyncrl_cli.bench import figures
 from asyncrl_cli.bench.figures import view_length_s
-from asyncrl_cli.bench.report import output_directory, write
+from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
 from asyncrl_cli.bench.results import Comparison, Result, Spread
-from asyncrl_cli.bench.table import table_of
+from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.bench.timeline import Timeline, evenly
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.observe.bound import Bound, Capacities
 
 NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 
@@ -70,20 +73,39 @@ def timeline(name: str, window_s: float = 10.0) -> Timeline:
     )
 
 
-def printed(made: Comparison) -> str:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table_of(made))
-    console.file.close()
-    return console.export_text()
+def printed(made: Comparison, width: int = 100) -> str:
+    """As the command prints it on a terminal, or into a pipe, of `width` columns."""
+    console = Console(width=width, file=io.StringIO())
+    console.print(heading_of(made), markup=False, soft_wrap=True)
+    console.print(table_of(made), crop=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
-def test_six_profiles_fit_on_120_columns() -> None:
-    text = printed(comparison())
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= 120
+def table_lines(made: Comparison, width: int) -> list[str]:
+    return [line.rstrip() for line in printed(made, width).splitlines()[1:]]
+
+
+def test_six_profiles_fit_on_100_columns() -> None:
+    lines = table_lines(comparison(), 100)
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 100
     assert all(part in text for name in NAMES for part in name.split("-"))
-    assert "SIMULATED" in text
     assert "3.50x" in text  # one-step-off: 7 groups per second against 2
     assert "s per 512 groups" in text
+
+
+@pytest.mark.parametrize("width", [100, 80, 20])
+def test_no_number_is_folded_however_narrow_the_terminal(width: int) -> None:
+    lines = table_lines(comparison(), width)
+    assert lines == table_lines(comparison(), 1000)
+    speeds = next(index for index, line in enumerate(lines) if line.startswith("groups/s"))
+    assert lines[speeds].split()[1:] == ["2", "3", "4", "5", "6", "7"]
+    assert lines[speeds + 1].split() == ["1.8-2.2", "2.7-3.3", "3.6-4.4", "4.5-5.5", "5.4-6.6", "6.3-7.7"]
+
+
+def test_a_simulated_table_is_headed_so() -> None:
+    assert printed(comparison()).startswith("SIMULATED on the workload big")
 
 
 def test_a_measured_table_does_not_say_simulated() -> None:
@@ -91,9 +113,13 @@ def test_a_measured_table_does_not_say_simulated() -> None:
 
 
 def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
-    written = write(comparison(), [timeline("colocate"), timeline("partial-rollout")], tmp_path)
-    assert {path.name for path in written} == {"results.json", "report.md", "timeline.png", "speedup.png"}
-    document = json.loads((tmp_path / "results.json").read_text())
+    results = write_results(comparison(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    written, failures = write_report(comparison(), [timeline("colocate"), timeline("partial-rollout")], tmp_path)
+    assert failures == []
+    assert {path.name for path in (results, *written)} == {"results.json", "report.md", "timeline.png", "speedup.png"}
+    assert set(tmp_path.iterdir()) == {results, *written}
+    document = json.loads(results.read_text())
     assert (document["schema_version"], document["simulated"], document["window_groups"]) == (1, True, 512)
     assert [row["profile"] for row in document["results"]] == list(NAMES)
     assert document["results"][0]["speedup"] == 1.0
@@ -101,6 +127,7 @@ def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
     report = (tmp_path / "report.md").read_text()
     assert "SIMULATED" in report
     assert "colocate fits within 1%" in report
+    assert "(timeline.png)" in report
     for name in ("timeline.png", "speedup.png"):
         width, height = struct.unpack(">II", (tmp_path / name).read_bytes()[16:24])
         assert width > 800
@@ -108,7 +135,44 @@ def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
 
 
 def test_without_timelines_there_is_no_picture_of_them(tmp_path: Path) -> None:
-    assert "timeline.png" not in {path.name for path in write(comparison(), [], tmp_path)}
+    written, failures = write_report(comparison(), [], tmp_path)
+    assert [path.name for path in written] == ["report.md", "speedup.png"]
+    assert failures == []
+    assert "timeline.png" not in (tmp_path / "report.md").read_text()
+
+
+def test_a_picture_that_fails_is_told_and_costs_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(comparison: Comparison, timelines: object, path: Path) -> Path:
+        path.write_bytes(b"half a pic")
+        raise ValueError("no such font")
+
+    monkeypatch.setattr(figures, "draw_timelines", draw)
+    results = write_results(comparison(), tmp_path)
+    before = results.read_bytes()
+    written, failures = write_report(comparison(), [timeline("colocate")], tmp_path)
+    assert failures == ["timeline.png could not be drawn: ValueError: no such font"]
+    assert [path.name for path in written] == ["report.md", "speedup.png"]
+    assert set(tmp_path.iterdir()) == {results, *written}
+    assert results.read_bytes() == before
+    report = (tmp_path / "report.md").read_text()
+    assert "(speedup.png)" in report
+    assert "timeline.png" not in report
+
+
+def test_runs_that_are_missing_are_named(tmp_path: Path) -> None:
+    made = replace(comparison(workload=""), missing=("colocate-r1", "partial-rollout-r1"))
+    assert "Not finished: colocate-r1, partial-rollout-r1." in report_text(made, [])
+    assert json.loads(write_results(made, tmp_path).read_text())["missing"] == ["colocate-r1", "partial-rollout-r1"]
+    assert "Not finished" not in report_text(comparison(), [])
+
+
+def test_a_heading_says_how_many_runs_the_medians_are_of() -> None:
+    made = comparison()
+    assert "median of 2 runs" in heading_of(made)
+    one_less = replace(made.results[-1], seeds=(0,))
+    assert "median of 1 to 2 runs" in heading_of(replace(made, results=[*made.results[:-1], one_less]))
+    alone = [replace(result, seeds=(0,)) for result in made.results]
+    assert "median" not in heading_of(replace(made, results=alone))
 
 
 def test_a_directory_that_holds_anything_is_refused(tmp_path: Path) -> None:

@@ -70,11 +70,11 @@ def test_show_prints_a_profile_that_can_be_trained(capsys: pytest.CaptureFixture
 
 
 def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--profile", "partial-rollout", "--set", "run.train_steps=9", "--gpus", "8", "--json"]
-    assert run(["plan", *arguments]) == 0
+    sets = ["--set", "run.train_steps=9", "--set", "async_training.trigger_parameter_sync_step=2"]
+    assert run(["plan", "--profile", "partial-rollout", *sets, "--gpus", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     schedule = plan["schedule"]
-    # K = 2, B = R = 16: windows of 32 groups, half a window ahead, and 9 steps are 4 windows and a half.
+    # K = 2, R = 16: W = K R = 32 groups, budget (1 + eta) W with eta = 0.5, and 9 steps are 4 windows and a half.
     assert (schedule["window_groups"], schedule["budget_groups"], schedule["max_staleness"]) == (32, 48, 1)
     assert (schedule["groups"], schedule["syncs"], schedule["last_window_groups"]) == (144, 5, 16)
     roles = {role["role"]: role["workers"] for role in plan["placement"]["roles"]}

@@ -133,8 +133,20 @@ def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
     )
     for what in ("parameters", "optimizer", "gradients", "checkpoint"):
         assert shared[what] == pytest.approx(alone[what] / 8, rel=1e-4)
-    for what in ("activations", "logits", "gathered layers", "whole model", "published weights"):
+    for what in ("activations", "logits", "gathered", "whole gradients", "whole model", "published weights"):
         assert shared[what] == alone[what]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_cpus_every_rank_holds_whole_parameters_and_gradients(ranks: int, tmp_path: Path) -> None:
+    """No memory is saved there by gathering layer by layer: see train/policy_model.py."""
+    model = AutoModelForCausalLM.from_config(CONFIGS["llama"])
+    model.save_pretrained(tmp_path)
+    _, plan, estimate = planned(str(tmp_path), f"placement.trainer_workers={ranks}", "rollout.workers=1")
+    found = {item.what: item for item in estimate.of(TRAINER, "device")}
+    assert plan.device == "cpu"
+    assert found["gathered"].num_bytes == found["whole gradients"].num_bytes == num_bytes(model.float().parameters())
+    assert {item.processes for item in found.values()} == {ranks}
 
 
 def test_a_trajectory_longer_than_the_budget_counts_whole() -> None:

@@ -30,7 +30,7 @@ def meter(clock: HandClock) -> RolloutMeter:
 
 
 def report(meter: RolloutMeter) -> ExecutorReport:
-    return meter.report(version=0, sampled_tokens=0, running_tokens=0)
+    return meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0)
 
 
 def test_running_sequences_are_integrated_at_every_change(meter: RolloutMeter, clock: HandClock) -> None:

@@ -10,11 +10,12 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
-from asyncrl_cli.loop.ports import Event, Prompt, Snapshot, StepRecord
+from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.engine import DecodeTimes
 from asyncrl_cli.simulate.faults import Faults
+from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
 
@@ -45,23 +46,6 @@ def settings(mode: str, **changes: Any) -> LoopSettings:
     values = {"seed": 0, "step_groups": 4, "train_steps": 12, "n": 2, "checkpoint_every_steps": 3} | MODES[mode] | changes
     values.setdefault("max_staleness", -(-values["eta"].numerator // values["eta"].denominator))
     return LoopSettings(**values)
-
-
-class CountingFeed:
-    """Prompts p0, p1, ...: which one comes next is all its state."""
-
-    def __init__(self) -> None:
-        self.given = 0
-
-    def next(self) -> Prompt:
-        self.given += 1
-        return Prompt(uid=f"p{self.given - 1}", epoch=0, item={"prompt": str(self.given - 1)})
-
-    def state(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def restore(self, state: Any) -> None:
-        self.given = state["given"]
 
 
 class Recorder:
@@ -140,7 +124,7 @@ def run_world(
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
         trainer = SimulatedTrainer(TrainerTimes(**step_times), keep_batches=True, faults=faults)
         world = World(
-            feed=CountingFeed(),
+            feed=NumberedFeed(),
             trainer=trainer,
             workers=team,
             eval_items=[{"prompt": str(i)} for i in range(evals)],

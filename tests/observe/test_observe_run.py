@@ -13,9 +13,10 @@ from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.workers import SimulatedWorker
-from tests.loop.worlds import MODES, CountingFeed, settings, worker_times
+from tests.loop.worlds import MODES, settings, worker_times
 
 GATHER_S = 0.1
 
@@ -38,7 +39,7 @@ def watched_run(mode, facts, tmp_path):
         sinks = [MetricsFile(tmp_path / "m.jsonl"), EventsFile(tmp_path / "e.jsonl"), StatusFile(tmp_path / "s.json")]
         observers = Observers(facts, sinks)
         world = World(
-            feed=CountingFeed(),
+            feed=NumberedFeed(),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=GATHER_S, publish_s=0.05)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, times, seed=0) for i in range(2)],
             eval_items=[{"prompt": str(index)} for index in range(20)],

@@ -31,6 +31,7 @@ def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
         assert chosen.argmax(dim=-1).tolist() == [track.tokens[-1] for track in sampler.tracks.values()]
     loop.close()
     assert sampler.sampled_tokens == num_rows * num_steps
+    assert sampler.decode_steps == num_steps
     assert all(track.finished == "length" for track in sampler.tracks.values())
     return [track.tokens for track in sampler.tracks.values()]
 

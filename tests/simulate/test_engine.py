@@ -11,7 +11,8 @@ import pytest
 
 from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.engine import DecodeTimes, SimulatedEngine, SimulatedSequence
+from asyncrl_cli.simulate.engine import DecodeTimes, SimulatedEngine
+from asyncrl_cli.simulate.sequence import SimulatedSequence
 from tests.simulate.token_by_token import Seq, TokenByToken
 
 SLOTS = 4
@@ -80,7 +81,9 @@ def in_the_engine(costs, actions):
             loop.call_at(float(time), calls[method], *arguments)
         await asyncio.sleep(float(actions[-1][0]) + 1000)
         spans = {name: engine.version_tokens(sequence) for name, sequence in sequences.items()}
-        report = meter.report(version=engine.version, sampled_tokens=engine.sampled_tokens, running_tokens=0)
+        report = meter.report(
+            version=engine.version, sampled_tokens=engine.sampled_tokens, decode_steps=engine.decode_steps, running_tokens=0
+        )
         return ends, spans, drained_at, report
 
     return run_virtual(main())

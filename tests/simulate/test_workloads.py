@@ -102,8 +102,10 @@ def test_all_profiles_train_the_baselines_windows_in_whole_steps(tmp_path: Path)
     workload = load_workload(small(tmp_path))
     for name in ("colocate", "stale-samples", "partial-rollout"):  # W of colocate is 4 groups
         assert Schedule.of(profile_for(workload, name, environ={}).profile).groups == 3 * 4
-    uneven = profile_for(workload, "stale-samples", ["async_training.require_batches=5"], environ={}).profile
+    uneven = profile_for(workload, "stale-samples", ["async_training.require_batches=5"], groups=12, environ={}).profile
     assert Schedule.of(uneven).groups == 20
+    larger = profile_for(workload, "stale-samples", ["trainer.ppo_mini_batch_size=6"], environ={}).profile
+    assert Schedule.of(larger).groups == 3 * 6  # 3 windows of a colocate that has the same mini-batch
     assert profile_for(workload, "colocate", ["run.train_steps=7"], environ={}).profile.run.train_steps == 7
 
 

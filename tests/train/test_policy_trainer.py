@@ -143,6 +143,7 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     assert report.metrics["correction/weight_max"] == pytest.approx(1.0, abs=1e-4)
     assert report.metrics["correction/ratio_max"] > 1.05
     assert report.old_logprob_s > 0
+    assert report.metrics["train/old_logprob_tokens"] == report.tokens
     assert any(not torch.equal(before[name], after) for name, after in weights_of(trainer).items())
 
 
@@ -160,7 +161,12 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
     }
     settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", max_importance_weight=1.1)
     full = make_trainer(settings).train(rank_batch(metas, payloads)).metrics
-    assert set(full) - set(plain) == {"correction/weight_mean", "correction/weight_max", "correction/masked_ratio"}
+    assert set(full) - set(plain) == {
+        "correction/weight_mean",
+        "correction/weight_max",
+        "correction/masked_ratio",
+        "train/old_logprob_tokens",
+    }
     assert 0 < full["correction/masked_ratio"] < 1
 
 

@@ -5,18 +5,19 @@ Request -> entries (same work, same resources) -> runs -> capacities -> Outcome
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from asyncrl_cli.bench.bound import Capacities
+from asyncrl_cli.bench.capacities import real_capacities
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of, terminating_as_interrupt
-from asyncrl_cli.bench.results import Comparison, RunLines, summarise
+from asyncrl_cli.bench.results import Comparison, RunKey, RunLines, summarise
 from asyncrl_cli.bench.timeline import Timeline, timeline_of_run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.cluster import local_cluster
+from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.simulate.workload import Workload
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from asyncrl_cli.simulate.references import Residual
 
 REAL_GROUPS = 384
-FEW_SEQUENCES_USED = 0.9
-LITTLE_CPU = 0.85
 
 
 class Watcher(Protocol):
@@ -36,6 +35,9 @@ class Watcher(Protocol):
 
     def note(self, text: str, done: int, total: int) -> None:
         """Something else is being done."""
+
+    def say(self, text: str) -> None:
+        """A line for the user, beside whatever shows how far it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +91,7 @@ def compare_simulated(request: Request, workload: Workload, watcher: Watcher) ->
     for job in jobs:
         watcher.run(job.name, 0, groups)
     made, fit = simulate_all(jobs, workload, lambda name, trained: watcher.run(name, trained, groups))
-    capacities = {result.lines.profile: result.capacities for result in made}
+    capacities = {(result.lines.profile, result.lines.seed): result.capacities for result in made}
     comparison = _comparison(
         request, entries, groups, [result.lines for result in made], capacities, workload.name, remarks_of(workload, fit)
     )
@@ -116,11 +118,11 @@ def compare_real(request: Request, directory: Path, watcher: Watcher) -> Outcome
     for run in runs:
         watcher.run(run.name, 0, groups)
     finished, error = _make_all(runs, groups, watcher)
-    capacities: Mapping[str, Capacities] = {}
+    capacities: Mapping[RunKey, Capacities] = {}
     remarks: tuple[str, ...] = ()
     if error is None:
         try:
-            capacities, remarks = _real_capacities(entries, finished, watcher)
+            capacities, remarks = real_capacities(entries, finished, watcher)
         except (AsyncrlError, KeyboardInterrupt) as failure:
             error = _as_error(failure)
     if not any(run.profile == entries[0].name for run in finished):
@@ -156,38 +158,18 @@ def _make_all(runs: Sequence[RealRun], groups: int, watcher: Watcher) -> tuple[l
     try:
         with terminating_as_interrupt():
             for run in runs:
-                finished.append(make_run(run, lambda trained, name=run.name: watcher.run(name, trained, groups)))
+                finished.append(make_run(run, _teller(watcher, run.name, groups), watcher.say))
     except (AsyncrlError, KeyboardInterrupt) as failure:
         return finished, _as_error(failure)
     return finished, None
 
 
+def _teller(watcher: Watcher, name: str, groups: int) -> Callable[[int], None]:
+    return lambda trained: watcher.run(name, trained, groups)
+
+
 def _as_error(failure: BaseException) -> AsyncrlError:
     return failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")
-
-
-def _real_capacities(
-    entries: Sequence[Entry], runs: Sequence[RunLines], watcher: Watcher
-) -> tuple[dict[str, Capacities], tuple[str, ...]]:
-    """Each phase alone, on responses as long as those of the runs."""
-    import asyncio
-
-    from asyncrl_cli.bench.phases import lengths_of, measure_all
-    from asyncrl_cli.job.preparing import prepare
-
-    def say(text: str, done: int = 0, total: int = 0) -> None:
-        watcher.note(text, done, total)
-
-    prepared = asyncio.run(prepare(entries[0].profile, say))
-    lengths = [length for run in runs for length in lengths_of(run.lines)]
-    profiles = {entry.name: entry.profile for entry in entries}
-    measured = measure_all(profiles, prepared.model_dir, prepared.task, response_tokens=lengths, progress=watcher.note)
-    doubts = []
-    if min(one.cpu_share for one in measured.values()) < LITTLE_CPU:
-        doubts.append("The bound is uncertain: something else computed on this machine while each phase was measured alone.")
-    if min(one.slots_used for one in measured.values()) < FEW_SEQUENCES_USED:
-        doubts.append("The bound is uncertain: the slots were not full while generation was measured alone.")
-    return {name: one.bound() for name, one in measured.items()}, tuple(doubts)
 
 
 def _timelines(runs: Sequence[RealRun], finished: Sequence[RunLines]) -> tuple[Timeline, ...]:
@@ -202,7 +184,7 @@ def _comparison(
     entries: Sequence[Entry],
     groups: int,
     runs: Sequence[RunLines],
-    capacities: Mapping[str, Capacities],
+    capacities: Mapping[RunKey, Capacities],
     workload: str,
     remarks: tuple[str, ...],
     missing: tuple[str, ...] = (),

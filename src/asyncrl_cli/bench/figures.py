@@ -123,6 +123,8 @@ def _legend(figure: Figure, timelines: Sequence[Timeline], most: float) -> None:
     handles: list[Any] = [Patch(color=TRAINER_BUSY, label="training")]
     labels = {"busy": f"generating (full height: {most:.0f} sequences)" if most else "generating"}
     handles += [Patch(color=colour, label=labels.get(state, state)) for state, colour in COLOURS.items() if state in seen]
+    if most:
+        handles.insert(2, Patch(color=FREE_SLOTS, label="generating, with room for more"))
     handles.append(Line2D([], [], color="#222222", linewidth=0.9, linestyle=(0, (3, 2)), label="new version published"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), 8), frameon=False, fontsize=9)
 

@@ -1,11 +1,13 @@
 """One run's figures from its metrics lines: the same code for real and for simulated runs.
 
-    window   0          1 2 3 ... n-2          n-1
-             warm-up    the measured stretch   run-out
+    groups   0 ... W        2W ... n-W          ... n
+             warm-up        the measured stretch    run-out
 
-Left out are the first window (workers start empty, caches are cold, version 0 is scored) and, of three or more, the last
-one (nothing is generated ahead any more, and the final eval runs in it). All rates and ratios are of the stretch between;
-reward, discarded tokens and the maxima are of the whole run.
+Left out are the first window (workers start empty, caches are cold) and any further one until version 0 is scored, which
+takes slots; and the last one, if others are left (nothing is generated ahead any more, and the final eval runs in it). All rates
+and ratios are of the stretch between; reward, discarded tokens and the maxima are of the whole run. In a comparison W is the
+longest of all profiles and the stretch is the same groups in every run (`common_edges`): their prompts are the same, too.
+What a run did not measure is absent from its figures, never 0.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.bench.bound import Work
 from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.observe.bound import Work
 
 Line = Mapping[str, Any]
 
@@ -31,40 +33,85 @@ PARTIAL = "fully_async/partial/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Edges:
+    """Measured are the train steps that end after `begin_groups` trained groups, up to `end_groups`."""
+
+    begin_groups: int
+    end_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The measured lines. Their time begins at `begin_s` and ends at `end_s` of the run."""
+    """The measured lines. Their time begins at `begin_s` and ends at `end_s` of the run; `eval_s` of it are evals."""
 
     lines: tuple[Line, ...]
     begin_s: float
     end_s: float
+    eval_s: float
     groups: int
     windows: int
 
     @property
     def seconds(self) -> float:
-        return self.end_s - self.begin_s
+        return self.end_s - self.begin_s - self.eval_s
 
 
-def stretch_of(lines: Sequence[Line]) -> Stretch:
-    """Raises AsyncrlError for a run with fewer than two windows: warm-up would be all there is."""
-    windows = sorted({int(line["window"]) for line in lines})
+def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
+    """For runs of one comparison: warm-up and run-out of `window_groups` (the longest W), or until all have scored version 0."""
+    total = min(int(lines[-1]["groups_trained"]) for lines in runs)
+    scored = max(_scored_groups(lines) for lines in runs)
+    begin = max(-(-scored // window_groups), 1) * window_groups
+    if begin >= total:
+        begin = window_groups
+    if begin >= total:
+        raise _too_short(1)
+    end = (total - window_groups) // window_groups * window_groups
+    return Edges(begin_groups=begin, end_groups=end if end > begin else total)
+
+
+def own_edges(lines: Sequence[Line]) -> Edges:
+    """For a run by itself: whole windows of its own."""
+    ends = {int(line["window"]): int(line["groups_trained"]) for line in lines}
+    windows = list(ends)
     if len(windows) < 2:
-        raise AsyncrlError(
-            f"a run of {len(windows)} window cannot be measured: the first one is warm-up", hint="more --groups, or --windows 3"
-        )
-    measured = windows[1:-1] if len(windows) > 2 else windows[1:]
-    before = [line for line in lines if line["window"] < measured[0]][-1]
-    inside = tuple(line for line in lines if measured[0] <= line["window"] <= measured[-1])
+        raise _too_short(len(windows))
+    warm = [window for window in windows[1:] if ends[window] > _scored_groups(lines)] or windows[1:]
+    measured = warm[:-1] if len(warm) > 1 else warm
+    return Edges(begin_groups=ends[windows[windows.index(measured[0]) - 1]], end_groups=ends[measured[-1]])
+
+
+def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
+    """`edges`: by default the run's own. Raises AsyncrlError for a run of which warm-up would be all there is."""
+    edges = edges or own_edges(lines)
+    before = [line for line in lines if line["groups_trained"] <= edges.begin_groups]
+    inside = tuple(line for line in lines if edges.begin_groups < line["groups_trained"] <= edges.end_groups)
+    if not before or not inside:
+        raise _too_short(len({line["window"] for line in lines}))
     return Stretch(
         lines=inside,
-        begin_s=before["time_s"],
-        end_s=inside[-1]["time_s"] - eval_s(inside[-1]),
-        groups=inside[-1]["groups_trained"] - before["groups_trained"],
-        windows=len(measured),
+        begin_s=before[-1]["time_s"],
+        end_s=inside[-1]["time_s"],
+        eval_s=sum(eval_s(line) for line in inside),
+        groups=inside[-1]["groups_trained"] - before[-1]["groups_trained"],
+        windows=len({line["window"] for line in inside}),
+    )
+
+
+def _scored_groups(lines: Sequence[Line]) -> int:
+    """Groups trained at the end of the window in which version 0 was scored."""
+    scored = max((line["window"] for line in lines if line.get("eval/version") == 0), default=lines[0]["window"])
+    return int([line for line in lines if line["window"] == scored][-1]["groups_trained"])
+
+
+def _too_short(windows: int) -> AsyncrlError:
+    return AsyncrlError(
+        f"a run of {windows} window{'' if windows == 1 else 's'} cannot be measured: the first one is warm-up",
+        hint="more --groups, or --windows 3",
     )
 
 
 def work_of(lines: Sequence[Line], stretch: Stretch) -> Work:
+    """Generation's work is what was sampled for the trained groups; training's is what was trained of it."""
     before = [line for line in lines if line["time_s"] <= stretch.begin_s][-1]
     return Work(
         sampled_tokens=sum(sampled_tokens(line) for line in stretch.lines),
@@ -72,13 +119,12 @@ def work_of(lines: Sequence[Line], stretch: Stretch) -> Work:
     )
 
 
-def figures_of(lines: Sequence[Line], *, window_groups: int) -> dict[str, float]:
-    """Figures by name; what a run did not measure is absent. `window_groups` is W of the baseline."""
-    stretch = stretch_of(lines)
+def figures_of(lines: Sequence[Line], *, window_groups: int, edges: Edges | None = None) -> dict[str, float]:
+    """Figures by name. `window_groups` is W of the baseline; `edges` as in `stretch_of`."""
+    stretch = stretch_of(lines, edges)
     steps_s = sorted(step_s(line) for line in stretch.lines)
     seconds, num_steps = stretch.seconds, len(stretch.lines)
-    work = work_of(lines, stretch)
-    parts = {name: sum(_timing(line, keys) for line in stretch.lines) for name, keys in PARTS.items()}
+    parts = _parts(stretch.lines)
     figures = {
         "wall_s": lines[-1]["time_s"],
         "measured_s": seconds,
@@ -89,9 +135,19 @@ def figures_of(lines: Sequence[Line], *, window_groups: int) -> dict[str, float]
         "step_s_p95": quantile(steps_s, 0.95),
         **{f"step_{name}_s": total / num_steps for name, total in parts.items()},
         **{f"window_{name}_s": total / stretch.groups * window_groups for name, total in parts.items()},
-        "tokens_per_s": work.trained_tokens / seconds,
+        "tokens_per_s": work_of(lines, stretch).trained_tokens / seconds,
     }
     return figures | _ratios(stretch) | _staleness(lines, stretch) | _ends(lines)
+
+
+def _parts(lines: Sequence[Line]) -> dict[str, float]:
+    """Seconds by part of a step, of the parts that any of the lines has."""
+    timings = {name: [f"timing/{key}_s" for key in keys] for name, keys in PARTS.items()}
+    return {
+        name: float(sum(line.get(key, 0.0) for line in lines for key in keys))
+        for name, keys in timings.items()
+        if any(key in line for line in lines for key in keys)
+    }
 
 
 def step_s(line: Line) -> float:
@@ -131,19 +187,21 @@ def _staleness(lines: Sequence[Line], stretch: Stretch) -> dict[str, float]:
     means = _means(
         {"staleness_mean": [(line["staleness/mean"], sampled_tokens(line)) for line in stretch.lines if "staleness/mean" in line]}
     )
-    last_of_windows = {line["window"]: line for line in stretch.lines}.values()
-    partial = sum(line.get(f"{PARTIAL}total_partial_num", 0) for line in last_of_windows)
-    trajectories = sum(_trajectories(line) for line in stretch.lines)
-    return means | {
-        "staleness_max": max(line.get("staleness/max", 0) for line in lines),
-        "partial_ratio": partial / trajectories if trajectories else 0.0,
-        "max_span": max(line.get(f"{PARTIAL}max_partial_span", 0) for line in lines),
-    }
+    maxima = {"staleness_max": "staleness/max", "max_span": f"{PARTIAL}max_partial_span"}
+    found = {name: [line[key] for line in lines if key in line] for name, key in maxima.items()}
+    return means | {name: max(values) for name, values in found.items() if values} | _partial_ratio(stretch)
+
+
+def _partial_ratio(stretch: Stretch) -> dict[str, float]:
+    """Each window's last line has the window's count."""
+    key, trajectories = f"{PARTIAL}total_partial_num", sum(_trajectories(line) for line in stretch.lines)
+    counts = [line[key] for line in {line["window"]: line for line in stretch.lines}.values() if key in line]
+    return {"partial_ratio": sum(counts) / trajectories} if counts and trajectories else {}
 
 
 def _ends(lines: Sequence[Line]) -> dict[str, float]:
     last = lines[-1]
-    ends = {"tokens_discarded": float(last.get("waste/tokens_discarded", 0))}
+    ends = {"tokens_discarded": float(last["waste/tokens_discarded"])} if "waste/tokens_discarded" in last else {}
     if "eval/reward_mean" in last and last["eval/version"] == last["version"]:
         ends["final_reward"] = float(last["eval/reward_mean"])
     return ends
@@ -153,10 +211,6 @@ def _means(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, floa
     """Weighted means; absent where there is no weight."""
     weights = {name: sum(weight for _, weight in values) for name, values in pairs.items()}
     return {name: sum(v * w for v, w in values) / weights[name] for name, values in pairs.items() if weights[name] > 0}
-
-
-def _timing(line: Line, keys: Sequence[str]) -> float:
-    return float(sum(line.get(f"timing/{key}_s", 0.0) for key in keys))
 
 
 def _trajectories(line: Line) -> int:

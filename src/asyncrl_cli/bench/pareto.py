@@ -25,9 +25,19 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A simulated run that did not end well, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
+    """`is_long`: of a long run; a short one is a rough figure."""
+
     setting: Setting
     measured: Measured
+    is_long: bool = True
 
 
 def dominates(one: Measured, other: Measured, tolerance: float = 0.0) -> bool:
@@ -65,6 +75,15 @@ def survivors(rows: Sequence[Row], keep: int) -> list[Row]:
     turns = [row for pair in zip(by_time, ranked(rows, SAME_STALENESS), strict=True) for row in pair]
     by_setting = {row.setting: row for row in (best[0], least_stale, *turns)}
     return list(by_setting.values())[:keep]
+
+
+def best_of_splits(rows: Sequence[Row], keep: int) -> list[Row]:
+    """The fastest setting of each of the `keep` fastest splits, the fastest first."""
+    by_time = sorted(rows, key=lambda row: (row.measured.window_time_s, row.measured.staleness_mean))
+    best: dict[str, Row] = {}
+    for row in by_time:
+        best.setdefault(row.setting.split, row)
+    return list(best.values())[:keep]
 
 
 def recommended(rows: Sequence[Row]) -> Row:

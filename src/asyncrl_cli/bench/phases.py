@@ -13,17 +13,16 @@ learns: give the lengths of the run that the figures are held against (`lengths_
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench import bound
-from asyncrl_cli.bench.phase_generation import Generated, GenerationOrder, endless_model, make_generation
+from asyncrl_cli.bench.phase_figures import Capacities, Repeats, capacities_of
+from asyncrl_cli.bench.phase_generation import GenerationOrder, endless_model, make_generation
 from asyncrl_cli.bench.phase_processes import Processes
 from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_training
 from asyncrl_cli.job.cluster import ClusterResources, local_cluster
@@ -45,37 +44,6 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacities:
-    """Tokens per second of each phase alone, by all of its workers together: medians, each repeat, and what it had.
-
-    Rollout tokens are sampled response tokens; trainer tokens are those of `TrainReport.tokens`: sampled ones, too.
-    `cpu_share` is the smallest share of its wall time that a phase's processes computed: far below 1 for generation on
-    CPUs means that others used the machine. `slots_used` is the mean share of slots that were full while generation was measured.
-    """
-
-    rollout_tokens_per_s: float
-    trainer_tokens_per_s: float
-    rollout_repeats: tuple[float, ...]
-    trainer_repeats: tuple[float, ...]
-    colocated: bool
-    rollout_workers: int
-    rollout_threads: int
-    slots: int
-    trainer_workers: int
-    trainer_threads: int
-    slots_used: float
-    cpu_share: float
-    seconds_measured: float
-
-    def bound(self) -> bound.Capacities:
-        return bound.Capacities(
-            rollout_tokens_per_s=self.rollout_tokens_per_s,
-            trainer_tokens_per_s=self.trainer_tokens_per_s,
-            colocated=self.colocated,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """All that a profile's capacities depend on: profiles with equal sides have equal ones."""
 
@@ -88,14 +56,6 @@ class Side:
     step_groups: int
     num_minibatches: int
     normalize: bool
-
-
-@dataclass(slots=True, kw_only=True)
-class _Repeats:
-    """One side's measurements so far."""
-
-    generated: list[list[Generated]] = field(default_factory=list)
-    trained: list[list[Trained]] = field(default_factory=list)
 
 
 def measure_capacities(
@@ -138,7 +98,7 @@ def measure_all(
             sides=unique, task=task, response_tokens=tuple(response_tokens), directory=Path(directory), processes=processes
         )
         measured = bench.run(repeats, seconds, progress)
-    return {name: _capacities(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
+    return {name: capacities_of(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
 
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:
@@ -180,7 +140,7 @@ class _Bench:
         self._directory = directory
         self._processes = processes
 
-    def run(self, repeats: int, seconds: float, progress: Progress) -> list[_Repeats]:
+    def run(self, repeats: int, seconds: float, progress: Progress) -> list[Repeats]:
         total, done = 1 + 2 * repeats * len(self._sides), 0
         progress("starting each phase alone", done, total)
         generations = [self._start_generation(index, side) for index, side in enumerate(self._sides)]
@@ -190,7 +150,7 @@ class _Bench:
         for processes in trainings:
             processes.ready()
         num_steps = [_steps_of(side, training) for side, training in zip(self._sides, trainings, strict=True)]
-        results = [_Repeats() for _ in self._sides]
+        results = [Repeats() for _ in self._sides]
         for _ in range(repeats):
             for index, result in enumerate(results):
                 done += 1
@@ -236,30 +196,3 @@ def _steps_of(side: Side, training: Processes) -> int:
     warm: list[Trained] = training.ask("measure", BATCHES * window_steps)
     rounds = round(TRAINING_S / max(one.seconds for one in warm))
     return max(rounds, 1) * BATCHES * window_steps
-
-
-def _capacities(side: Side, colocated: bool, measured: _Repeats) -> Capacities:
-    generated = [one for repeat in measured.generated for one in repeat]
-    trained = [one for repeat in measured.trained for one in repeat]
-    rollout_repeats = tuple(sum(one.tokens_per_s for one in repeat) for repeat in measured.generated)
-    # Each rank reports the tokens of all, and a step ends with the slowest.
-    trainer_repeats = tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in measured.trained)
-    return Capacities(
-        rollout_tokens_per_s=statistics.median(rollout_repeats),
-        trainer_tokens_per_s=statistics.median(trainer_repeats),
-        rollout_repeats=rollout_repeats,
-        trainer_repeats=trainer_repeats,
-        colocated=colocated,
-        rollout_workers=side.rollout_workers,
-        rollout_threads=side.rollout.threads,
-        slots=side.rollout.slots,
-        trainer_workers=side.trainer_workers,
-        trainer_threads=side.trainer.threads,
-        slots_used=statistics.fmean(one.running_mean for one in generated) / side.rollout.slots,
-        cpu_share=min(*(one.cpu_s / one.seconds for one in generated), *(one.cpu_s / one.seconds for one in trained)),
-        seconds_measured=_seconds(measured.generated) + _seconds(measured.trained),
-    )
-
-
-def _seconds(repeats: Sequence[Sequence[Generated | Trained]]) -> float:
-    return sum(max(one.seconds for one in repeat) for repeat in repeats)

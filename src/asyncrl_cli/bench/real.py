@@ -29,6 +29,7 @@ KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 Progress = Callable[[int], None]
 """Told the number of groups that the run has trained."""
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,53 +73,84 @@ def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: S
     ]
 
 
-def make_run(run: RealRun, progress: Progress) -> RunLines:
+def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> RunLines:
     """Run it to its end. Raises AsyncrlError with what it said last if it fails; interrupted, it is ended first."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
-    with run.log.open("wb") as log:
-        # A session of its own: a Ctrl-C in the terminal reaches it once, through us, and a second one does not abort it.
+    with run.log.open("wb") as log, counting_interrupts() as interrupts:
+        # A session of its own: a Ctrl-C in the terminal reaches it through us alone.
         child = subprocess.Popen(
             run.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
         )
         try:
-            while (code := _wait(child, POLL_S)) is None:
+            while (code := _wait(child, POLL_S, interrupts)) is None:
+                if interrupts.count:
+                    raise KeyboardInterrupt
                 progress(_groups_trained(run.directory / "status.json"))
         except BaseException:
-            end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S)
+            say(f"stopping {run.name}; Ctrl-C again ends it at once")
+            end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
             raise
+    if interrupts.count:
+        raise KeyboardInterrupt
     if code != 0:
         raise _failure(run, code)
     progress(run.groups)
     return RunLines(profile=run.entry.name, seed=run.seed, lines=read_lines(run.directory))
 
 
-def end(child: subprocess.Popen[Any], grace_s: float) -> None:
-    """Ask it to stop in order; then to end at once; then end it."""
+def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) -> None:
+    """Ask it to stop in order; then to end at once; then end it. A further interrupt goes on to the next of these."""
     for number, limit_s in ((signal.SIGINT, grace_s), (signal.SIGINT, STOP_EXTRA_S), (signal.SIGTERM, 5.0)):
         if child.poll() is not None:
             return
         child.send_signal(number)
-        if _wait(child, limit_s) is not None:
+        if _wait(child, limit_s, interrupts) is not None:
             return
     child.kill()
     child.wait()
 
 
+@dataclass(slots=True)
+class Interrupts:
+    """How often we were asked to stop while a run is made."""
+
+    count: int = 0
+
+
+@contextmanager
+def counting_interrupts() -> Iterator[Interrupts]:
+    """SIGINT and SIGTERM are counted and raise nothing: whoever waits looks, and no run is left behind in between."""
+    interrupts = Interrupts()
+
+    def count(number: int, frame: FrameType | None) -> None:
+        interrupts.count += 1
+
+    with _handling(count, signal.SIGINT, signal.SIGTERM):
+        yield interrupts
+
+
 @contextmanager
 def terminating_as_interrupt() -> Iterator[None]:
-    """SIGTERM becomes KeyboardInterrupt, so that no run is left behind by a bench that is ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """SIGTERM becomes KeyboardInterrupt, so that nothing is left behind by a bench that is ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    with _handling(interrupt, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Python handles signals in the main thread only; one that is ignored (as under nohup) stays so."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def read_lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -127,10 +159,10 @@ def read_lines(run_dir: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def _wait(child: subprocess.Popen[Any], limit_s: float) -> int | None:
-    """The exit code, or None if it still runs. Waits in slices, so that a signal is answered at once."""
-    until_s = time.monotonic() + limit_s
-    while (code := child.poll()) is None and time.monotonic() < until_s:
+def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) -> int | None:
+    """The exit code, or None if it still runs. Waits in slices, so that an interrupt is answered at once."""
+    until_s, seen = time.monotonic() + limit_s, interrupts.count
+    while (code := child.poll()) is None and time.monotonic() < until_s and interrupts.count == seen:
         time.sleep(min(0.1, limit_s))
     return code
 

@@ -13,18 +13,22 @@ from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.bench.timeline import Timeline
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.job.cluster import usable_cores
 
 HOW_TO_READ = """\
-- Measured are whole windows between the first one, which is warm-up, and the last one, in which nothing is generated ahead any
-  more and the final version is scored. Wall time, staleness max, max span, tokens discarded and final reward are of the whole run.
+- Measured are the same groups in every run: after the warm-up (the longest window of all profiles, or until every run has scored
+  version 0) and before the run-out, in which nothing is generated ahead any more and the final version is scored. Evals in between
+  are subtracted. Wall time, staleness max, max span, tokens discarded and final reward are of the whole run.
 - `s per {window} groups` is the time of as many groups as a window of the baseline ({baseline}) has, whatever the profile's own W;
   its parts, in the same unit, are the trainer's time: gen-wait is waiting for groups, sync the gather of new weights.
-- `speedup` is the ratio of groups per second to the baseline's.
+- `speedup` is the ratio of groups per second to the baseline's run of the same seed, and its median over the repeats.
 - `% of the bound` is ideal over measured time. Ideal is the larger of (tokens / generation alone) and (tokens / training
-  alone) where the sides have resources of their own, and the sum of both where they take turns on all of them.
+  alone) where the sides have resources of their own, and the sum of both where they take turns on all of them. Generation's tokens
+  are those sampled for the trained groups, training's those trained of them.
 - Idle ratios: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. Slot utilization is what
   a long tail really costs.
 """
+PICTURES = ("speedup.png", "timeline.png")
 
 
 def output_directory(out: Path | None) -> Path:
@@ -39,29 +43,56 @@ def output_directory(out: Path | None) -> Path:
     return directory
 
 
-def write(comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> list[Path]:
-    """All files; a picture for which nothing is known is not drawn. Returns what was written."""
+def write_results(comparison: Comparison, directory: Path) -> Path:
+    """results.json: written before anything else is tried."""
+    path = directory / "results.json"
+    replace_text(path, json.dumps(comparison.to_json(), indent=2) + "\n")
+    return path
+
+
+def write_report(comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> tuple[list[Path], list[str]]:
+    """report.md and the pictures of which something is known. Returns what was written, and what could not be drawn and why."""
+    report = directory / "report.md"
+    wanted = [name for name in PICTURES if timelines or name != "timeline.png"]
+    replace_text(report, report_text(comparison, wanted))
+    drawn: list[Path] = []
+    failures: list[str] = []
+    for name in wanted:
+        try:
+            drawn.append(_draw(name, comparison, timelines, directory))
+        except Exception as error:  # whatever a plotting library may raise: results are worth more than a picture
+            failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
+    if failures:
+        replace_text(report, report_text(comparison, [path.name for path in drawn]))
+    return [report, *drawn], failures
+
+
+def _draw(name: str, comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> Path:
+    """Whole or not there."""
     from asyncrl_cli.bench.figures import draw_speedups, draw_timelines
 
-    results, report = directory / "results.json", directory / "report.md"
-    pictures = [draw_speedups(comparison, directory / "speedup.png")]
-    if timelines:
-        pictures.append(draw_timelines(comparison, timelines, directory / "timeline.png"))
-    replace_text(results, json.dumps(comparison.to_json(), indent=2) + "\n")
-    replace_text(report, report_text(comparison, pictures))
-    return [results, report, *pictures]
+    path, temporary = directory / name, directory / f".{name}.{os.getpid()}.tmp.png"
+    try:
+        if name == "timeline.png":
+            draw_timelines(comparison, timelines, temporary)
+        else:
+            draw_speedups(comparison, temporary)
+        return temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
-def report_text(comparison: Comparison, pictures: Sequence[Path]) -> str:
+def report_text(comparison: Comparison, pictures: Sequence[str]) -> str:
+    """`pictures`: names of files next to the report."""
     title = "# SIMULATED comparison" if comparison.simulated else "# Comparison"
-    cores = "" if comparison.simulated else f" This machine has {os.cpu_count()} cores."
+    cores = "" if comparison.simulated else f" This machine has {usable_cores()} usable cores."
     seeds = ", ".join(str(seed) for seed in comparison.seeds)
     parts = [
         title,
         f"{comparison.title[:1].upper()}{comparison.title[1:]}. Seeds: {seeds}.{cores}",
-        *(f"Not finished: {name}." for name in comparison.missing),
+        *([f"Not finished: {', '.join(comparison.missing)}."] if comparison.missing else []),
         markdown_of(comparison),
-        *(f"![{picture.stem}]({picture.name})" for picture in pictures),
+        *(f"![{Path(name).stem}]({name})" for name in pictures),
         "## How to read it",
         HOW_TO_READ.format(window=comparison.window_groups, baseline=comparison.baseline),
     ]

@@ -2,8 +2,8 @@
 
     run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
 
-`speedup` is the ratio of the medians of groups_per_s; its spread is that of the repeats, each against the baseline's run of
-the same seed.
+All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against the baseline's run
+of the same seed, which was made next to it. A figure that a run did not measure is absent.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from asyncrl_cli.bench.bound import Bound, Capacities, bound_of
-from asyncrl_cli.bench.measure import Line, figures_of, stretch_of, work_of
+from asyncrl_cli.bench.measure import Edges, Line, common_edges, figures_of, stretch_of, work_of
+from asyncrl_cli.observe.bound import Bound, Capacities, bound_of
 
 SCHEMA_VERSION = 1
+
+RunKey = tuple[str, int]
+"""Profile and seed."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One profile of a comparison. `bound` is the ideal of one window of W groups of the baseline."""
+    """One profile of a comparison. `bound` is the ideal of one window of W groups of the baseline; `window_groups` its own W."""
 
     profile: str
     mode: str
@@ -63,7 +67,7 @@ class Result:
             "mode": self.mode,
             "seeds": list(self.seeds),
             "step_groups": self.step_groups,
-            "window_groups": self.window_groups,
+            "own_window_groups": self.window_groups,
             **{name: spread.median for name, spread in self.figures.items()},
             "bound_ratio": self.median("bound_ratio"),
             "limited_by": bound.limited_by if bound else None,
@@ -92,44 +96,64 @@ class Contestant:
 
 
 def summarise(
-    contestants: Sequence[Contestant], runs: Sequence[RunLines], capacities: Mapping[str, Capacities], *, window_groups: int
+    contestants: Sequence[Contestant],
+    runs: Sequence[RunLines],
+    capacities: Mapping[RunKey, Capacities],
+    *,
+    window_groups: int,
 ) -> list[Result]:
     """Results in the order of `contestants`, the baseline first; without finished runs a profile is left out."""
-    measured = {(run.profile, run.seed): _figures(run, capacities.get(run.profile), window_groups) for run in runs}
-    baseline = contestants[0].profile
-    results = []
-    for contestant in contestants:
-        own = {seed: figures for (profile, seed), figures in measured.items() if profile == contestant.profile}
-        if own:
-            base = {seed: figures for (profile, seed), figures in measured.items() if profile == baseline}
-            figures = _spreads(list(own.values())) | _speedup(own, base)
-            known = capacities.get(contestant.profile)
-            bounds = [_window_bound(run, known, window_groups) for run in runs if run.profile == contestant.profile and known]
-            results.append(
-                Result(
-                    profile=contestant.profile,
-                    mode=contestant.mode,
-                    figures=figures,
-                    seeds=tuple(own),
-                    capacities=known,
-                    bound=_median_bound(bounds),
-                    step_groups=contestant.step_groups,
-                    window_groups=contestant.window_groups,
-                )
-            )
-    return results
+    if not runs:
+        return []
+    edges = common_edges([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
+    bounds = {
+        (run.profile, run.seed): _window_bound(run, capacities[run.profile, run.seed], window_groups, edges)
+        for run in runs
+        if (run.profile, run.seed) in capacities
+    }
+    measured = {(run.profile, run.seed): figures_of(run.lines, window_groups=window_groups, edges=edges) for run in runs}
+    for key, bound in bounds.items():
+        measured[key]["bound_ratio"] = bound.ideal_s / measured[key]["window_time_s"]
+    base = _of_profile(contestants[0].profile, measured)
+    results = (
+        _result(
+            contestant,
+            _of_profile(contestant.profile, measured),
+            base,
+            list(_of_profile(contestant.profile, capacities).values()),
+            list(_of_profile(contestant.profile, bounds).values()),
+        )
+        for contestant in contestants
+    )
+    return [result for result in results if result.seeds]
 
 
-def _figures(run: RunLines, capacities: Capacities | None, window_groups: int) -> dict[str, float]:
-    figures = figures_of(run.lines, window_groups=window_groups)
-    if capacities is not None:
-        figures["bound_ratio"] = _window_bound(run, capacities, window_groups).ideal_s / figures["window_time_s"]
-    return figures
+def _result(
+    contestant: Contestant,
+    own: Mapping[int, Mapping[str, float]],
+    base: Mapping[int, Mapping[str, float]],
+    capacities: Sequence[Capacities],
+    bounds: Sequence[Bound],
+) -> Result:
+    return Result(
+        profile=contestant.profile,
+        mode=contestant.mode,
+        figures=_spreads(list(own.values())) | _speedup(own, base),
+        seeds=tuple(own),
+        capacities=_median_capacities(capacities) if own else None,
+        bound=_median_bound(bounds),
+        step_groups=contestant.step_groups,
+        window_groups=contestant.window_groups,
+    )
 
 
-def _window_bound(run: RunLines, capacities: Capacities, window_groups: int) -> Bound:
+def _of_profile(profile: str, values: Mapping[RunKey, Value]) -> dict[int, Value]:
+    return {seed: value for (name, seed), value in values.items() if name == profile}
+
+
+def _window_bound(run: RunLines, capacities: Capacities, window_groups: int, edges: Edges) -> Bound:
     """The ideal of the measured stretch, per W groups of the baseline."""
-    stretch = stretch_of(run.lines)
+    stretch = stretch_of(run.lines, edges)
     bound, share = bound_of(work_of(run.lines, stretch), capacities), window_groups / stretch.groups
     return Bound(generation_s=bound.generation_s * share, training_s=bound.training_s * share, colocated=bound.colocated)
 
@@ -144,17 +168,26 @@ def _median_bound(bounds: Sequence[Bound]) -> Bound | None:
     )
 
 
+def _median_capacities(known: Sequence[Capacities]) -> Capacities | None:
+    if not known:
+        return None
+    return Capacities(
+        rollout_tokens_per_s=statistics.median(one.rollout_tokens_per_s for one in known),
+        trainer_tokens_per_s=statistics.median(one.trainer_tokens_per_s for one in known),
+        colocated=known[0].colocated,
+    )
+
+
 def _spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    names = [name for name in runs[0] if all(name in figures for figures in runs)]
+    """Of what every run measured."""
+    names = [name for name in (runs[0] if runs else ()) if all(name in figures for figures in runs)]
     return {name: Spread.of([figures[name] for figures in runs]) for name in names}
 
 
 def _speedup(own: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
-    if not base:
-        return {}
-    ratio = statistics.median(f["groups_per_s"] for f in own.values()) / statistics.median(f["groups_per_s"] for f in base.values())
-    paired = [own[seed]["groups_per_s"] / base[seed]["groups_per_s"] for seed in own if seed in base] or [ratio]
-    return {"speedup": Spread(median=ratio, min=min(paired), max=max(paired))}
+    """Absent where no seed was run by both."""
+    paired = [own[seed]["groups_per_s"] / base[seed]["groups_per_s"] for seed in own if seed in base]
+    return {"speedup": Spread.of(paired)} if paired else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import TypeVar
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.job.plan import JobPlan
 from asyncrl_cli.profile.arithmetic import staleness_bound
 from asyncrl_cli.profile.schema import Profile
@@ -45,7 +46,12 @@ class Setting:
     @property
     def split(self) -> str:
         """trainer:rollout, in GPUs or in processes."""
-        return f"{self.trainer_workers}:{self.rollout_workers * max(self.gpus_per_rollout_worker, 1)}"
+        return f"{self.trainer_workers}:{self.rollout_devices}"
+
+    @property
+    def rollout_devices(self) -> int:
+        """GPUs, or processes."""
+        return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
 
     @property
     def window_batches(self) -> int:
@@ -101,19 +107,25 @@ class Space:
     def allows(self, setting: Setting) -> bool:
         return setting.max_staleness <= self.bound
 
-    def with_eta(self, setting: Setting, eta: Decimal, bound: int | None = None) -> Setting:
-        """eta = 0 has nothing to freeze; by default with the least bound that eta needs."""
-        least = math.ceil(eta)
-        return replace(
-            setting, eta=eta, max_staleness=least if bound is None else bound, partial_rollout=self.partial_rollout and eta > 0
-        )
+    def with_eta(self, setting: Setting, eta: Decimal) -> Setting:
+        """With the least bound that eta needs: at eta = 0 nothing is stale, and nothing runs that could be frozen."""
+        return replace(setting, eta=eta, max_staleness=math.ceil(eta), partial_rollout=self.partial_rollout and eta > 0)
 
-    def screen(self, at_most: int) -> list[Setting]:
-        """The current setting, the current split at the other ends of eta, and a net of splits at the largest eta."""
-        middle = [self.with_eta(self.current, eta) for eta in (self.etas[0], self.etas[-1])]
-        splits = spread(self.splits, max(at_most - 1 - len(middle), 3))
-        net = [self.with_eta(self._with_split(self.current, split), self.etas[-1]) for split in splits]
-        return list(dict.fromkeys([setting for setting in (self.current, *middle, *net) if self.allows(setting)]))
+    def probes(self) -> list[Setting]:
+        """The current split: as it is, at the largest eta with all windows beside its own, and at the least eta."""
+        ahead = self.with_eta(self.current, self.etas[-1])
+        settings = (self.current, ahead, self.with_eta(self.current, self.etas[0]), *self._other_windows(ahead))
+        return [setting for setting in dict.fromkeys(settings) if self.allows(setting)]
+
+    def screen(self, setting: Setting, balanced: float, at_most: int) -> list[Setting]:
+        """The splits next to `balanced` (the trainer's share of all devices) and two far ones, all else as in `setting`."""
+        total = setting.trainer_workers + setting.rollout_devices
+        nearest = sorted(self.splits, key=lambda split: (abs(split[0] / total - balanced), split))
+        near = nearest[: max(at_most - 2, 1)]
+        # A share is estimated from one split: should it mislead, there is something on either side of it.
+        below, above = [s for s in self.splits if s < min(near)], [s for s in self.splits if s > max(near)]
+        splits = (*near, *spread(below, 1), *spread(above, 1))
+        return [self._with_split(setting, split) for split in splits]
 
     def neighbours(self, setting: Setting, *, wants_ranks: bool) -> Iterator[Setting]:
         """One step along one axis, the most promising first: `wants_ranks` says which side of the split is the slower one."""
@@ -140,16 +152,26 @@ class Space:
 
 
 def space_of(profile: Profile, plan: JobPlan, *, bound: int) -> Space:
-    """Around a profile as it is compiled; all settings use the same GPUs (or, on CPUs, processes) in total."""
+    """Around a profile as it is compiled; all settings use the same GPUs (or, on CPUs, processes) in total.
+
+    Raises ConfigError where the bound allows nothing that the profile would.
+    """
     current = Setting.of(profile, plan)
-    has_interrupt = profile.rollout.interrupt is not None
-    etas = [eta for eta in etas_up_to(bound, current.eta) if eta > 0 or not has_interrupt]
+    etas = etas_up_to(bound, current.eta)
+    if profile.rollout.interrupt is not None:
+        etas = tuple(eta for eta in etas if eta > 0)
+    if not etas:
+        raise ConfigError(
+            f'rollout.interrupt = "{profile.rollout.interrupt}" with at most {bound} versions of staleness: '
+            "nothing is generated ahead, so no rollout can be interrupted",
+            hint="--max-staleness 1, or a profile without rollout.interrupt",
+        )
     return Space(
         current=current,
         bound=bound,
         splits=splits_of(current),
         windows=windows_of(current.window_steps, current.require_batches),
-        etas=tuple(etas),
+        etas=etas,
         slots=slots_up_to(current.slots, profile.rollout.n),
         partial_rollout=current.partial_rollout or current.eta == 0,
     )

@@ -1,21 +1,28 @@
-"""Simulated runs, as many at once as there are cores, each on a virtual clock of its own."""
+"""Simulated runs, as many at once as there are cores, each on a virtual clock of its own.
+
+    jobs, references --longest first--> a pool of processes --> results and residuals, in the order that was asked for
+
+A Ctrl-C is the parent's to answer: it ends the pool at once, since a simulated run leaves nothing that is worth keeping.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.bench.bound import Capacities
+from asyncrl_cli.bench.fit import Row, rows_of
+from asyncrl_cli.bench.pool import interrupts_later, simulators
+from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.results import RunLines
 from asyncrl_cli.bench.timeline import KeptTimeline, Timeline
+from asyncrl_cli.job.cluster import usable_cores
+from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.references import Residual, residuals
+from asyncrl_cli.simulate.references import Residual, residuals, window_parts
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.world import simulate
 
@@ -40,14 +47,20 @@ class SimulatedJob:
     def name(self) -> str:
         return f"{self.profile.name}-s{self.seed}"
 
+    @property
+    def responses(self) -> int:
+        """What a run's length in real time goes with."""
+        return self.groups * self.profile.rollout.n
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedResult:
+    """`parts_s`: mean seconds per window, by part of a step (`window_parts`)."""
+
     lines: RunLines
     capacities: Capacities
     timeline: Timeline | None
-    virtual_s: float
-    timer_events: int
+    parts_s: Mapping[str, float]
 
 
 def simulate_all(
@@ -55,21 +68,28 @@ def simulate_all(
 ) -> tuple[list[SimulatedResult], list[Residual]]:
     """Results in the order of `jobs`, and how well the workload fits its references.
 
-    Raises what the first failing run raised; interrupted, it ends all of them first.
+    Raises what the first failing run raised, and Interrupted; either way all other runs are ended first.
     """
-    context = multiprocessing.get_context("spawn")
-    told, ending = context.SimpleQueue(), context.Event()
-    workers = min(len(jobs) + 1, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(told, ending)) as pool:
-        try:
-            running = [pool.submit(_simulate, job) for job in jobs]
-            fit = pool.submit(residuals, workload)
-            _follow([*running, fit], told, progress)
-            return [future.result() for future in running], fit.result()
-        except BaseException:
-            ending.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    rows = rows_of(workload, [(job.profile, job.seed, job.groups) for job in jobs])
+    tasks: list[SimulatedJob | Row] = [*jobs, *(row for row in rows if row.job is None)]
+    order = sorted(range(len(tasks)), key=lambda index: -tasks[index].responses)
+    told = multiprocessing.get_context("spawn").SimpleQueue()
+    size = min(len(tasks), usable_cores())
+    with terminating_as_interrupt(), simulators(size, _begin, (told,)) as pool:
+        with interrupts_later():
+            running = {index: pool.submit(_make, tasks[index]) for index in order}
+        _follow(list(running.values()), told, progress)
+        results = [running[index].result() for index in range(len(tasks))]
+    made = [result for result in results if isinstance(result, SimulatedResult)]
+    others = [result for result in results if not isinstance(result, SimulatedResult)]
+    return made, _residuals(rows, made, others)
+
+
+def _residuals(rows: Sequence[Row], made: Sequence[SimulatedResult], others: Sequence[list[Residual]]) -> list[Residual]:
+    """In the order of the workload's references. `others`: of the rows that no run of the comparison answers."""
+    remaining = iter(others)
+    fits = [next(remaining) if row.job is None else row.residuals(made[row.job].parts_s) for row in rows]
+    return [residual for fit in fits for residual in fit]
 
 
 def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> None:
@@ -83,17 +103,18 @@ def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> No
             future.result()
 
 
-class _EndedError(Exception):
-    """In a pool's process: the bench was interrupted."""
-
-
 _pool: dict[str, Any] = {}
 
 
-def _begin(told: Any, ending: Any) -> None:
-    """In each process of the pool. A Ctrl-C is the parent's to answer: it says so through `ending`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _pool.update(told=told, ending=ending)
+def _begin(told: Any) -> None:
+    """In each process of the pool."""
+    _pool["told"] = told
+
+
+def _make(task: SimulatedJob | Row) -> SimulatedResult | list[Residual]:
+    if isinstance(task, SimulatedJob):
+        return _simulate(task)
+    return residuals(task.workload)
 
 
 def _simulate(job: SimulatedJob) -> SimulatedResult:
@@ -113,13 +134,12 @@ def _simulate(job: SimulatedJob) -> SimulatedResult:
         lines=RunLines(profile=job.profile.name, seed=job.seed, lines=run.lines),
         capacities=run.capacities,
         timeline=kept.timeline(job.profile.name, run.lines) if job.keep_timeline else None,
-        virtual_s=run.virtual_s,
-        timer_events=run.timer_events,
+        parts_s=window_parts(run),
     )
 
 
 def _teller(name: str) -> Callable[[int, float], None]:
-    """Tells the parent now and then; ends the run where the parent wants it."""
+    """Tells the parent now and then."""
     last_s = 0.0
 
     def tell(groups: int, virtual_s: float) -> None:
@@ -128,7 +148,5 @@ def _teller(name: str) -> Callable[[int, float], None]:
         if now_s - last_s >= TELL_EVERY_S:
             last_s = now_s
             _pool["told"].put((name, groups))
-            if _pool["ending"].is_set():
-                raise _EndedError
 
     return tell

@@ -11,8 +11,11 @@ from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 Shown = Callable[[float], str]
+NAME_WIDTH = 10
+"""Of a column's heading. With six profiles, labels of 22 and spreads of 10 characters a table has 100 columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[Row]:
     rows = _metrics(results, (*SPEED, window), all_spreads)
     if steps_differ:
         rows += _metrics(results, WINDOW, all_spreads)
-    rows.append(Row(label="train step: groups (R)", cells=tuple(str(result.step_groups) for result in results)))
+    rows.append(Row(label="train step, groups (R)", cells=tuple(str(result.step_groups) for result in results)))
     rows += _metrics(results, (*STEP, *USE, *DATA, *VERDICT), all_spreads)
     return rows + _bound_rows(comparison)
 
@@ -118,51 +121,73 @@ def _bound_rows(comparison: Comparison) -> list[Row]:
             label=f"ideal s per {comparison.window_groups} groups",
             cells=tuple(seconds(result.bound.ideal_s) if result.bound else NOTHING for result in results),
         ),
-        Row(label="each phase alone, tokens/s"),
+        Row(label="each phase alone"),
         Row(
-            label="  generation",
+            label="  generation, tokens/s",
             cells=tuple(count(result.capacities.rollout_tokens_per_s) if result.capacities else NOTHING for result in results),
         ),
         Row(
-            label="  training",
+            label="  training, tokens/s",
             cells=tuple(count(result.capacities.trainer_tokens_per_s) if result.capacities else NOTHING for result in results),
         ),
     ]
 
 
 def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
+    """The median; on a second line the least and the most of the repeats."""
     if spread is None:
         return NOTHING
     median = shown(spread.median)
     if not with_spread or spread.min == spread.max:
         return median
-    return f"{median}\n{shown(spread.min)}-{shown(spread.max)}"
+    return f"{median}\n{_short(spread.min, shown)}-{_short(spread.max, shown)}"
+
+
+def _short(value: float, shown: Shown) -> str:
+    """A spread needs no fourth digit."""
+    return (
+        f"{value:.3g}" if shown in (seconds, digits) and 0.01 <= value < 1000 else shown(value).removesuffix("x").removesuffix("%")
+    )
 
 
 def table_of(comparison: Comparison) -> Table:
+    """As wide as it must be, however wide the terminal or pipe: print it with `crop=False`."""
+    from rich.console import Console
     from rich.table import Table
 
-    title = f"{comparison.title}{_of_repeats(comparison)}"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for result in comparison.results:
-        table.add_column(_folded(result.profile), justify="right", overflow="fold")
+        table.add_column(_folded(result.profile), justify="right", no_wrap=True)
     for row in rows_of(comparison):
         strong = row.label in ("speedup", "% of the bound") or row.label.startswith("s per ")
-        table.add_row(row.label, *row.cells, style="bold" if strong else "")
+        table.add_row(row.label, *map(_dimmed, row.cells), style="bold" if strong else "")
+    table.width = Console(width=10_000).measure(table).maximum
     return table
+
+
+def heading_of(comparison: Comparison) -> str:
+    """Above the table."""
+    counts = sorted({len(result.seeds) for result in comparison.results})
+    if counts[-1] == 1:
+        return comparison.title
+    runs = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{comparison.title}; median of {runs} runs, below it least-most"
+
+
+def _dimmed(cell: str) -> Text:
+    """The spread below a median is not what is read first."""
+    from rich.text import Text
+
+    median, _, spread = cell.partition("\n")
+    return Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median)
 
 
 def _folded(name: str) -> str:
     """A long name on several lines, broken at its hyphens."""
     import textwrap
 
-    return "\n".join(textwrap.wrap(name, 12))
-
-
-def _of_repeats(comparison: Comparison) -> str:
-    repeats = len(comparison.seeds)
-    return f"; median of {repeats} runs (least-most)" if repeats > 1 else ""
+    return "\n".join(textwrap.wrap(name, NAME_WIDTH))
 
 
 def markdown_of(comparison: Comparison) -> str:

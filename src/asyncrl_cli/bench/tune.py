@@ -10,15 +10,15 @@ Everything here is SIMULATED, and says so where it is printed.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl_cli.bench.measure import figures_of
-from asyncrl_cli.bench.pareto import Measured, Row, front, recommended
+from asyncrl_cli.bench.measure import Edges, figures_of
+from asyncrl_cli.bench.pareto import Failed, Measured, Row, front, recommended
+from asyncrl_cli.bench.pool import interrupts_later, simulators
+from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.search import Effort, Evaluate, Found, search
 from asyncrl_cli.bench.settings import Setting, space_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError
@@ -64,12 +64,18 @@ class Tuned:
 
     workload: Workload
     profile: str
+    sets: tuple[str, ...]
     window_groups: int
     n: int
     bound: int
     seed: int
     found: Found
     best: Row
+
+    @property
+    def recommended_sets(self) -> tuple[str, ...]:
+        """All that the recommended run is given: what the search was given, and what it found."""
+        return (*self.sets, *self.best.setting.sets())
 
     @property
     def front(self) -> list[Row]:
@@ -93,11 +99,11 @@ class Tuned:
             "seed": self.seed,
             "rows": [self._row(row) | {"is_on_front": row in undominated} for row in self.found.rows],
             "current": None if current is None else self._row(current),
-            "recommended": self._row(self.best),
+            "recommended": self._row(self.best) | {"sets": list(self.recommended_sets)},
             "speedup": self.speedup,
             "num_settings": self.found.num_settings,
             "num_trajectories": self.found.windows * self.window_groups * self.n,
-            "failed": [setting.sets() for setting in self.found.failed],
+            "failed": [{"sets": setting.sets(), "reason": reason} for setting, reason in self.found.failed],
             "notes": self.workload.notes,
             "limits": list(LIMITS),
         }
@@ -119,6 +125,7 @@ class Tuned:
             "staleness_max": measured.staleness_max,
             "trainer_idle_ratio": measured.trainer_idle_ratio,
             "rollouter_idle_ratio": measured.rollouter_idle_ratio,
+            "is_long": row.is_long,
             "sets": setting.sets(),
         }
 
@@ -139,57 +146,62 @@ def tune(
 
     Raises ConfigError where profile, workload and GPUs do not go together, AsyncrlError if no setting could be simulated.
     """
-    base = [*sets, *([] if gpus is None else [f"placement.gpus={gpus}"])]
+    base = (*sets, *(() if gpus is None else (f"placement.gpus={gpus}",)))
     profile = _profile(workload, profile_reference, base)
-    space = space_of(
-        profile, compile_job(profile, virtual_cluster(profile)), bound=staleness_bound(profile) if bound is None else bound
-    )
+    plan = compile_job(profile, virtual_cluster(profile))
+    space = space_of(profile, plan, bound=staleness_bound(profile) if bound is None else bound)
     window_groups = Schedule.of(profile).window_groups
     effort = Effort(windows=min((trajectories or TRAJECTORIES) // (window_groups * profile.rollout.n), MOST_WINDOWS))
-    request = Request(
-        workload=workload, profile=profile_reference, sets=tuple(base), groups=0, window_groups=window_groups, seed=seed
-    )
-    with _pool(processes or usable_cores()) as pool:
+    request = Request(workload=workload, profile=profile_reference, sets=base, groups=0, window_groups=window_groups, seed=seed)
+    with terminating_as_interrupt(), simulators(processes or usable_cores()) as pool:
         found = search(space, evaluator(pool, request, effort.planned_windows, on_progress), effort)
-    if not found.rows:
-        raise AsyncrlError(
-            f"no setting of {workload.name} with at most {space.bound} versions of staleness could be simulated",
-            hint=f"asyncrl bench --compare colocate --simulate {workload.name} shows why",
-        )
+    if not found.long_rows:
+        raise _nothing_found(found, request, space.bound)
     return Tuned(
         workload=workload,
         profile=profile_reference,
+        sets=base,
         window_groups=window_groups,
         n=profile.rollout.n,
         bound=space.bound,
         seed=seed,
         found=found,
-        best=recommended(found.rows),
+        best=recommended(found.long_rows),
     )
 
 
-def evaluator(pool: ProcessPoolExecutor, request: Request, planned_windows: int, on_progress: Progress) -> Evaluate:
+def _nothing_found(found: Found, request: Request, bound: int) -> AsyncrlError:
+    reasons = "; ".join(dict.fromkeys(reason for _, reason in found.failed))
+    return AsyncrlError(
+        f"no setting of {request.workload.name} with at most {bound} versions of staleness could be simulated: {reasons}",
+        hint=f"asyncrl bench --compare {request.profile} --simulate {request.workload.name} runs the current setting",
+    )
+
+
+def evaluator(pool: Executor, request: Request, planned_windows: int, on_progress: Progress) -> Evaluate:
     """Runs of one call go on side by side; their results keep the settings' order."""
     done_windows = 0
 
-    def evaluate(settings: Sequence[Setting], windows: int) -> list[Measured | None]:
+    def evaluate(settings: Sequence[Setting], windows: int) -> list[Measured | Failed]:
         nonlocal done_windows
-        asked: list[Future[Measured | None]] = [pool.submit(measure, run) for run in _requests(request, settings, windows)]
+        with interrupts_later():
+            asked: list[Future[Measured | Failed]] = [pool.submit(measure, run) for run in _requests(request, settings, windows)]
         for _ in as_completed(asked):
             done_windows += windows
-            on_progress(done_windows, planned_windows)
+            on_progress(done_windows, max(planned_windows, done_windows))
         return [future.result() for future in asked]
 
     return evaluate
 
 
-def measure(request: Request) -> Measured | None:
-    """One simulated run, in a process of the pool; None if it failed."""
+def measure(request: Request) -> Measured | Failed:
+    """One simulated run, in a process of the pool. Measured are the same groups whatever the setting's own windows."""
     profile = _profile(request.workload, request.profile, request.sets, groups=request.groups)
     run = simulate(profile, request.workload, seed=request.seed)
     if run.error is not None:
-        return None
-    figures = figures_of(settled(run.lines, request.window_groups), window_groups=request.window_groups)
+        return Failed(reason=str(run.error))
+    edges = Edges(begin_groups=request.window_groups, end_groups=request.groups - request.window_groups)
+    figures = figures_of(run.lines, window_groups=request.window_groups, edges=edges)
     return Measured(
         window_time_s=figures["window_time_s"],
         staleness_mean=figures.get("staleness_mean", 0.0),
@@ -199,12 +211,6 @@ def measure(request: Request) -> Measured | None:
     )
 
 
-def settled(lines: Sequence[dict[str, Any]], window_groups: int) -> list[dict[str, Any]]:
-    """From the window on that ends the first W groups: short windows are measured no earlier than long ones."""
-    first = next(line["window"] for line in lines if line["groups_trained"] >= window_groups)
-    return [line for line in lines if line["window"] >= first]
-
-
 def _profile(workload: Workload, reference: str, sets: Sequence[str], groups: int | None = None) -> Profile:
     profile = profile_for(workload, reference, sets, groups=groups).profile
     if profile.placement.colocate:
@@ -212,19 +218,14 @@ def _profile(workload: Workload, reference: str, sets: Sequence[str], groups: in
             f"{reference} is colocated: trainer and rollout share all GPUs, so there is no split to tune",
             hint=f"--profile {DEFAULT_PROFILE}",
         )
+    if (on_stale := profile.async_training.on_stale) != "wait":
+        raise ConfigError(
+            f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound',
+            hint="--set async_training.on_stale=wait",
+        )
     return profile
 
 
 def _requests(request: Request, settings: Sequence[Setting], windows: int) -> Iterator[Request]:
     for setting in settings:
         yield replace(request, sets=(*request.sets, *setting.sets()), groups=windows * request.window_groups)
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: the command's own has threads (its progress bar). An interrupt drops what has not begun."""
-    pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
-    try:
-        yield pool
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

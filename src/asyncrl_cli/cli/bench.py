@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from asyncrl_cli.bench.compare import Outcome, Request, Watcher
+    from asyncrl_cli.bench.results import Comparison
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -36,11 +37,17 @@ def command(
     ] = "colocate",
     profiles: Annotated[
         list[str] | None,
-        typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. [partial-rollout]"),
+        typer.Option(
+            "--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. If none is given: partial-rollout."
+        ),
     ] = None,
     simulate: Annotated[
         str | None,
-        typer.Option("--simulate", metavar="WORKLOAD", help="A workload's name or TOML file: nothing is trained, time is virtual."),
+        typer.Option(
+            "--simulate",
+            metavar="WORKLOAD",
+            help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
+        ),
     ] = None,
     repeat: Annotated[
         int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
@@ -102,21 +109,33 @@ def _real(request: Request, out: Path | None) -> tuple[Outcome, Path]:
 
 
 def _show(outcome: Outcome, directory: Path, *, as_json: bool) -> None:
-    from asyncrl_cli.bench.report import write
-    from asyncrl_cli.bench.table import table_of
+    """What was measured is on disk and on the screen before pictures are tried."""
+    from asyncrl_cli.bench.report import write_report, write_results
 
     comparison = outcome.comparison
     if comparison is None:
         return
-    written = write(comparison, outcome.timelines, directory)
+    results = write_results(comparison, directory)
     if as_json:
         print_json(comparison.to_json())
     else:
-        stdout().print(table_of(comparison))
-        for remark in comparison.remarks:
-            stdout().print(remark, markup=False, soft_wrap=True)
-    for path in written:
+        _print(comparison)
+    written, failures = write_report(comparison, outcome.timelines, directory)
+    for failure in failures:
+        warn(failure)
+    for path in (results, *written):
         say(f"wrote {path}")
+
+
+def _print(comparison: Comparison) -> None:
+    from asyncrl_cli.bench.table import heading_of, table_of
+
+    stdout().print(heading_of(comparison), style="italic", markup=False, soft_wrap=True)
+    stdout().print(table_of(comparison), crop=False)
+    for name in comparison.missing:
+        stdout().print(f"not finished: {name}", markup=False, soft_wrap=True)
+    for remark in comparison.remarks:
+        stdout().print(remark, markup=False, soft_wrap=True)
 
 
 def _leaving_nothing_empty(directory: Path) -> AbstractContextManager[None]:
@@ -152,6 +171,9 @@ def _watching(title: str) -> AbstractContextManager[Watcher]:
         def note(self, text: str, done: int, total: int) -> None:
             """One bar for all that is not a run."""
             self._show("", done, total, is_started=True, text=text)
+
+        def say(self, text: str) -> None:
+            self._progress.console.print(text, markup=False, highlight=False)
 
         def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str = "") -> None:
             if key not in self._tasks:

@@ -63,9 +63,14 @@ def command(
     if tune is not None:
         from asyncrl_cli.cli.plan_tune import print_tuned
 
-        # No GPUs to search on is a question without an answer; a plan for none is one for CPUs.
-        asked = gpus or None
-        print_tuned(tune, profile, sets, gpus=asked, bound=max_staleness, runs_dir=runs_dir, as_json=as_json)
+        if gpus == 0:
+            raise ConfigError(
+                "--gpus 0 leaves nothing to split between trainer and rollout",
+                hint="--gpus N; a workload that was measured on CPUs is searched on CPUs without it",
+            )
+        if gpu_memory is not None:
+            raise ConfigError("--gpu-memory does not belong to --tune: memory is not simulated", hint="asyncrl plan --profile P")
+        print_tuned(tune, profile, sets, gpus=gpus, bound=max_staleness, runs_dir=runs_dir, as_json=as_json)
         return
     if profile is None:
         raise ConfigError("a plan needs --profile, or --tune", hint="asyncrl plan --profile partial-rollout")

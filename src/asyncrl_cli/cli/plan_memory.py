@@ -68,11 +68,12 @@ def print_memory(report: MemoryReport, plan: JobPlan) -> None:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for header in ("role", "what", "where", "when"):
         table.add_column(header)
+    table.add_column("processes", justify="right")
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("meaning")
     for item in report.estimate.items:
         where = "memory" if plan.device == "cpu" else "GPU" if item.place == "device" else "host"
-        table.add_row(item.role, item.what, where, item.phase, size(item.num_bytes), item.how)
+        table.add_row(item.role, item.what, where, item.phase, str(item.processes), size(item.num_bytes), item.how)
     stdout().print(table)
     for line in (*map(_need_line, report.needs), *report.estimate.shape.remarks, NOT_COUNTED):
         stdout().print(line, soft_wrap=True)

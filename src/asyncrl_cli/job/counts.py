@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import ConfigError, PreflightError
@@ -31,12 +30,11 @@ class Counts:
 def cpu_counts(profile: Profile) -> Counts:
     """One worker per role unless the profile says more; GPU counts mean nothing here (the plan warns).
 
-    Colocated, each place of `cpus_per_worker` cores has a rank and a worker; there are as many places as both sides
-    would have apart. (More threads for one rank and one worker would not help small matrices: they get slower.)
+    Colocated, each place of `cpus_per_worker` cores has a rank and a worker, and there are as many places as ranks and workers
+    would have apart: the same resources. (More threads for one of each would not help small matrices: they get slower.)
     """
     if profile.placement.colocate:
-        asked = {"placement.trainer_workers": profile.placement.trainer_workers, "rollout.workers": profile.rollout.workers}
-        places = _equal(asked, "core") or 2
+        places = (profile.placement.trainer_workers or 1) + (profile.rollout.workers or 1)
         return Counts(
             trainer_workers=places,
             rollout_workers=places,
@@ -93,20 +91,15 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
         "rollout.workers": profile.rollout.workers,
         "placement.gpus": placement.gpus,
     }
-    gpus = _equal(asked, "GPU") or _total(profile, cluster)
-    return _cuda(profile, gpus, gpus, gpus)
-
-
-def _equal(asked: Mapping[str, int | None], place: str) -> int | None:
-    """The one number that all keys give, None if none is given."""
     given = {key: value for key, value in asked.items() if value is not None}
     if len(set(given.values())) > 1:
         numbers = ", ".join(f"{key} = {value}" for key, value in given.items())
         raise ConfigError(
-            f"placement.colocate needs one rank and one rollout worker per {place}, but {numbers}",
+            f"placement.colocate needs one rank and one rollout worker per GPU, but {numbers}",
             hint=" ".join(f"--set {key}={min(given.values())}" for key in given),
         )
-    return next(iter(given.values()), None)
+    gpus = next(iter(given.values())) if given else _total(profile, cluster)
+    return _cuda(profile, gpus, gpus, gpus)
 
 
 def _cuda(profile: Profile, ranks: int, workers: int, gpus: int) -> Counts:

@@ -4,9 +4,10 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
 
     trainer rank   always   float32 master weights 4P/r, AdamW's two moments 8P/r
                    start    the whole float32 model, before it is sharded
-                   step     float32 gradients 4P/r, what FSDP2 gathers (root group and two layers), whole gradients of the root
-                            group, activations of one microbatch (nothing is recomputed: no activation checkpointing), its logits
-                   host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy, published buckets
+                   step     float32 gradients 4P/r, what FSDP2 gathers (GPU: root group and two layers; CPU: all of it), gradients
+                            not yet reduced (GPU: the root group's; CPU: all, in float32), activations of one microbatch (nothing
+                            is recomputed: no activation checkpointing), its logits
+                   host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: the version that waits for its load
@@ -17,7 +18,7 @@ A process's peak is what it always has and the most expensive of its phases. Not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +52,12 @@ class MemoryItem:
     phase: Phase
     num_bytes: int
     how: str
+    processes: int
+    """How many of the role's processes hold it, `num_bytes` each."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.processes * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +71,26 @@ class MemoryEstimate:
         return [item for item in self.items if (item.role, item.place) == (role, place)]
 
     def peak_bytes(self, role: str, place: Place) -> int:
-        """What it always holds and the most expensive phase."""
-        phases: dict[str, int] = {"always": 0}
-        for item in self.of(role, place):
-            phases[item.phase] = phases.get(item.phase, 0) + item.num_bytes
-        return phases.pop("always") + max(phases.values(), default=0)
+        """Of one process, the one that holds most: what it always holds and the most expensive phase."""
+        return sum(item.num_bytes for item in _at_peak(self.of(role, place), [item.num_bytes for item in self.of(role, place)]))
+
+    def at_peak(self, role: str) -> list[MemoryItem]:
+        """Of all processes of a role that share one machine's memory: the items that meet at their peak."""
+        items = [*self.of(role, "device"), *self.of(role, "host")]
+        return _at_peak(items, [item.total_bytes for item in items])
+
+    def always_bytes(self, role: str) -> int:
+        """On the device of one process, whatever it does."""
+        return sum(item.num_bytes for item in self.of(role, "device") if item.phase == "always")
+
+
+def _at_peak(items: Sequence[MemoryItem], sizes: Sequence[int]) -> list[MemoryItem]:
+    phases: dict[str, int] = {}
+    for item, num_bytes in zip(items, sizes, strict=True):
+        phases[item.phase] = phases.get(item.phase, 0) + num_bytes
+    phases.pop("always", None)
+    dearest = max(phases, key=lambda phase: phases[phase], default="always")
+    return [item for item in items if item.phase in ("always", dearest)]
 
 
 def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape) -> MemoryEstimate:
@@ -104,21 +126,36 @@ def microbatch_tokens(profile: Profile) -> int:
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
     shard, tokens = -(-shape.parameters // ranks), microbatch_tokens(profile)
-    gathered = shape.root_parameters + 2 * shape.layer_parameters
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     per_token = shape.num_layers * activation_bytes_per_token(shape, e)
 
     def item(what: str, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
-        return MemoryItem(role=TRAINER, what=what, place="device", phase=phase, num_bytes=num_bytes, how=how)
+        return MemoryItem(role=TRAINER, what=what, place="device", phase=phase, num_bytes=num_bytes, how=how, processes=ranks)
 
     yield item("parameters", "always", MASTER_BYTES * shard, f"float32 master weights, {over}")
     yield item("optimizer", "always", 2 * MASTER_BYTES * shard, f"AdamW's two moments, float32, {over}")
     yield item("whole model", "start", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
     yield item("gradients", "step", MASTER_BYTES * shard, f"float32, {over}")
-    yield item("gathered layers", "step", e * gathered, f"{profile.model.dtype}: embedding, head and two layers whole (FSDP2)")
-    yield item("whole gradients", "step", (e + MASTER_BYTES) * shape.root_parameters, "of embedding and head, not yet reduced")
+    yield item("gathered", "step", *_gathered(plan, shape, profile.model.dtype))
+    yield item("whole gradients", "step", *_whole_gradients(plan, shape, e))
     yield item("activations", "step", tokens * per_token, f"{tokens} tokens of a microbatch; nothing is recomputed")
     yield item("logits", "step", tokens * shape.vocab_size * LOGIT_BYTES, f"{tokens} tokens * {shape.vocab_size} of vocabulary")
+
+
+def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
+    """What FSDP2 holds whole beside the shards. On CPUs it stays for an optimizer step (train/policy_model.py)."""
+    if plan.device == "cpu":
+        return BYTES_OF[dtype] * shape.parameters, f"{dtype}: all parameters whole, for an optimizer step (FSDP2)"
+    held = shape.root_parameters + 2 * shape.layer_parameters
+    return BYTES_OF[dtype] * held, f"{dtype}: embedding, head and two layers whole (FSDP2)"
+
+
+def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int) -> tuple[int, str]:
+    if plan.device == "cpu":
+        # Summed in float32; of a smaller type, those that a backward has just made come on top until they are added.
+        fresh = 0 if value_bytes == MASTER_BYTES else value_bytes * max(shape.root_parameters, shape.layer_parameters)
+        return MASTER_BYTES * shape.parameters + fresh, "float32, of all parameters, until the last microbatch"
+    return (value_bytes + MASTER_BYTES) * shape.root_parameters, "of embedding and head, not yet reduced"
 
 
 def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
@@ -127,8 +164,8 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
     keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
     buckets = -(-e * shape.parameters // (profile.weights.gather_bucket_size_mb * BYTES_PER_MB))
 
-    def item(what: str, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
-        return MemoryItem(role=TRAINER, what=what, place="host", phase=phase, num_bytes=num_bytes, how=how)
+    def item(what: str, phase: Phase, num_bytes: int, how: str, processes: int = ranks) -> MemoryItem:
+        return MemoryItem(role=TRAINER, what=what, place="host", phase=phase, num_bytes=num_bytes, how=how, processes=processes)
 
     if keeps_first:
         yield item("window's first weights", "always", MASTER_BYTES * shard, "float32, for the old-logprob pass")
@@ -138,13 +175,14 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
         2 * e * shape.parameters,
         f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {profile.weights.gather_bucket_size_mb} MB each, "
         "new and previous version; Ray's object store holds as much again",
+        processes=1,
     )
     copies = 4 if keeps_first else 3
     yield item("checkpoint", "sync", copies * MASTER_BYTES * shard, "the snapshot that is being written")
 
 
 def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
-    rollout, e = profile.rollout, BYTES_OF[profile.model.dtype]
+    rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
     gpus = max(plan.counts.gpus_per_rollout_worker, 1)
     tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
     batch_tokens = rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
@@ -152,7 +190,7 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[Mem
     prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e))
 
     def item(what: str, place: Place, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
-        return MemoryItem(role=ROLLOUT, what=what, place=place, phase=phase, num_bytes=num_bytes, how=how)
+        return MemoryItem(role=ROLLOUT, what=what, place=place, phase=phase, num_bytes=num_bytes, how=how, processes=workers)
 
     apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
     weights = e * shape.parameters

@@ -11,6 +11,8 @@ from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30
+MACHINE = "machine"
+"""The device of a job on CPUs: all its processes share one memory."""
 PROBE_TIMEOUT_S = 10.0
 
 
@@ -31,8 +33,8 @@ class DeviceNeed:
 def device_needs(estimate: MemoryEstimate, plan: JobPlan, available_bytes: int | None) -> list[DeviceNeed]:
     """Per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: this machine, with all processes."""
     if plan.device == "cpu":
-        total = sum(role.workers * _process_bytes(estimate, role.name) for role in plan.roles)
-        return [DeviceNeed(device="machine", roles=(TRAINER, ROLLOUT), num_bytes=total, available_bytes=available_bytes)]
+        total = sum(item.total_bytes for role in plan.roles for item in estimate.at_peak(role.name))
+        return [DeviceNeed(device=MACHINE, roles=(TRAINER, ROLLOUT), num_bytes=total, available_bytes=available_bytes)]
     apart = ((TRAINER,), (ROLLOUT,))
     return [
         DeviceNeed(
@@ -69,23 +71,29 @@ def known_memory_bytes(device: str) -> int | None:
     return _smallest_gpu_bytes()
 
 
-def _process_bytes(estimate: MemoryEstimate, role: str) -> int:
-    return estimate.peak_bytes(role, "device") + estimate.peak_bytes(role, "host")
+REMEDIES = {
+    "activations": "lower trainer.max_tokens_per_microbatch",
+    "logits": "lower trainer.max_tokens_per_microbatch",
+    "KV cache": "lower rollout.slots",
+    "prefill": "lower rollout.slots",
+    "sampling": "lower rollout.slots",
+    "window's first weights": 'algorithm.old_logprobs = "rollout" keeps none',
+    "checkpoint": "checkpoint.every_steps = 0 writes none",
+}
+"""Keys that make an item smaller, by its name; other items follow the model's size and the number of processes."""
 
 
 def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
     """The largest item that a key can make smaller."""
-    remedies = {
-        "activations": "lower trainer.max_tokens_per_microbatch",
-        "logits": "lower trainer.max_tokens_per_microbatch",
-        "KV cache": "lower rollout.slots",
-        "prefill": "lower rollout.slots",
-        "sampling": "lower rollout.slots",
-    }
-    items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
-    largest = max(items, key=lambda item: item.num_bytes)
-    fallback = "take more trainer ranks" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
-    return f"the most is {largest.what}: {remedies.get(largest.what, fallback)}"
+    if need.device == MACHINE:
+        largest = max((item for role in need.roles for item in estimate.at_peak(role)), key=lambda item: item.total_bytes)
+        fewer = "placement.trainer_workers" if largest.role == TRAINER else "rollout.workers"
+        fallback = f"lower {fewer}" if largest.processes > 1 else "take a smaller model"
+    else:
+        items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
+        largest = max(items, key=lambda item: item.num_bytes)
+        fallback = "take more trainer ranks" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
+    return f"the most is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
 
 
 def _cache_warning(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, available_bytes: int) -> list[str]:
@@ -93,15 +101,17 @@ def _cache_warning(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, av
     if plan.device == "cpu":
         return []
     weights = next(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
-    room = int((available_bytes - weights) * CACHE_SHARE_OF_MEMORY)
+    # A colocated rank's weights and moments stay where they are while its GPU generates.
+    taken = weights + (estimate.always_bytes(TRAINER) if plan.colocate else 0)
+    room = max(int((available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
     cache = kv_cache_bytes(profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
     if cache <= room:
         return []
-    slots = max(room * profile.rollout.slots // cache, 0)
+    slots = room * profile.rollout.slots // cache
+    way_out = f"rollout.slots = {slots} fits" if slots >= profile.rollout.n else "fewer slots alone do not help"
     return [
         f"a KV cache for {profile.rollout.slots} slots at full length is {cache / GIB:.1f} GiB, and the engine takes at most half "
-        f"of what is free ({max(room, 0) / GIB:.1f} GiB): long responses may be evicted and prefilled again "
-        f"(rollout.slots = {slots} fits)"
+        f"of what is free ({room / GIB:.1f} GiB): long responses may be evicted and prefilled again ({way_out})"
     ]
 
 

@@ -60,9 +60,9 @@ class RolloutMeter:
         self._advance()
         self._num_evals += change
 
-    def report(self, *, version: int, sampled_tokens: int, running_tokens: int) -> ExecutorReport:
+    def report(self, *, version: int, sampled_tokens: int, decode_steps: float, running_tokens: int) -> ExecutorReport:
         self._advance()
-        self._clock.sums["sampled_tokens"] = sampled_tokens
+        self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps}
         self._clock.gauges |= {
             "running_sequences": self._running,
             "running_tokens": running_tokens,

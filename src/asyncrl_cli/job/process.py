@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -20,7 +21,7 @@ def set_up_process(*, threads: int, log_path: Path | None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keep_freed_memory()
-    compute_without_preempting()
+    yield_to_computing()
     if log_path is not None:
         _log_to(log_path)
 
@@ -37,14 +38,15 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def compute_without_preempting() -> None:
-    """On Linux: threads from here on compute in long slices, and their wake-ups push nobody off a core.
+def yield_to_computing() -> None:
+    """On Linux: a thread of this process that wakes up, for a message or a poll, waits for its turn and pushes nobody off a core.
 
-    With as many compute threads as cores, each message of a busy run would otherwise take a core from a forward pass, and the
-    caches with it. For a process that is alone on its cores nothing changes.
+    A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a core from a forward
+    pass, and the caches with it. Alone on its cores a process is as fast as before. Where it is not allowed nothing changes.
     """
     if sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _log_to(path: Path) -> None:

@@ -106,6 +106,7 @@ class RolloutActor:
         report = self._meter.report(
             version=self._engine.version,
             sampled_tokens=self._engine.sampled_tokens,
+            decode_steps=self._engine.decode_steps,
             running_tokens=self._runner.running_tokens,
         )
         return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))

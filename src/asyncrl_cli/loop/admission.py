@@ -63,8 +63,8 @@ class WorkerSlots:
     def used(self) -> int:
         return self.unfinished_sequences + self.eval_sequences
 
-    def leave(self, key: AttemptKey, unfinished: int) -> None:
-        """`unfinished` sequences of a running group are left."""
+    def set_unfinished(self, key: AttemptKey, unfinished: int) -> None:
+        """A running group has so many unfinished sequences."""
         self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
         self.unfinished[key] = unfinished
 
@@ -85,7 +85,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Admission and take. Admission is O(workers), a take O(finished groups); nothing here waits."""
+    """Admission sorts the workers with room, a take passes once over the finished groups; nothing here waits."""
 
     def __init__(
         self,
@@ -148,20 +148,19 @@ class Admission:
         assert key not in self.finished
         self.running[key] = deadline = self.deadline_on(worker)
         self._untaken[deadline] += 1
-        worker.leave(key, self.n)
+        worker.set_unfinished(key, self.n)
 
     def deadline_on(self, worker: WorkerSlots) -> int:
         return worker.version + self.max_staleness
 
     def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
-        """Free the slots of sequences that ended inside running groups; true if any did."""
+        """Free the slots of sequences that ended inside running groups; true if that made room for a group."""
         slots = self.workers[worker]
-        freed = False
+        before = self._room(slots)
         for key, finished in counts.items():
             if slots.unfinished.get(key, 0) > self.n - finished:
-                slots.leave(key, self.n - finished)
-                freed = True
-        return freed
+                slots.set_unfinished(key, self.n - finished)
+        return self._room(slots) > before
 
     def finish(self, key: AttemptKey, worker: str) -> None:
         """A running group has its trajectories and rewards."""
@@ -228,11 +227,16 @@ class Admission:
         return all(not worker.loading and worker.version == self.version for worker in self.workers.values())
 
     def _with_room(self, awake: list[WorkerSlots]) -> list[WorkerSlots]:
-        """Workers with free slots; if no worker has any, not even one that loads, those whose queue is not full."""
-        free = [worker for worker in self.workers.values() if worker.used + self.n <= worker.slots]
+        """Workers with slots for a whole group; if no worker has that, not even one that loads, those whose queue has."""
+        free = [worker for worker in self.workers.values() if self._room(worker) == 2]
         if free:
             return [worker for worker in free if not worker.loading]
-        return [worker for worker in awake if worker.used + self.n <= worker.slots + self.n * self.prefetch_groups]
+        return [worker for worker in awake if self._room(worker)]
+
+    def _room(self, worker: WorkerSlots) -> int:
+        """For one more group: 2 in its slots, 1 in its queue only, 0 nowhere."""
+        missing = worker.used + self.n - worker.slots
+        return (missing <= 0) + (missing <= self.n * self.prefetch_groups)
 
     def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
         """The worker lags, and what starts there would be due in the window that has begun already, or late.

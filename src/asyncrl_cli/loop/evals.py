@@ -32,9 +32,11 @@ class Evaluator:
         timeout_s: float,
         seed: int,
         now: Callable[[], float],
+        on_freed: Callable[[], None],
         on_end: Callable[[EvalSummary | None, int], None],
     ) -> None:
-        """`on_end(summary, version)` is called once per eval; summary None if it timed out or scored nothing."""
+        """`on_freed()` is called when an eval has given slots back; `on_end(summary, version)` once per eval, with summary None
+        if it timed out or scored nothing."""
         self.items = list(items)
         self.every_versions = every_versions
         self.timeout_s = timeout_s
@@ -42,6 +44,7 @@ class Evaluator:
         self.last_version: int | None = None
         self.running: _Eval | None = None
         self._now = now
+        self._on_freed = on_freed
         self._on_end = on_end
         self._ended_s = 0.0
 
@@ -88,6 +91,7 @@ class Evaluator:
                 current.results.append(await worker.evaluate(request))
             finally:
                 slots.eval_sequences -= len(items)
+                self._on_freed()
 
     def _end(self, current: _Eval) -> None:
         self.running = None

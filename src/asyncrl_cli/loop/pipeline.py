@@ -54,7 +54,7 @@ from asyncrl_cli.loop.ports import (
 )
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.signal import look_again_in
+from asyncrl_cli.loop.signal import Change, look_again_in
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.loop.training import Training
@@ -156,6 +156,7 @@ class Pipeline:
             timeout_s=settings.eval_timeout_s,
             seed=settings.seed,
             now=now,
+            on_freed=lambda: self.board.changes.notify(Change.SLOTS),
             on_end=self._eval_ended,
         )
         return Board(

@@ -32,7 +32,10 @@ class ShapeUnknown(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """`layer_parameters` is the largest layer's. `remarks`: what is assumed, for people."""
+    """`layer_parameters` is the largest layer's, `root_parameters` what lies outside all layers (embedding, last norm, head).
+
+    `remarks`: what is assumed, for people.
+    """
 
     model_type: str
     vocab_size: int
@@ -45,12 +48,8 @@ class ModelShape:
     has_qk_norm: bool
     parameters: int
     layer_parameters: int
+    root_parameters: int
     remarks: tuple[str, ...] = ()
-
-    @property
-    def root_parameters(self) -> int:
-        """Outside the layers: embedding, last norm, head."""
-        return self.parameters - self.num_layers * self.layer_parameters
 
     @property
     def kv_values_per_token(self) -> int:
@@ -106,6 +105,7 @@ def shape_of_config(config: Mapping[str, Any], remarks: tuple[str, ...] = ()) ->
         has_qk_norm=has_qk_norm,
         parameters=sizes["num_layers"] * layer + root,
         layer_parameters=layer,
+        root_parameters=root,
         remarks=remarks,
     )
 
@@ -135,14 +135,17 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, whose headers would tell its parameters")
     layers: dict[str, int] = {}
     for name, count in counts.items():
-        if found := re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name):
-            layers[found[1]] = layers.get(found[1], 0) + count
+        if found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name):
+            # By the whole path: a second tower counts its layers from 0 too.
+            layer = name[: found.end()]
+            layers[layer] = layers.get(layer, 0) + count
     return ModelShape(
         model_type=kind,
         **_sizes(config),
         has_qk_norm=False,
         parameters=sum(counts.values()),
         layer_parameters=max(layers.values(), default=0),
+        root_parameters=sum(counts.values()) - sum(layers.values()),
         remarks=(f"{kind}: parameters counted in its files; activations are guessed as a llama's",),
     )
 

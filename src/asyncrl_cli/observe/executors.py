@@ -63,6 +63,11 @@ def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
             sum(stretch.gauges.get("slots", 0.0) * stretch.elapsed_s for stretch in rollouts),
         )
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
+        if all("decode_steps" in stretch.sums for stretch in rollouts):
+            values["rollouter/decode_batch_mean"] = Ratio(
+                sum(stretch.sums["sampled_tokens"] for stretch in rollouts),
+                sum(stretch.sums["decode_steps"] for stretch in rollouts),
+            )
         evals_s = [stretch.sums["eval_s"] for stretch in rollouts if "eval_s" in stretch.sums]
         if evals_s:
             values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))

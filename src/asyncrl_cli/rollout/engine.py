@@ -78,6 +78,10 @@ class Engine(Protocol):
     def sampled_tokens(self) -> int:
         """Tokens sampled since the start."""
 
+    @property
+    def decode_steps(self) -> int:
+        """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
+
     def tokens_of(self, request_id: str) -> int:
         """Tokens sampled so far for a request that waits or runs; 0 for others."""
 

@@ -73,6 +73,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
     def __init__(self, *, version: int, on_stop: Callable[[Track], None]) -> None:
         self.version = version
         self.sampled_tokens = 0
+        self.decode_steps = 0
         self.tracks: dict[str, Track] = {}
         self.eos_tokens: frozenset[int] = frozenset()
         self.tail_text: Callable[[list[int]], str] = str
@@ -95,9 +96,11 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         chosen = torch.zeros_like(scores)
         chosen[: len(rows)].scatter_(1, tokens_N[:, None], 1.0)
         logprobs_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
+        before = self.sampled_tokens
         for track, token, logprob in zip(rows, tokens_N.tolist(), logprobs_N.tolist(), strict=True):
             if track is not None and track.finished is None:
                 self._record(track, token, logprob)
+        self.decode_steps += self.sampled_tokens > before
         return chosen
 
     def _choose(self, logprobs_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:

@@ -90,6 +90,10 @@ class TransformersEngine:
     def sampled_tokens(self) -> int:
         return self._sampler.sampled_tokens
 
+    @property
+    def decode_steps(self) -> int:
+        return self._sampler.decode_steps
+
     def tokens_of(self, request_id: str) -> int:
         track = self._tracks.get(request_id)
         return len(track.tokens) if track is not None else 0

@@ -1,38 +1,37 @@
 """A workload from a real run: what its metrics, events and profile say of the machine, in the units of a workload.
 
-    decode step     running / (tokens/s while busy)      = (step_s + step_s_per_sequence * running) * (1 + i * shared)
-    train step      timing/train_s                       = (steps * step_s + tokens * s_per_token) * (1 + j * shared)
+    decode step     its mean batch over tokens/s while busy, against that mean batch                     -> [decoding]
+    train step      timing/train_s                    against trained tokens                             -> [training]
+    old logprobs    timing/old_logprob_s              over train/old_logprob_tokens
+    sync            medians of `published` and `loaded`                                                  -> [syncing]
 
-`shared` is the share of that side's busy time in which the other was busy too; i and j are the interference ratios of a machine
-that both share. Each is a least-squares fit over the run's train steps, with coefficients that cannot be negative. Prompts and
-prefills are not measured by themselves: they are in the constants. Steps with an eval or a checkpoint are left out, as are the
-first ones.
+The first two are lines (`simulate/fit.py`), with the interference of a machine that both sides share. Prompts and prefills are not
+measured by themselves: they are in the constants. A load's pause is idle time of its worker, so no decode step contains it.
+Steps with an eval or a checkpoint are left out, as are the first ones. What one run cannot tell stands in the notes.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import NormalDist, median
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.layers import Layer, load
 from asyncrl_cli.profile.resolved import from_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.workload import Decoding, Lengths, Reference, Syncing, Training, Workload
+from asyncrl_cli.profile.sources import shipped_profiles
+from asyncrl_cli.simulate.fit import Fit, fit_line
+from asyncrl_cli.simulate.observed import Line, decode_points, lengths_of, old_logprob_s_per_token, spent, train_points, undisturbed
+from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
-WARMING_STEPS = 4
+Found = TypeVar("Found")
 LEAST_STEPS = 8
-LENGTHS_KEPT = 2000
-LENGTHS_PER_STEP = 64
-MAX_SIGMA = 4.0
-MAX_INTERFERENCE = 2.0
 COMMON_KEYS = {
     "trainer": ("ppo_mini_batch_size", "max_tokens_per_microbatch"),
     "rollout": ("workers", "slots", "n", "prefetch_groups", "max_prompt_tokens", "max_response_tokens"),
@@ -40,63 +39,92 @@ COMMON_KEYS = {
     "placement": ("trainer_workers", "gpus", "ratio", "gpus_per_rollout_worker", "cpus_per_worker"),
 }
 """What every profile on this workload shares with the calibrated run; K and eta make the profiles."""
+OWN_KEYS = {
+    "algorithm": ("old_logprobs",),
+    "rollout": ("interrupt",),
+    "async_training": (
+        "trigger_parameter_sync_step",
+        "staleness_threshold",
+        "partial_rollout",
+        "max_staleness",
+        "on_stale",
+        "max_requeues",
+        "on_exhausted",
+    ),
+    "placement": ("colocate",),
+}
+"""What makes the run's schedule its own: its row sets those in which it differs from the profile of that name."""
 PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
-
-NEEDED = (
-    "trainer/idle_ratio",
-    "rollouter/idle_ratio",
-    "rollouter/slot_utilization",
-    "rollouter/tokens_per_s",
-    "response_tokens/mean",
-    "response_tokens/median",
-    "staleness/histogram",
-)
-"""Keys that a line has unless some executor did not report in time: then it says too little."""
-
-Line = Mapping[str, Any]
 
 
 def calibrate(run_directory: Path) -> Workload:
-    """Raises ConfigError if the run has too few undisturbed train steps, or lacks its files."""
+    """Raises ConfigError if the run has too few undisturbed train steps that say something, or lacks its files."""
     profile = _profile(run_directory)
     everything = _json_lines(run_directory / "metrics.jsonl")
     lines = undisturbed(everything)
-    if len(lines) < LEAST_STEPS:
-        raise ConfigError(
-            f"{run_directory}: {len(lines)} of {len(everything)} train steps are free of evals and checkpoints; "
-            f"a calibration needs {LEAST_STEPS}",
-            hint="a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0",
-        )
+    _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
     job = compile_job(profile, virtual_cluster(profile))
     workers, ranks = job.role(ROLLOUT).workers, job.role(TRAINER).workers
     schedule = Schedule.of(profile)
+    decoded = _enough(decode_points(lines, workers), run_directory, "train steps have decoding beside them")
+    trained = _enough(train_points(lines), run_directory, "train steps have trained tokens")
+    decode_fit, train_fit = fit_line(decoded), fit_line(trained)
+    scored_s = old_logprob_s_per_token(lines, train_fit)
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
-        notes=f"From {len(lines)} train steps of one run. Lengths as observed; prompts and prefills are part of the constants.",
+        notes="\n".join(_notes(len(lines), profile, decode_fit, train_fit, scored_s)),
         windows=24,
         profile=_common(profile, job.device),
         profiles={},
-        lengths=_lengths(lines, profile),
-        decoding=_decoding(lines, workers, profile.rollout.slots),
-        training=_training(lines, ranks, schedule),
+        lengths=lengths_of(lines, profile),
+        decoding=Decoding(
+            step_s=max(decode_fit.constant, 1e-9),
+            step_s_per_sequence=decode_fit.slope,
+            interference_ratio=decode_fit.interference,
+        ),
+        training=Training(
+            step_s=train_fit.constant / (schedule.step_groups // schedule.mini_batch_groups),
+            s_per_token=train_fit.slope,
+            old_logprob_s_per_token=scored_s or 0.0,
+            reference_gpus=ranks,
+            step_overhead_s=max(0.0, median(spent(line, "other") for line in lines)),
+            interference_ratio=train_fit.interference,
+        ),
         syncing=_syncing(_json_lines(run_directory / "events.jsonl"), lines),
-        references=(_reference(lines, profile, schedule),),
+        references=(_reference(lines, profile, schedule, run_directory),),
     )
 
 
-def undisturbed(lines: Sequence[Line]) -> list[Line]:
-    """Train steps beside which nothing else was done, from the fifth one on and without the last."""
-    return [line for line in lines[WARMING_STEPS:-1] if _is_whole(line)]
+def _enough(found: Sequence[Found], run_directory: Path, what: str) -> Sequence[Found]:
+    if len(found) >= LEAST_STEPS:
+        return found
+    raise ConfigError(
+        f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}",
+        hint="a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0",
+    )
 
 
-def _is_whole(line: Line) -> bool:
-    beside_s = _spent(line, "eval") + _spent(line, "checkpoint")
-    return beside_s < 0.02 * _spent(line, "step") and all(key in line for key in NEEDED)
-
-
-def _spent(line: Line, part: str) -> float:
-    return float(line.get(f"timing/{part}_s", 0.0))
+def _notes(num_lines: int, profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
+    """What the figures rest on, and what one run cannot tell."""
+    notes = [
+        f"From {num_lines} train steps of one run, lengths as observed (at its own stage of learning).",
+        "One run does not tell: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
+        "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not in the prediction); prompts and "
+        "prefills (in the constants, prompt_tokens 0: a recompute-kv load costs nothing more); how workers differ "
+        "(speed_spread 0).",
+    ]
+    if scored_s is None:
+        notes.append("Nor old-logprob passes: the run has none, they are free here (old_logprob_s_per_token 0).")
+    sides = [name for name, fit in (("generation", decode_fit), ("training", train_fit)) if not fit.tells_interference]
+    if sides:
+        notes.append(
+            f"Nor how much the other side slows {' and '.join(sides)} (which ran beside it always, or never): "
+            "interference_ratio 0; what there was of it is in the times."
+        )
+    if profile.placement.colocate:
+        notes.append("The run was colocated: another placement's transfers may take longer than its own.")
+    return notes
 
 
 def _profile(run_directory: Path) -> Profile:
@@ -105,6 +133,8 @@ def _profile(run_directory: Path) -> Profile:
         return from_document(json.loads(path.read_text(encoding="utf-8")), where=str(path)).profile
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}", hint="give the directory of a run, as runs/NAME") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}", hint="give the directory of a run, as runs/NAME") from None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
@@ -126,138 +156,11 @@ def _common(profile: Profile, device: str) -> dict[str, Any]:
     return tables
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """seconds = (constant + slope * amount) * (1 + interference * shared); `error` is the mean squared relative one."""
-
-    constant: float
-    slope: float
-    interference: float
-    error: float
-
-
-def fit_line(amounts: Sequence[float], seconds: Sequence[float], shared: Sequence[float]) -> Fit:
-    """Least squares of relative errors, so that slow steps (a disturbed machine) do not rule; all coefficients >= 0."""
-    grid = [MAX_INTERFERENCE * step / 200 for step in range(201)] if max(shared) - min(shared) > 0.05 else [0.0]
-    return min((_fit_with(amounts, seconds, shared, ratio) for ratio in grid), key=lambda fit: fit.error)
-
-
-def _fit_with(amounts: Sequence[float], seconds: Sequence[float], shared: Sequence[float], ratio: float) -> Fit:
-    """With the interference given: two normal equations in (1, amount) / seconds, and their edges where one is 0."""
-    ones = [(1 + ratio * share) / second for share, second in zip(shared, seconds, strict=True)]
-    slopes = [one * amount for one, amount in zip(ones, amounts, strict=True)]
-    a, b, c = _dot(ones, ones), _dot(ones, slopes), _dot(slopes, slopes)
-    p, q = sum(ones), sum(slopes)
-    determinant = a * c - b * b
-    pairs = [(p / a, 0.0), (0.0, q / c if c else 0.0)]
-    if determinant > 1e-12 * a * c:
-        pairs.append(((p * c - q * b) / determinant, (q * a - p * b) / determinant))
-    allowed = [(constant, slope) for constant, slope in pairs if constant >= 0 and slope >= 0]
-
-    def error(pair: tuple[float, float]) -> float:
-        predicted = (pair[0] * one + pair[1] * slope for one, slope in zip(ones, slopes, strict=True))
-        return sum((value - 1) ** 2 for value in predicted) / len(ones)
-
-    constant, slope = min(allowed, key=error)
-    return Fit(constant=constant, slope=slope, interference=ratio, error=error((constant, slope)))
-
-
-def _dot(left: Iterable[float], right: Iterable[float]) -> float:
-    return sum(x * y for x, y in zip(left, right, strict=True))
-
-
-def _busy(line: Line) -> tuple[float, float, float]:
-    """Shares of the step's time: trainer busy, rollout busy, both."""
-    trainer, rollout = 1 - line["trainer/idle_ratio"], 1 - line["rollouter/idle_ratio"]
-    return trainer, rollout, line.get("overlap_ratio", 0.0) * min(trainer, rollout)
-
-
-def _decoding(lines: Sequence[Line], workers: int, slots: int) -> Decoding:
-    running, step_s, shared = list[float](), list[float](), list[float]()
-    for line in lines:
-        _, busy, both = _busy(line)
-        if busy < 0.05 or not line["rollouter/tokens_per_s"]:
-            continue
-        sequences = line["rollouter/slot_utilization"] * slots / busy
-        running.append(sequences)
-        step_s.append(sequences * workers * busy / line["rollouter/tokens_per_s"])
-        shared.append(both / busy)
-    fit = fit_line(running, step_s, shared)
-    return Decoding(step_s=max(fit.constant, 1e-9), step_s_per_sequence=fit.slope, interference_ratio=fit.interference)
-
-
-def _training(lines: Sequence[Line], ranks: int, schedule: Schedule) -> Training:
-    """`shared` of the train call itself: the trainer is busy in it alone."""
-    tokens = [_response_tokens(lines, index) for index in range(len(lines))]
-    shared = [both / trainer if trainer > 0 else 0.0 for trainer, _, both in map(_busy, lines)]
-    fit = fit_line(tokens, [_spent(line, "train") for line in lines], shared)
-    old_s = sum(_spent(line, "old_logprob") for line in lines)
-    per_step = schedule.step_groups // schedule.mini_batch_groups
-    return Training(
-        step_s=fit.constant / per_step,
-        s_per_token=fit.slope,
-        old_logprob_s_per_token=old_s / sum(tokens)
-        if old_s > 0.01 * sum(_spent(line, "train") for line in lines)
-        else fit.slope / 3,
-        reference_gpus=ranks,
-        step_overhead_s=median(_spent(line, "other") for line in lines),
-        interference_ratio=fit.interference,
-    )
-
-
-def _response_tokens(lines: Sequence[Line], index: int) -> float:
-    """Trained by that step: mean length times trajectories (the histogram of staleness counts them all)."""
-    line = lines[index]
-    return float(line["response_tokens/mean"] * sum(line["staleness/histogram"]))
-
-
-def _lengths(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed lengths: each step's quantiles if the run logged them, else those of a lognormal with its mean and median."""
-    cap = profile.rollout.max_response_tokens
-    drawn = [tokens for line in lines for tokens in _step_lengths(line, cap)]
-    drawn.sort()
-    kept = min(LENGTHS_KEPT, len(drawn))
-    picked = [drawn[int((index + 0.5) / kept * len(drawn))] for index in range(kept)]
-    return Lengths(prompt_tokens=0, distribution="list", response_tokens=tuple(picked))
-
-
-def _step_lengths(line: Line, cap: int) -> list[int]:
-    shares = [(index + 0.5) / LENGTHS_PER_STEP for index in range(LENGTHS_PER_STEP)]
-    if "response_tokens/quantiles" in line:
-        quantile = _interpolated(line["response_tokens/quantiles"])
-        return [max(1, min(round(quantile(share)), cap)) for share in shares]
-    return _lognormal(line["response_tokens/median"], line["response_tokens/mean"], min(cap, line["response_tokens/max"]), shares)
-
-
-def _interpolated(values: Sequence[float]) -> Callable[[float], float]:
-    def quantile(share: float) -> float:
-        place = share * (len(values) - 1)
-        below = min(int(place), len(values) - 2)
-        return values[below] + (place - below) * (values[below + 1] - values[below])
-
-    return quantile
-
-
-def _lognormal(middle: float, mean: float, longest: int, shares: Sequence[float]) -> list[int]:
-    """Quantiles of the lognormal of that median which, cut at `longest`, have the observed mean (by bisection on sigma)."""
-    normals = [NormalDist().inv_cdf(share) for share in shares]
-
-    def lengths(sigma: float) -> list[int]:
-        return [max(1, round(min(middle * math.exp(sigma * normal), longest))) for normal in normals]
-
-    low, high = 0.0, MAX_SIGMA
-    for _ in range(30):
-        sigma = (low + high) / 2
-        is_short = sum(lengths(sigma)) < mean * len(shares)
-        low, high = (sigma, high) if is_short else (low, sigma)
-    return lengths(low)
-
-
 def _syncing(events: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> Syncing:
     """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing."""
     published = [event for event in events if event["event"] == "published"]
     loaded = [event for event in events if event["event"] == "loaded"]
-    num_bytes = float(published[-1]["num_bytes"]) if published else 1.0
+    num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
     gather_s = median([line["sync/gather_s"] for line in lines if "sync/gather_s" in line] or [0.0])
     publish_s = median([event["publish_s"] for event in published] or [0.0])
     send_s = median([event["send_s"] for event in loaded] or [0.0])
@@ -273,21 +176,26 @@ def _syncing(events: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> Sync
     )
 
 
-def _reference(lines: Sequence[Line], profile: Profile, schedule: Schedule) -> Reference:
+def _reference(lines: Sequence[Line], profile: Profile, schedule: Schedule, run_directory: Path) -> Reference:
     """The run itself: what the simulation must give back."""
     per_window = schedule.window_steps / len(lines)
+    name = profile.name if profile.name in shipped_profiles() else str((run_directory / "profile.toml").resolve())
     return Reference(
-        profile=profile.name,
-        set={"async_training": _schedule_keys(profile)},
-        window_time_s=sum(_spent(line, "step") for line in lines) * per_window,
-        parts_s={part: sum(_spent(line, part) for line in lines) * per_window for part in PARTS},
+        profile=name,
+        set=_differing(profile, name),
+        window_time_s=sum(spent(line, "step") for line in lines) * per_window,
+        parts_s={part: sum(spent(line, part) for line in lines) * per_window for part in PARTS},
         source="the calibrated run",
     )
 
 
-def _schedule_keys(profile: Profile) -> dict[str, Any]:
-    training = profile.async_training
-    return {
-        "trigger_parameter_sync_step": training.trigger_parameter_sync_step,
-        "staleness_threshold": training.staleness_threshold,
-    }
+def _differing(profile: Profile, reference: str) -> dict[str, Any]:
+    """The run's own values of `OWN_KEYS`, where the profile of that name has others."""
+    plain = load(reference, environ={}, layers=[Layer(origin="calibration", values={"run.train_steps": 1})]).profile
+    tables: dict[str, Any] = {}
+    for section, names in OWN_KEYS.items():
+        own, others = getattr(profile, section), getattr(plain, section)
+        values = {name: getattr(own, name) for name in names if getattr(own, name) not in (None, getattr(others, name))}
+        if values:
+            tables[section] = values
+    return tables

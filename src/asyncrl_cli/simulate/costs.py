@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.bench.bound import Capacities
 from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import GroupResult, TrainBatch
+from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.engine import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
@@ -42,16 +42,16 @@ class TrainCosts:
     def __init__(
         self, training: Training, gpus: int, mini_batch_groups: int, *, recomputes: bool, fills_machine: bool = False
     ) -> None:
-        """`fills_machine`: colocated ranks, which take a shared machine's memory bandwidth from each other."""
+        """`fills_machine`: colocated ranks; see `_slowdown`."""
         self.spent = Spent()
         self._training = training
         self._mini_batch_groups = mini_batch_groups
-        self._recomputes = recomputes
+        self.recomputes = recomputes
         self._train_shrink = _shrink(gpus, training.reference_gpus, training.scaling_exponent)
         self._old_shrink = _shrink(gpus, training.reference_gpus, training.old_logprob_scaling_exponent)
-        if fills_machine and gpus > 1:
-            self._train_shrink *= 1 + training.interference_ratio
-            self._old_shrink *= 1 + training.interference_ratio
+        slowdown = _slowdown(training.interference_ratio, gpus, fills_machine=fills_machine)
+        self._train_shrink *= slowdown
+        self._old_shrink *= slowdown
 
     def train_s(self, batch: TrainBatch) -> float:
         training, mini_batches = self._training, self._mini_batches(batch)
@@ -66,14 +66,22 @@ class TrainCosts:
         return seconds
 
     def old_logprob_s(self, batch: TrainBatch) -> float:
-        if not self._recomputes:
+        if not self.recomputes:
             return 0.0
-        training, scored = self._training, self._mini_batches(batch)[1 if batch.step_in_window == 0 else 0 :]
+        training, scored = self._training, self._scored(batch)
         metas = [meta for groups in scored for group in groups for meta in group.trajectories]
         tokens = sum(meta.prompt_tokens + meta.response_tokens for meta in metas)
         seconds = len(scored) * training.old_logprob_fixed_step_s + tokens * training.old_logprob_s_per_token * self._old_shrink
         self.spent.seconds += seconds
         return seconds
+
+    def old_logprob_tokens(self, batch: TrainBatch) -> int:
+        """Sampled tokens of the scored mini-batches."""
+        return sum(meta.response_tokens for groups in self._scored(batch) for group in groups for meta in group.trajectories)
+
+    def _scored(self, batch: TrainBatch) -> list[Sequence[GroupResult]]:
+        """A window's first mini-batch is trained by the very weights that would score it."""
+        return self._mini_batches(batch)[1 if batch.step_in_window == 0 else 0 :]
 
     def _mini_batches(self, batch: TrainBatch) -> list[Sequence[GroupResult]]:
         size = self._mini_batch_groups
@@ -84,11 +92,17 @@ def _shrink(gpus: int, reference_gpus: int, exponent: float) -> float:
     return float((gpus / reference_gpus) ** -exponent)
 
 
+def _slowdown(interference_ratio: float, executors: int, *, fills_machine: bool) -> float:
+    """Colocated ranks, or workers, fill a shared machine: several slow each other as the other side would slow them."""
+    return 1 + interference_ratio if fills_machine and executors > 1 else 1.0
+
+
 def trainer_times(workload: Workload, costs: TrainCosts, *, colocate: bool) -> TrainerTimes:
     syncing = workload.syncing
     return TrainerTimes(
         train_s=costs.train_s,
         old_logprob_s=costs.old_logprob_s,
+        old_logprob_tokens=costs.old_logprob_tokens if costs.recomputes else None,
         overhead_s=workload.training.step_overhead_s,
         gather_s=syncing.colocated_s if colocate else syncing.parameter_bytes / syncing.gather_bytes_per_s,
     )
@@ -97,11 +111,11 @@ def trainer_times(workload: Workload, costs: TrainCosts, *, colocate: bool) -> T
 def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTimes:
     """Colocate has its weights where they are needed: sending and loading cost nothing (`colocated_s` is in the gather).
 
-    Its workers fill the machine, so where one is shared they slow each other as the trainer would slow them.
+    Its workers fill the machine: see `_slowdown`.
     """
     colocate, syncing, decoding = profile.placement.colocate, workload.syncing, workload.decoding
     prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
-    slowdown = 1 + decoding.interference_ratio if colocate and workers > 1 else 1.0
+    slowdown = _slowdown(decoding.interference_ratio, workers, fills_machine=colocate)
     max_tokens = profile.rollout.max_response_tokens
     progress_s = max(DEBOUNCE_S, _PROGRESS_RATIO * mean_tokens(workload.lengths, max_tokens) * decoding.step_s)
     return WorkerTimes(
@@ -138,16 +152,20 @@ def _constant(seconds: float) -> Callable[[random.Random], float]:
 
 
 def capacities_of(workload: Workload, profile: Profile, workers: int, spent: Spent) -> Capacities:
-    """Of each side alone, for the trajectories that were really trained; both in response tokens, the unit of `tokens_trained`.
+    """Of each phase alone, for the trajectories that were really trained; both in response tokens, the unit of `tokens_trained`.
 
     rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and prefills a prompt per trajectory
-    trainer   train steps and old-logprob passes as they were, without interference and overhead
+    trainer   train steps and old-logprob passes as they were, without overhead
+
+    Neither is slowed by the other phase. Colocate's are those of all its resources working at once: where they share a machine, a
+    phase's own workers or ranks slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase
+    together.
     """
     decoding, slots = workload.decoding, profile.rollout.slots
     tokens, trajectories = max(spent.response_tokens, 1), max(spent.trajectories, 1)
     prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
     token_s = decoding.step_s / slots + decoding.step_s_per_sequence
-    slowdown = 1 + decoding.interference_ratio if profile.placement.colocate and workers > 1 else 1.0
+    slowdown = _slowdown(decoding.interference_ratio, workers, fills_machine=profile.placement.colocate)
     worker_s = (tokens * token_s + trajectories * prompt_tokens * decoding.prefill_s_per_token) * slowdown
     return Capacities(
         rollout_tokens_per_s=workers * tokens / worker_s,

@@ -10,10 +10,8 @@ All running sequences advance together, one token per decode step of
 so the engine needs no event per token: it counts the steps that have passed (a real number), and a sequence of T tokens that
 begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
 the engine freezes, or it is slowed. A sequence that begins between two tokens of the others keeps its own phase: its first
-token takes a whole step, as every token does. A prefill is work of the whole engine: decoding waits for it.
-
-Loads, too, have a step count, so the versions of a sequence's tokens follow from the list of loads: token j belongs to the last
-load before s + j. A token that is half done at a load is finished by the new weights and counts as theirs.
+token takes a whole step, as every token does. A prefill is work of the whole engine: decoding waits for it. Loads, too, have a
+step count: `simulate.sequence` says which versions a sequence's tokens are of.
 
 Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0. At step count 2.5 tokens
 1 and 2 are done and of the old version, 3 to 5 are of version 3, and the end is at 5 + 1.5 s.
@@ -27,8 +25,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-_SAME_STEP = 1e-9
-"""Step counts closer than this are one: far above rounding, far below a token."""
+from asyncrl_cli.simulate.sequence import SAME_STEP, Loads, SimulatedSequence
+
 _NEVER = float("inf")
 
 
@@ -39,23 +37,6 @@ class DecodeTimes:
     step_s: float
     step_s_per_sequence: float = 0.0
     prefill_s_per_token: float = 0.0
-
-
-class SimulatedSequence:
-    """One response in the making. `tokens` are those it will have; fewer once it was aborted. `index` is its owner's."""
-
-    __slots__ = ("aborted", "begin_steps", "ended", "first_load", "index", "on_end", "prompt_tokens", "tokens")
-
-    def __init__(self, index: int, prompt_tokens: int, tokens: int, on_end: Callable[[SimulatedSequence], None]) -> None:
-        assert tokens >= 1
-        self.index = index
-        self.prompt_tokens = prompt_tokens
-        self.tokens = tokens
-        self.on_end = on_end
-        self.begin_steps = -1.0
-        self.first_load = 0
-        self.aborted = False
-        self.ended = False
 
 
 class SimulatedEngine:
@@ -81,7 +62,7 @@ class SimulatedEngine:
         self._slowdown = 1.0
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
-        self._loads: list[tuple[float, int]] = [(0.0, version)]
+        self._loads = Loads(version)
         self._ends: list[tuple[float, int, SimulatedSequence]] = []
         self._num_begun = 0
         self._waiting: deque[SimulatedSequence] = deque()
@@ -101,6 +82,12 @@ class SimulatedEngine:
         """Up to now; a token in the making counts by its part."""
         self._advance()
         return self._sampled_tokens
+
+    @property
+    def decode_steps(self) -> float:
+        """Up to now; one in the making counts by its part."""
+        self._advance()
+        return self._steps
 
     @property
     def running_tokens(self) -> float:
@@ -134,22 +121,7 @@ class SimulatedEngine:
 
     def version_tokens(self, sequence: SimulatedSequence) -> tuple[tuple[int, int], ...]:
         """Tokens per version of an ended or aborted sequence, ascending: ((3, 17), (4, 5))."""
-        if sequence.tokens == 0:
-            return ()
-        loads, first = self._loads, sequence.first_load
-        if first == len(loads) - 1:
-            return ((loads[first][1], sequence.tokens),)
-        spans, done = [], 0
-        for place in range(first, len(loads)):
-            upto = sequence.tokens
-            if place + 1 < len(loads):
-                upto = min(upto, int(loads[place + 1][0] - sequence.begin_steps + _SAME_STEP))
-            if upto > done:
-                spans.append((loads[place][1], upto - done))
-                done = upto
-            if done == sequence.tokens:
-                break
-        return tuple(spans)
+        return self._loads.version_tokens(sequence)
 
     def drained(self) -> asyncio.Future[None]:
         """From now on nobody begins, until a `thaw`; the future is done once nobody runs."""
@@ -169,7 +141,7 @@ class SimulatedEngine:
         """Go on with the weights of `version`; `recompute`: after a prefill of all that the running sequences have so far."""
         self._advance()
         self.version = version
-        self._loads.append((self._steps, version))
+        self._loads.add(self._steps, version)
         if recompute:
             running = [sequence for _, _, sequence in self._ends if not sequence.aborted]
             tokens = sum(sequence.prompt_tokens + self._whole_tokens(sequence) for sequence in running)
@@ -200,7 +172,7 @@ class SimulatedEngine:
         self._sampled_tokens += steps * self.running
 
     def _whole_tokens(self, sequence: SimulatedSequence) -> int:
-        return int(self._steps - sequence.begin_steps + _SAME_STEP)
+        return int(self._steps - sequence.begin_steps + SAME_STEP)
 
     def _step_s(self) -> float:
         return self._times.step_s + self._times.step_s_per_sequence * self.running
@@ -212,7 +184,7 @@ class SimulatedEngine:
             if sequence.aborted:
                 continue
             sequence.begin_steps = self._steps
-            sequence.first_load = len(self._loads) - 1
+            sequence.first_load = self._loads.last
             self._num_begun += 1
             heapq.heappush(self._ends, (self._steps + sequence.tokens, self._num_begun, sequence))
             self._prefill_s += sequence.prompt_tokens * self._times.prefill_s_per_token
@@ -266,7 +238,7 @@ class SimulatedEngine:
         ends, ended = self._ends, []
         self._prefill_s = 0.0
         self._step_on(ends[0][0] - self._steps)
-        while ends and ends[0][0] <= self._steps + _SAME_STEP:
+        while ends and ends[0][0] <= self._steps + SAME_STEP:
             sequence = heapq.heappop(ends)[2]
             if not sequence.aborted:
                 sequence.ended = True

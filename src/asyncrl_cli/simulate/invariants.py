@@ -20,10 +20,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.loop.ports import Event, GroupResult, Snapshot, StepRecord
+from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.simulate.books import Books, WorkerBook
 from asyncrl_cli.simulate.ledger_watch import LedgerWatch
+from asyncrl_cli.simulate.loop_watch import LoopWatch
+from asyncrl_cli.simulate.step_watch import StepWatch
 from asyncrl_cli.simulate.timesheets import Timesheets
 
 if TYPE_CHECKING:
@@ -50,23 +52,20 @@ class Invariants:
         self.counts: Counter[str] = Counter()
         self.trace: list[tuple[float, str]] = []
         self.ledger = LedgerWatch(settings, self.books, self.check)
-        self.step_number = 0
         self.published = -1
-        self.warned_in: set[int] = set()
         self.failed_with: list[str] = []
         self.last_tick: Snapshot | None = None
         self.stop_s: float | None = None
         self._now = asyncio.get_running_loop().time
         self.times = Timesheets(workers, self._now(), self.check)
+        self.steps = StepWatch(settings, self.books, self.ledger, self.times, self.counts, self.check)
         self._checkpointed_step = -1
-        self._pipeline: Pipeline | None = None
-
-    # What the loop tells
+        self._loop: LoopWatch | None = None
 
     def watch(self, pipeline: Pipeline) -> None:
         """From now on the loop's own counters are compared, too."""
-        self._pipeline = pipeline
         groups = pipeline.board.groups
+        self._loop = LoopWatch(groups, self.settings, self.books, self.check)
         self.ledger.is_resuming = False
         self.ledger.discarded_tokens, self.ledger.trained_tokens = groups.tokens_discarded, groups.tokens_trained
         self._compare_everything()
@@ -88,7 +87,7 @@ class Invariants:
     def step(self, record: StepRecord) -> None:
         self.counts["steps"] += 1
         self.note(f"step {record.step}")
-        self._check_record(record)
+        self.steps.record(record)
         self._compare_everything()
 
     def tick(self, snapshot: Snapshot) -> None:
@@ -109,13 +108,13 @@ class Invariants:
         """Called when a cut is frozen: then nothing may be in training."""
         trained, in_training = self.books.trained, self.books.totals()["training"]
         self.check(in_training == 0, "cut", f"{in_training} groups are in training at a cut")
-        expected = self.step_number * self.settings.step_groups
-        self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {self.step_number}")
-        return {"ledger": self.ledger.state(), "step": self.step_number}
+        expected = self.steps.number * self.settings.step_groups
+        self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {self.steps.number}")
+        return {"ledger": self.ledger.state(), "step": self.steps.number}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.restore(state["ledger"])
-        self.step_number = self._checkpointed_step = state["step"]
+        self.steps.number = self._checkpointed_step = state["step"]
 
     def end(self, error: BaseException | None, stop_limit_s: float) -> None:
         """The run has ended: nothing is left over if it is done, and a stop was quick."""
@@ -148,8 +147,6 @@ class Invariants:
         num_fed = len(self.ledger.fed)
         self.check(len(outcomes) == num_fed, "ends", f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped")
 
-    # What the ports tell (simulate/watched.py)
-
     def check(self, holds: bool, invariant: str, message: str) -> None:
         if not holds:
             self._break(invariant, message)
@@ -162,23 +159,6 @@ class Invariants:
         self.books.stopping = True
         if self.stop_s is None:
             self.stop_s = self._now()
-
-    def batch_given(self, step: int, window: int, step_in_window: int, groups: tuple[GroupResult, ...]) -> None:
-        """The trainer is given a batch."""
-        books, settings = self.books, self.settings
-        self.check(step == self.step_number + 1, "steps", f"step {step} after {self.step_number}")
-        self.check(window == books.version, "steps", f"trained in window {window}, the version is {books.version}")
-        self.check(step_in_window == (step - 1) % settings.window_steps, "steps", f"step {step} is {step_in_window} in its window")
-        taken = [key for key, attempt in books.live.items() if attempt.account == "training"]
-        keys = [group.key for group in groups]
-        self.check(sorted(keys) == sorted(taken), "ledger", f"the trainer got {keys}, the ledger says {taken}")
-        self.check(len(set(keys)) == settings.step_groups, "steps", f"{len(set(keys))} groups in a batch of {settings.step_groups}")
-        for group in groups:
-            tokens = sum(meta.response_tokens for meta in group.trajectories)
-            is_own = group.payload == self.ledger.payloads[group.key] and tokens == self.ledger.tokens[group.key]
-            self.check(is_own, "ledger", f"{group.key} is trained on what another group generated")
-        self.ledger.in_training = groups
-        self._check_staleness(groups, window)
 
     def gathered(self, version: int) -> None:
         """The version rises now: only the first publish of a run repeats the version it was at."""
@@ -194,8 +174,6 @@ class Invariants:
             self.check(not late, "staleness", f"version {version} and {late} are untaken, past their deadline")
         elif self.settings.on_stale != "accept":
             self.ledger.must_go = set(late)
-
-    # Other events
 
     def _on_published(self, event: Event) -> None:
         assert event.version is not None
@@ -220,77 +198,26 @@ class Invariants:
             self.stop_s = self._now()
 
     def _on_resumed(self, event: Event) -> None:
-        self.check(event.fields["from_step"] == self.step_number, "cut", f"resumed from step {event.fields['from_step']}")
+        self.check(event.fields["from_step"] == self.steps.number, "cut", f"resumed from step {event.fields['from_step']}")
 
     def _on_warning(self, event: Event) -> None:
-        self.warned_in.add(self.books.version)
+        self.steps.warned_in.add(self.books.version)
 
     def _on_eval(self, event: Event) -> None:
         assert event.version is not None
         self.check(event.version <= self.books.version, "version", f"an eval of version {event.version}")
-
-    # Comparisons
 
     def _gone_in_time(self, event: Event) -> None:
         if event.name not in ("dropped", "requeued"):
             self.check(not self.ledger.must_go, "staleness", f"{self.ledger.must_go} are past their deadline and still there")
 
     def _compare_ledger(self) -> None:
-        if self._pipeline is None:
-            return
-        ledger, mine = self._pipeline.board.groups.ledger.totals(), self.books.totals()
-        self.check(2 * ledger["admitted_total"] == sum(ledger.values()), "ledger", f"{ledger} does not add up")
-        self.check(ledger == mine, "ledger", f"the ledger says {ledger}, counted {mine}")
+        if self._loop is not None:
+            self._loop.ledger()
 
     def _compare_everything(self) -> None:
-        """The loop's counters, which it keeps incrementally, against a count from scratch."""
-        if self._pipeline is None:
-            return
-        self._compare_ledger()
-        admission, books = self._pipeline.board.groups.admission, self.books
-        untaken = {**admission.running, **admission.finished}
-        self.check(untaken == books.untaken, "deadlines", f"the loop's deadlines are {untaken}, counted {books.untaken}")
-        self.check(
-            list(admission.finished) == books.finish_order, "takes", f"{list(admission.finished)} are not {books.finish_order}"
-        )
-        numbers = (admission.version, admission.taken_in_window, admission.trained_groups, admission.budget)
-        mine = (books.version, books.taken_in_window, books.trained, books.budget)
-        self.check(numbers == mine, "admission", f"version, taken, trained and budget are {numbers}, counted {mine}")
-        closed, my_closed = admission.closed().value, books.closed()
-        self.check(closed == my_closed, "admission", f"closed by {closed or 'nothing'!r}, should be {my_closed or 'nothing'!r}")
-        num_groups = self.settings.step_groups
-        takeable, my_takeable = admission.takeable(num_groups), books.takeable(num_groups)
-        self.check(takeable == my_takeable, "takes", f"{takeable} may be taken, should be {my_takeable}")
-
-    def _check_staleness(self, groups: tuple[GroupResult, ...], window: int) -> None:
-        settings = self.settings
-        oldest = min(meta.oldest for group in groups for meta in group.trajectories)
-        newest = max(meta.newest for group in groups for meta in group.trajectories)
-        self.check(newest <= window, "staleness", f"tokens of version {newest} are trained in window {window}")
-        bound = 0 if settings.eta == 0 else settings.max_staleness
-        if settings.on_stale != "accept":
-            self.check(
-                window - oldest <= bound, "staleness", f"tokens of version {oldest} are trained in window {window}, over {bound}"
-            )
-        elif window - oldest > settings.max_staleness:
-            self.counts["accepted stale batches"] += 1
-            self.check(window in self.warned_in, "staleness", f"stale groups were accepted in window {window} without a warning")
-        self.counts[f"staleness {window - oldest}"] += 1
-
-    def _check_record(self, record: StepRecord) -> None:
-        books, settings = self.books, self.settings
-        self.step_number += 1
-        self.check(record.step == self.step_number, "steps", f"step {record.step} is recorded as number {self.step_number}")
-        self.check(record.groups == self.ledger.in_training, "steps", f"the record of step {record.step} has other groups")
-        tokens = (record.tokens_discarded, record.tokens_trained)
-        mine = (self.ledger.discarded_tokens, self.ledger.trained_tokens)
-        self.check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained, counted {mine}")
-        self.check(record.groups_trained == books.trained, "ledger", f"{record.groups_trained} trained, counted {books.trained}")
-        self.check(dict(record.ledger) == books.totals(), "ledger", f"{record.ledger}, counted {books.totals()}")
-        is_short = record.step == settings.train_steps and record.step % settings.window_steps > 0
-        windows = record.step // settings.window_steps + is_short
-        self.check(record.version == windows == books.version, "version", f"version {record.version} after step {record.step}")
-        self.times.check_record(record)
+        if self._loop is not None:
+            self._loop.everything()
 
     def _break(self, invariant: str, message: str) -> NoReturn:
         error = InvariantError(invariant, f"seed {self.seed}, {self._now():.3f} s, {invariant}: {message}")

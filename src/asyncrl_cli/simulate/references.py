@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import flatten
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workloads import profile_for
@@ -52,10 +53,8 @@ def _text(value: Any) -> str:
 
 
 def _of_row(workload: Workload, reference: Reference, windows: int, seed: int) -> Iterator[Residual]:
-    loaded = profile_for(workload, reference.profile, reference_sets(reference), environ={})
-    training, size = loaded.profile.async_training, loaded.profile.trainer.ppo_mini_batch_size
-    window_groups = training.trigger_parameter_sync_step * training.require_batches * size
-    run = simulate(loaded.profile, workload, seed=seed, groups=(windows + 2) * window_groups)
+    profile = profile_for(workload, reference.profile, reference_sets(reference), groups=1, environ={}).profile
+    run = simulate(profile, workload, seed=seed, groups=(windows + 2) * Schedule.of(profile).window_groups)
     if run.error is not None:
         raise run.error
     predicted = window_parts(run)

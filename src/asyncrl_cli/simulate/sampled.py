@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, GroupResult, TrajectoryMeta
-from asyncrl_cli.simulate.engine import SimulatedEngine, SimulatedSequence
+from asyncrl_cli.simulate.engine import SimulatedEngine
+from asyncrl_cli.simulate.sequence import SimulatedSequence
 
 if TYPE_CHECKING:
     from asyncrl_cli.simulate.workers import WorkerTimes

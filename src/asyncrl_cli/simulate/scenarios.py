@@ -1,4 +1,4 @@
-"""Whole runs drawn from a seed: a mode, sizes, lengths, delays, faults, a stop, a resume; every invariant checked on the way.
+"""Whole runs of scenarios (`simulate.drawing`), with every invariant checked on the way.
 
     python -m asyncrl_cli.simulate.scenarios SEED [--trace]
 
@@ -8,65 +8,28 @@ prints the scenario of a seed and runs it. The trace of events follows if an inv
 from __future__ import annotations
 
 import asyncio
-import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from fractions import Fraction
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
-from asyncrl_cli.loop.ports import Prompt
-from asyncrl_cli.loop.settings import LoopSettings, OnStale
 from asyncrl_cli.simulate.clock import VirtualTimeLoop, run_virtual
+from asyncrl_cli.simulate.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
 from asyncrl_cli.simulate.engine import DecodeTimes
-from asyncrl_cli.simulate.faults import FATAL, Fault, FaultKind, Faults, draw_faults
+from asyncrl_cli.simulate.faults import FATAL, Fault, FaultKind, Faults
+from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.invariants import InvariantError, Invariants
 from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.watched import WatchedFeed, WatchedTrainer, WatchedWorker
 from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
 
-MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
-_MAX_TOKENS = 300
 _MAX_LEGS = 4
 _CALL_TIMEOUT_S = 200.0
 """Longer than any group, shorter than `stall_timeout_s`: what hangs is named before anybody wonders why nothing moves."""
 _WEIGHTS_TIMEOUT_S = 100.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
-    """One drawn run. Seconds are means where they are drawn per call. `resume_at`: at which share of its checkpoints to resume."""
-
-    seed: int
-    mode: str
-    settings: LoopSettings
-    num_workers: int
-    slots: int
-    num_eval_prompts: int
-    lengths: str
-    step_s: float
-    speed_spread: float
-    reward_s: float
-    prefetch_lag_s: float
-    load_lag_s: float
-    failed_rewards: float
-    train_s: float
-    gather_s: float
-    publish_s: float
-    write_s: float
-    faults: tuple[Fault, ...]
-    stop_at_s: float | None
-    resume_at: float | None
-    shuffle_seed: int | None
-
-    def __str__(self) -> str:
-        shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
-        drawn = [f"  {name} = {getattr(self, name)}" for name in shown]
-        loop = [f"  settings.{entry.name} = {getattr(self.settings, entry.name)}" for entry in fields(self.settings)]
-        return "\n".join([*drawn, *loop])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,110 +43,6 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
     trace: list[str] = field(default_factory=list)
     broken: BaseException | None = None
-
-
-LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
-    "constant": lambda rng: 12,
-    "pareto": lambda rng: min(int(5 * rng.paretovariate(1.2)), _MAX_TOKENS),
-    "heavy pareto": lambda rng: min(int(3 * rng.paretovariate(0.8)), _MAX_TOKENS),
-    "bimodal": lambda rng: 250 if rng.random() < 0.08 else 6,
-}
-
-
-def draw(seed: int) -> Scenario:
-    rng = random.Random(f"scenario {seed}")
-    mode = rng.choice(MODES)
-    settings = _draw_settings(rng, mode)
-    train_s = rng.choice((0.0, 0.2, 0.7, 2.0))
-    expected_s = settings.train_steps * (train_s + 0.5)
-    num_workers = rng.randint(1, 4)
-    return Scenario(
-        seed=seed,
-        mode=mode,
-        settings=settings,
-        num_workers=num_workers,
-        slots=settings.n * rng.randint(1, 3) + rng.randint(0, settings.n - 1),
-        num_eval_prompts=rng.choice((0, 0, 0, 6, 20)),
-        lengths=rng.choice(tuple(LENGTHS)),
-        step_s=rng.choice((0.005, 0.02, 0.05)),
-        speed_spread=rng.choice((0.0, 0.3)),
-        reward_s=rng.choice((0.0, 0.0, 0.1, 1.5)),
-        prefetch_lag_s=rng.choice((0.0, 0.3, 2.0)),
-        load_lag_s=rng.choice((0.0, 0.2, 2.0)),
-        failed_rewards=rng.choice((0.0, 0.0, 0.0, 0.1, 0.4)),
-        train_s=train_s,
-        gather_s=rng.choice((0.0, 0.1, 0.5)),
-        publish_s=rng.choice((0.0, 0.1, 1.0)),
-        write_s=rng.choice((0.0, 0.4, 3.0)),
-        faults=_draw_faults(rng, settings, num_workers, expected_s),
-        stop_at_s=rng.uniform(0, expected_s) if rng.random() < 0.2 else None,
-        resume_at=rng.random() if rng.random() < 0.3 else None,
-        shuffle_seed=rng.choice((None, rng.randrange(2**31))),
-    )
-
-
-def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:
-    is_ahead = mode in ("stale-samples", "partial-rollout")
-    eta = rng.choice([Fraction(text) for text in ("1/4", "1/2", "1", "2", "3")]) if is_ahead else Fraction(mode == "one-step-off")
-    step_groups = rng.randint(1, 3) * rng.choice((1, 1, 2))
-    has_steps = {"on-policy-pipeline": 1, "one-step-off": 1, "stream-off-policy": rng.randint(2, 4)}
-    policies: tuple[OnStale, ...] = ("wait", "wait", "wait", "accept", "drop", "requeue")
-    on_stale: OnStale = rng.choice(policies) if eta else "wait"
-    return LoopSettings(
-        seed=rng.randrange(2**31),
-        step_groups=step_groups,
-        window_steps=has_steps.get(mode, rng.randint(1, 4)),
-        train_steps=rng.randint(3, min(20, 48 // step_groups)),
-        eta=eta,
-        max_staleness=-(-eta.numerator // eta.denominator) + (rng.choice((0, 0, 0, 1, 2)) if eta else 0),
-        n=rng.randint(2, 4),
-        colocate=mode == "colocate",
-        interrupt=rng.choice(("keep-kv", "recompute-kv")) if mode == "partial-rollout" else "drain",
-        on_stale=on_stale,
-        max_requeues=rng.randint(0, 2),
-        on_exhausted=rng.choice(("drop", "drop", "fail")),
-        prefetch_groups=rng.choice((0, 0, 1, 2)),
-        max_failed_ratio=0.95,
-        checkpoint_every_steps=rng.choice((0, 1, 3)),
-        eval_every_versions=rng.choice((0, 1, 2)),
-        eval_timeout_s=rng.choice((0.5, 60.0)),
-    )
-
-
-def _draw_faults(rng: random.Random, settings: LoopSettings, num_workers: int, expected_s: float) -> tuple[Fault, ...]:
-    """None in half of the scenarios."""
-    if rng.random() < 0.5:
-        return ()
-    drawn = draw_faults(
-        rng.randrange(2**31),
-        workers=_worker_names(num_workers),
-        until_s=expected_s,
-        loads=settings.train_steps // settings.window_steps,
-        groups=settings.total_groups // num_workers,
-        steps=settings.train_steps,
-    )
-    return tuple(drawn.pending)
-
-
-def _worker_names(num_workers: int) -> list[str]:
-    return [f"rollout-{i}" for i in range(num_workers)]
-
-
-class CountingFeed:
-    """Implements `loop.ports.Feed`: prompts p0, p1, ...; which one comes next is all its state."""
-
-    def __init__(self) -> None:
-        self._given = 0
-
-    def next(self) -> Prompt:
-        self._given += 1
-        return Prompt(uid=f"p{self._given - 1}", epoch=0, item={"prompt": str(self._given - 1)})
-
-    def state(self) -> dict[str, Any]:
-        return {"given": self._given}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._given = state["given"]
 
 
 def run(scenario: Scenario) -> Outcome:
@@ -218,7 +77,7 @@ def _leg(
     """One run of the loop. Returns its checkpoints and what it raised, for a reason that the scenario explains."""
 
     async def main() -> tuple[list[Any], AsyncrlError | None]:
-        slots = dict.fromkeys(_worker_names(scenario.num_workers), scenario.slots)
+        slots = dict.fromkeys(worker_names(scenario.num_workers), scenario.slots)
         invariants = Invariants(scenario.settings, slots, seed=scenario.seed)
         try:
             return await _run_leg(scenario, invariants, faults, leg, resume_from)
@@ -293,9 +152,9 @@ def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlE
 
 def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed: bool) -> None:
     """Whatever ends a run whose trainer is whole: its last step is in a checkpoint (or in the one that it was resumed from)."""
-    is_kept = bool(steps) and steps[-1] == invariants.step_number
+    is_kept = bool(steps) and steps[-1] == invariants.steps.number
     never_moved = is_resumed and not invariants.counts["steps"]
-    invariants.check(is_kept or never_moved, "cut", f"ended after step {invariants.step_number}, checkpoints of steps {steps}")
+    invariants.check(is_kept or never_moved, "cut", f"ended after step {invariants.steps.number}, checkpoints of steps {steps}")
 
 
 def _world(
@@ -308,10 +167,10 @@ def _world(
 ) -> World:
     times, on_the_way = _worker_times(scenario), Counter[int]()
     seed, limit_s = scenario.seed + 2**32 * leg, _load_limit_s(scenario)
-    workers = [SimulatedWorker(name, scenario.slots, times, seed, faults) for name in _worker_names(scenario.num_workers)]
+    workers = [SimulatedWorker(name, scenario.slots, times, seed, faults) for name in worker_names(scenario.num_workers)]
     trainer = SimulatedTrainer(_trainer_times(scenario), faults=faults)
     return World(
-        feed=WatchedFeed(CountingFeed(), invariants),
+        feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
         eval_items=[{"prompt": str(i)} for i in range(scenario.num_eval_prompts)],
@@ -344,7 +203,7 @@ def _load_limit_s(scenario: Scenario) -> float:
     """A load waits for the longest sequence that runs (drain) at the slowest that its engine gets, then copies."""
     slowest_s = 2 * scenario.step_s * (1 + scenario.slots / 20)
     slow_s = sum(fault.seconds for fault in scenario.faults if fault.kind is FaultKind.SLOW_LOAD)
-    return _MAX_TOKENS * slowest_s + 2 * scenario.load_lag_s + slow_s + 0.1
+    return MAX_TOKENS * slowest_s + 2 * scenario.load_lag_s + slow_s + 0.1
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -21,10 +21,11 @@ NAME = "trainer-0"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
     """Seconds, on a machine of its own. `overhead_s` is part of a train call, but of none of its reported parts: the loop's timing
-    shows it as `other`."""
+    shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is none."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0
+    old_logprob_tokens: Callable[[TrainBatch], int] | None = None
     overhead_s: float = 0.0
     gather_s: float = 0.0
     publish_s: float = 0.0
@@ -68,7 +69,10 @@ class SimulatedTrainer:
         self._clock.add("busy_s", self._loop.time() - began_s)
         self._clock.add("trained_tokens", tokens)
         self._clock.gauges["step"] = batch.step
-        return TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics={}, report=self._clock.report())
+        metrics = {"train/old_logprob_tokens": self._times.old_logprob_tokens(batch)} if self._times.old_logprob_tokens else {}
+        return TrainReport(
+            train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, report=self._clock.report()
+        )
 
     async def gather(self, version: int) -> GatherReport:
         await self._stay(State.SYNCING, "weights to be gathered", self._times.gather_s)

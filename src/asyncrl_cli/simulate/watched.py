@@ -135,7 +135,7 @@ class WatchedTrainer:
         self._doing = ""
 
     async def train(self, batch: TrainBatch) -> TrainReport:
-        self._invariants.batch_given(batch.step, batch.window, batch.step_in_window, batch.groups)
+        self._invariants.steps.batch_given(batch.step, batch.window, batch.step_in_window, batch.groups)
         with self._alone(f"train step {batch.step}"):
             report = await self._trainer.train(batch)
         self._invariants.times.check_report(report.report)

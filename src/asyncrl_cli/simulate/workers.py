@@ -28,11 +28,13 @@ from asyncrl_cli.loop.ports import (
 )
 from asyncrl_cli.loop.signal import background
 from asyncrl_cli.simulate.calls import Calls
-from asyncrl_cli.simulate.engine import DecodeTimes, SimulatedEngine, SimulatedSequence
-from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
+from asyncrl_cli.simulate.engine import DecodeTimes, SimulatedEngine
+from asyncrl_cli.simulate.faults import FaultKind, Faults
 from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.polls import LongPoll
 from asyncrl_cli.simulate.sampled import Sampled, eval_result, fates, group_result
+from asyncrl_cli.simulate.sequence import SimulatedSequence
+from asyncrl_cli.simulate.worker_faults import WorkerFaults
 
 CALL_KEY = "rollout.call_timeout_s"
 WEIGHTS_KEY = "weights.timeout_s"
@@ -97,9 +99,7 @@ class SimulatedWorker:
         self._ended_tokens = 0
         self._evals: dict[Sampled, None] = {}
         self._prefetched = -1
-        self._faults = faults or Faults()
-        self._counts = dict.fromkeys(FaultKind, 0)
-        self._await_faults()
+        self._faults = WorkerFaults(name, faults or Faults(), self._calls, self._engine.freeze)
 
     @property
     def version(self) -> int:
@@ -118,7 +118,7 @@ class SimulatedWorker:
             lambda group, sequence: self._sequence_ended(request.key, sequence),
             lambda group: self._calls.resolve(done),
         )
-        is_broken = self._meets(FaultKind.REWARD_RAISES) is not None
+        is_broken = self._faults.meets(FaultKind.REWARD_RAISES) is not None
         self._groups[request.key] = group
         self._finished[request.key] = 0
         self._engine.submit(group.sequences)
@@ -138,6 +138,7 @@ class SimulatedWorker:
         report = self._meter.report(
             version=self.version,
             sampled_tokens=int(self._engine.sampled_tokens),
+            decode_steps=self._engine.decode_steps,
             running_tokens=self._ended_tokens + int(self._engine.running_tokens),
         )
         return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report,))
@@ -148,7 +149,7 @@ class SimulatedWorker:
         await self._calls.arrive(limit)
         send_s = self._times.prefetch_s(self._rng)
         late, lost, again = (
-            self._meets(kind) for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
+            self._faults.meets(kind) for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
         )
         await self._calls.sleep(send_s + (late.seconds if late else 0.0), limit)
         if lost is not None:
@@ -172,7 +173,7 @@ class SimulatedWorker:
         self._meter.load_begins(interrupt)
         if interrupt == "drain":
             await calls.answer(self._engine.drained(), limit)
-        slow = self._meets(FaultKind.SLOW_LOAD)
+        slow = self._faults.meets(FaultKind.SLOW_LOAD)
         load_s = times.load_s(self._rng) + (slow.seconds if slow else 0.0)
         self._engine.freeze()
         await calls.sleep(load_s + times.pause_s, limit)
@@ -240,26 +241,3 @@ class SimulatedWorker:
     def _receive(self, version: int) -> None:
         """The second buffer holds the newest version that has arrived; what comes again, or late, changes nothing."""
         self._prefetched = max(self._prefetched, version)
-
-    def _await_faults(self) -> None:
-        happens = {FaultKind.WORKER_DIES: self._die, FaultKind.WORKER_HANGS: self._hang}
-        with background():
-            for fault in self._faults.at(self.name):
-                self._loop.call_at(fault.at_s, happens[fault.kind], fault)
-
-    def _die(self, fault: Fault) -> None:
-        self._faults.happens(fault)
-        self._engine.freeze()
-        self._calls.die(f"{self.name} failed: simulated death at {fault.at_s:g} s")
-
-    def _hang(self, fault: Fault) -> None:
-        self._faults.happens(fault)
-        self._engine.freeze()
-        self._calls.hang()
-
-    def _meets(self, kind: FaultKind) -> Fault | None:
-        """The fault, if any, of this call: the next one of its kind."""
-        if not self._faults.pending:
-            return None
-        self._counts[kind] += 1
-        return self._faults.of_call(kind, self.name, self._counts[kind])

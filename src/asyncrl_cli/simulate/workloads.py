@@ -2,8 +2,8 @@
 
     profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  ASYNCRL_SECTION__KEY  <  --set
 
-All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W. Evals and checkpoints
-are off: they cost every profile the same and would only blur the figures.
+All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, as `--set` has made it.
+Evals and checkpoints are off: they cost every profile the same and would only blur the figures.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import keys, nearest
-from asyncrl_cli.profile.layers import Layer, Loaded, flatten, load
+from asyncrl_cli.profile.layers import Layer, Loaded, flatten, load, set_layer
 from asyncrl_cli.profile.sources import is_file_reference, read, shipped_directory, shipped_profiles
 from asyncrl_cli.simulate.workload import Workload
 
 BASELINE = "colocate"
+WINDOW_KEYS = ("trainer.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step")
 SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0}
 
 
@@ -73,7 +74,7 @@ def profile_for(
     It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
     """
     stack = layers_of(workload, Path(profile_reference).stem)
-    wanted = groups if groups is not None else workload.windows * _baseline_window_groups(workload, environ)
+    wanted = groups if groups is not None else workload.windows * _baseline_window_groups(workload, sets, environ)
     one_step = Layer(origin="workload", values={"run.train_steps": 1})
     step_groups = Schedule.of(load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile).step_groups
     steps = -(-wanted // step_groups)
@@ -89,10 +90,11 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
     return [Layer(origin=origin, values=SWITCHED_OFF | common), Layer(origin=f"{origin}, profiles.{profile_name}", values=own)]
 
 
-def _baseline_window_groups(workload: Workload, environ: Mapping[str, str] | None) -> int:
-    one_step = Layer(origin="workload", values={"run.train_steps": 1})
-    baseline = load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), one_step])
-    return Schedule.of(baseline.profile).window_groups
+def _baseline_window_groups(workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None) -> int:
+    """W of the baseline, with the sets that size a window; others (as a staleness) may be none that a baseline can have."""
+    sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
+    own = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
+    return Schedule.of(load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile).window_groups
 
 
 def _locate(reference: str) -> Path:

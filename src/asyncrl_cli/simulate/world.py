@@ -13,19 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncrl_cli.bench.bound import Capacities
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.cluster import ClusterResources, NodeResources
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.pipeline import Pipeline, World
-from asyncrl_cli.loop.ports import Event, Observer, Prompt, Snapshot, StepRecord
+from asyncrl_cli.loop.ports import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import DeadlockError, VirtualTimeLoop, run_virtual
 from asyncrl_cli.simulate.costs import TrainCosts, capacities_of, trainer_times, worker_times
 from asyncrl_cli.simulate.faults import Faults
+from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.trainer import SimulatedTrainer
 from asyncrl_cli.simulate.workers import SimulatedWorker
@@ -154,23 +155,6 @@ class _Ended:
             await pipeline.run()
         finally:
             self.virtual_s, self.timer_events = loop.time(), loop.timer_events
-
-
-class NumberedFeed:
-    """Prompts p0, p1, ...: which one comes next is all its state."""
-
-    def __init__(self) -> None:
-        self._given = 0
-
-    def next(self) -> Prompt:
-        self._given += 1
-        return Prompt(uid=f"p{self._given - 1}", epoch=0, item={})
-
-    def state(self) -> dict[str, Any]:
-        return {"given": self._given}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._given = state["given"]
 
 
 class _Recorder:

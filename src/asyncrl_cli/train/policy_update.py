@@ -56,6 +56,10 @@ class _OptimizerStep:
     num_loss_tokens: int
     prox: list[torch.Tensor | None]
 
+    @property
+    def is_own_prox(self) -> bool:
+        return all(logprobs_N is None for logprobs_N in self.prox)
+
 
 class PolicyUpdate:
     """`window_first`: a host copy of this rank's shards at the window's start, kept only where prox will need it."""
@@ -80,6 +84,8 @@ class PolicyUpdate:
         metrics = sums.metrics(len(steps))
         metrics["train/grad_norm"] = sum(norm for norm, _ in norms) / len(norms)
         metrics["train/lr"] = norms[-1][1]
+        if self._settings.old_logprobs == "recompute":
+            metrics["train/old_logprob_tokens"] = float(sum(step.num_loss_tokens for step in steps if not step.is_own_prox))
         self._ranks.synchronize()
         return RankReport(
             train_s=time.monotonic() - started_s - prox_s,

@@ -1,0 +1,290 @@
+"""The driver's own CPU time on a cluster that is too large to rent: does it grow linearly with the groups?
+
+    python benchmarks/control_plane.py [--workers 64 128 256 512] [--windows 20] [--profile NUM_WORKERS]
+
+Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per worker: 512 workers have
+32,768 trajectories running at once. Workers report as often as real ones do (`job.meters`).
+
+How it is measured: one run, one thread. Every stretch of executor code (each resumption of a call to a port, each timer of an
+executor) is timed with `time.thread_time`; what is left of the run's CPU time is the driver's: the loop, its observers' metrics
+and the (virtual) event loop. The cost of the timing itself is measured on empty stretches before, and taken off both sides. What a
+transport (pickling, RPC) would cost is not in it.
+
+`--profile` runs that one size under cProfile instead and prints the functions that the time goes to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import random
+import time
+import types
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from contextvars import Context
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.simulate.clock import VirtualTimeLoop
+from asyncrl_cli.simulate.engine import DecodeTimes
+from asyncrl_cli.simulate.feed import NumberedFeed
+from asyncrl_cli.simulate.lengths import ResponseLengths
+from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.workload import Lengths
+
+SLOTS, N, WINDOW_STEPS = 64, 16, 4
+LENGTHS = Lengths(distribution="lognormal", median_tokens=500.0, sigma=0.8, prompt_tokens=128)
+MAX_RESPONSE_TOKENS = 4096
+DECODING = DecodeTimes(step_s=0.02, step_s_per_sequence=1e-4, prefill_s_per_token=1e-5)
+TRAIN_S = 3.0
+PORT_CALLS = ("generate", "abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
+
+
+class Stopwatch:
+    """CPU seconds of executor code, and how many stretches they are the sum of."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.stretches = 0
+
+    def call(self, callback: Callable[..., object], *args: Any) -> None:
+        began_s = time.thread_time()
+        try:
+            callback(*args)
+        finally:
+            self.seconds += time.thread_time() - began_s
+            self.stretches += 1
+
+    @types.coroutine
+    def run(self, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Awaits `work`, timing every resumption of it."""
+        resume: Callable[[], Any] = partial(work.send, None)
+        while True:
+            began_s = time.thread_time()
+            try:
+                awaited = resume()
+            except StopIteration as end:
+                return end.value
+            finally:
+                self.seconds += time.thread_time() - began_s
+                self.stretches += 1
+            try:
+                yield awaited
+                resume = partial(work.send, None)
+            except BaseException as error:
+                resume = partial(work.throw, error)
+
+
+class TimedPort:
+    """An executor whose calls are timed."""
+
+    def __init__(self, executor: Any, stopwatch: Stopwatch) -> None:
+        self.name = getattr(executor, "name", "")
+        self.slots = getattr(executor, "slots", 0)
+        for name in PORT_CALLS:
+            if hasattr(executor, name):
+                setattr(self, name, partial(self._timed, getattr(executor, name), stopwatch))
+
+    @staticmethod
+    def _timed(call: Callable[..., Coroutine[Any, Any, Any]], stopwatch: Stopwatch, *args: Any) -> Generator[Any, Any, Any]:
+        return stopwatch.run(call(*args))
+
+
+class TimedLoop(VirtualTimeLoop):
+    """Times the timers of executors."""
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        super().__init__()
+        self._stopwatch = stopwatch
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        if type(getattr(callback, "__self__", None)).__module__.startswith("asyncrl_cli.simulate."):
+            return super().call_at(when, self._stopwatch.call, callback, *args, context=context)
+        return super().call_at(when, callback, *args, context=context)
+
+
+class Watcher:
+    """Implements `loop.ports.Observer`: the metrics of every step, as a real run has them, and the most that ran at once."""
+
+    def __init__(self) -> None:
+        self.most_running = 0
+        self._metrics = StepMetrics(trigger_parameter_sync_step=WINDOW_STEPS, started_s=0.0)
+
+    def event(self, event: Event) -> None:
+        """Counted nowhere."""
+
+    def step(self, record: StepRecord) -> None:
+        self._metrics.update(record)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        running = sum(int(report.gauges.get("running_sequences", 0)) for report in snapshot.reports.values())
+        self.most_running = max(self.most_running, running)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert not state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    workers: int
+    running: int
+    groups: int
+    total_s: float
+    executors_s: float
+    driver_s: float
+    stretches: int
+    virtual_s: float
+
+    @property
+    def driver_ms_per_1000_groups(self) -> float:
+        return 1e6 * self.driver_s / self.groups
+
+
+def settings(num_workers: int, windows: int) -> LoopSettings:
+    """W is what all slots hold; half a window may be ahead, so that slots and not the window close admission."""
+    return LoopSettings(
+        seed=0,
+        step_groups=num_workers * SLOTS // N // WINDOW_STEPS,
+        window_steps=WINDOW_STEPS,
+        train_steps=WINDOW_STEPS * windows,
+        eta=Fraction(1, 2),
+        max_staleness=1,
+        n=N,
+        interrupt="keep-kv",
+        checkpoint_every_steps=0,
+    )
+
+
+def worker_times() -> WorkerTimes:
+    return WorkerTimes(
+        decoding=DECODING,
+        response_tokens=ResponseLengths(LENGTHS, MAX_RESPONSE_TOKENS),
+        prompt_tokens=LENGTHS.prompt_tokens,
+        prefetch_s=lambda rng: 1 + rng.random(),
+        load_s=lambda rng: 0.5 + 0.2 * rng.random(),
+        speed_spread=0.05,
+    )
+
+
+async def run(num_workers: int, windows: int, stopwatch: Stopwatch, watcher: Watcher) -> float:
+    """Returns the virtual seconds it took."""
+    times, loop = worker_times(), asyncio.get_running_loop()
+    workers: list[Any] = [SimulatedWorker(f"rollout-{index}", SLOTS, times, 0) for index in range(num_workers)]
+    trainer: Any = SimulatedTrainer(TrainerTimes(train_s=lambda batch: TRAIN_S, gather_s=0.5, publish_s=0.5))
+    world = World(
+        feed=NumberedFeed(),
+        trainer=TimedPort(trainer, stopwatch),  # type: ignore[arg-type]
+        workers=[TimedPort(worker, stopwatch) for worker in workers],  # type: ignore[misc]
+        observers=[watcher],
+    )
+    await Pipeline(settings(num_workers, windows), world).run()
+    return loop.time()
+
+
+def measure(num_workers: int, windows: int) -> Measured:
+    stopwatch, watcher = Stopwatch(), Watcher()
+    shown_s, taken_s = cost_of_a_stretch()
+    began_s = time.thread_time()
+    with asyncio.Runner(loop_factory=lambda: TimedLoop(stopwatch)) as runner:
+        virtual_s = runner.run(run(num_workers, windows, stopwatch, watcher))
+    spent_s = time.thread_time() - began_s
+    executors_s = stopwatch.seconds - stopwatch.stretches * shown_s
+    total_s = spent_s - stopwatch.stretches * taken_s
+    return Measured(
+        workers=num_workers,
+        running=watcher.most_running,
+        groups=settings(num_workers, windows).total_groups,
+        total_s=total_s,
+        executors_s=executors_s,
+        driver_s=total_s - executors_s,
+        stretches=stopwatch.stretches,
+        virtual_s=virtual_s,
+    )
+
+
+def cost_of_a_stretch(repeats: int = 200_000) -> tuple[float, float]:
+    """CPU seconds of an empty stretch: what it adds to the stopwatch, and what timing it takes in all."""
+    stopwatch, nothing = Stopwatch(), random.Random(0).random
+    began_s = time.thread_time()
+    for _ in range(repeats):
+        nothing()
+    bare_s = time.thread_time() - began_s
+    began_s = time.thread_time()
+    for _ in range(repeats):
+        stopwatch.call(nothing)
+    taken_s = time.thread_time() - began_s - bare_s
+    return max(0.0, stopwatch.seconds - bare_s) / repeats, taken_s / repeats
+
+
+def table(rows: list[Measured]) -> str:
+    head = (
+        f"{'workers':>7}  {'running':>7}  {'groups':>7}  {'virtual s':>9}  {'total CPU s':>11}  {'executors s':>11}"
+        f"  {'driver s':>8}  {'driver ms per 1,000 groups':>26}  {'ratio':>5}"
+    )
+    lines = [head]
+    for row in rows:
+        lines.append(
+            f"{row.workers:>7}  {row.running:>7,}  {row.groups:>7,}  {row.virtual_s:>9,.0f}  {row.total_s:>11.2f}"
+            f"  {row.executors_s:>11.2f}  {row.driver_s:>8.2f}  {row.driver_ms_per_1000_groups:>26,.0f}"
+            f"  {row.driver_ms_per_1000_groups / rows[0].driver_ms_per_1000_groups:>5.2f}"
+        )
+    return "\n".join(lines)
+
+
+def verdict(rows: list[Measured]) -> str:
+    """A straight line through the first and the last row: what a group costs, and what it costs more per further worker."""
+    first, last = rows[0], rows[-1]
+    ratio = last.driver_ms_per_1000_groups / first.driver_ms_per_1000_groups
+    more = last.workers / first.workers
+    grows = "linearly with the groups" if ratio < 1.25 else "faster than the groups"
+    return f"{more:g} times the workers and groups: {ratio:.2f} times the driver's CPU per group; it grows {grows}"
+
+
+def print_profile(num_workers: int, windows: int) -> None:
+    profiler = cProfile.Profile()
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        profiler.enable()
+        runner.run(run_plain(num_workers, windows))
+        profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
+async def run_plain(num_workers: int, windows: int) -> None:
+    workers = [SimulatedWorker(f"rollout-{index}", SLOTS, worker_times(), 0) for index in range(num_workers)]
+    trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: TRAIN_S, gather_s=0.5, publish_s=0.5))
+    world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=[Watcher()])
+    await Pipeline(settings(num_workers, windows), world).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[64, 128, 256, 512])
+    parser.add_argument("--windows", type=int, default=20)
+    parser.add_argument("--profile", type=int, metavar="NUM_WORKERS")
+    options = parser.parse_args()
+    if options.profile is not None:
+        print_profile(options.profile, options.windows)
+        return
+    rows: list[Measured] = []
+    for num_workers in options.workers:
+        rows.append(measure(num_workers, options.windows))
+        print(table(rows).splitlines()[-1] if len(rows) > 1 else table(rows), flush=True)
+    print(verdict(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""What the measurements of each phase alone come to: tokens per second, and how far to believe them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from asyncrl_cli.bench.phase_generation import Generated
+from asyncrl_cli.bench.phase_training import Trained
+from asyncrl_cli.observe import bound
+
+if TYPE_CHECKING:
+    from asyncrl_cli.bench.phases import Side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacities:
+    """Tokens per second of each phase alone, by all of its workers together: medians, each repeat, and what it had.
+
+    Rollout tokens are sampled response tokens; trainer tokens are those of `TrainReport.tokens`: sampled ones, too.
+    `cpu_share` is the smallest share of its wall time that a phase's processes computed: far below 1 for generation on
+    CPUs means that others used the machine. `slots_used` is the mean share of slots that were full while generation was measured.
+    """
+
+    rollout_tokens_per_s: float
+    trainer_tokens_per_s: float
+    rollout_repeats: tuple[float, ...]
+    trainer_repeats: tuple[float, ...]
+    colocated: bool
+    rollout_workers: int
+    rollout_threads: int
+    slots: int
+    trainer_workers: int
+    trainer_threads: int
+    slots_used: float
+    cpu_share: float
+    seconds_measured: float
+
+    def bound(self) -> bound.Capacities:
+        return bound.Capacities(
+            rollout_tokens_per_s=self.rollout_tokens_per_s,
+            trainer_tokens_per_s=self.trainer_tokens_per_s,
+            colocated=self.colocated,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Repeats:
+    """One side's measurements so far, repeat by repeat and process by process."""
+
+    generated: list[list[Generated]] = field(default_factory=list)
+    trained: list[list[Trained]] = field(default_factory=list)
+
+
+def capacities_of(side: Side, colocated: bool, measured: Repeats) -> Capacities:
+    generated = [one for repeat in measured.generated for one in repeat]
+    trained = [one for repeat in measured.trained for one in repeat]
+    rollout_repeats = tuple(sum(one.tokens_per_s for one in repeat) for repeat in measured.generated)
+    # Each rank reports the tokens of all, and a step ends with the slowest.
+    trainer_repeats = tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in measured.trained)
+    return Capacities(
+        rollout_tokens_per_s=statistics.median(rollout_repeats),
+        trainer_tokens_per_s=statistics.median(trainer_repeats),
+        rollout_repeats=rollout_repeats,
+        trainer_repeats=trainer_repeats,
+        colocated=colocated,
+        rollout_workers=side.rollout_workers,
+        rollout_threads=side.rollout.threads,
+        slots=side.rollout.slots,
+        trainer_workers=side.trainer_workers,
+        trainer_threads=side.trainer.threads,
+        slots_used=statistics.fmean(one.running_mean for one in generated) / side.rollout.slots,
+        cpu_share=min(*(one.cpu_s / one.seconds for one in generated), *(one.cpu_s / one.seconds for one in trained)),
+        seconds_measured=_seconds(measured.generated) + _seconds(measured.trained),
+    )
+
+
+def _seconds(repeats: Sequence[Sequence[Generated | Trained]]) -> float:
+    return sum(max(one.seconds for one in repeat) for repeat in repeats)

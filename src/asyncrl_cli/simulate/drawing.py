@@ -1,0 +1,134 @@
+"""What a scenario is, and how one is drawn from a seed: a mode, sizes, lengths, delays, faults, a stop, a resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+
+from asyncrl_cli.loop.settings import LoopSettings, OnStale
+from asyncrl_cli.simulate.faults import Fault, draw_faults
+
+MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
+MAX_TOKENS = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One drawn run. Seconds are means where they are drawn per call. `resume_at`: at which share of its checkpoints to resume."""
+
+    seed: int
+    mode: str
+    settings: LoopSettings
+    num_workers: int
+    slots: int
+    num_eval_prompts: int
+    lengths: str
+    step_s: float
+    speed_spread: float
+    reward_s: float
+    prefetch_lag_s: float
+    load_lag_s: float
+    failed_rewards: float
+    train_s: float
+    gather_s: float
+    publish_s: float
+    write_s: float
+    faults: tuple[Fault, ...]
+    stop_at_s: float | None
+    resume_at: float | None
+    shuffle_seed: int | None
+
+    def __str__(self) -> str:
+        shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
+        drawn = [f"  {name} = {getattr(self, name)}" for name in shown]
+        loop = [f"  settings.{entry.name} = {getattr(self.settings, entry.name)}" for entry in fields(self.settings)]
+        return "\n".join([*drawn, *loop])
+
+
+LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
+    "constant": lambda rng: 12,
+    "pareto": lambda rng: min(int(5 * rng.paretovariate(1.2)), MAX_TOKENS),
+    "heavy pareto": lambda rng: min(int(3 * rng.paretovariate(0.8)), MAX_TOKENS),
+    "bimodal": lambda rng: 250 if rng.random() < 0.08 else 6,
+}
+
+
+def draw(seed: int) -> Scenario:
+    rng = random.Random(f"scenario {seed}")
+    mode = rng.choice(MODES)
+    settings = _draw_settings(rng, mode)
+    train_s = rng.choice((0.0, 0.2, 0.7, 2.0))
+    expected_s = settings.train_steps * (train_s + 0.5)
+    num_workers = rng.randint(1, 4)
+    return Scenario(
+        seed=seed,
+        mode=mode,
+        settings=settings,
+        num_workers=num_workers,
+        slots=settings.n * rng.randint(1, 3) + rng.randint(0, settings.n - 1),
+        num_eval_prompts=rng.choice((0, 0, 0, 6, 20)),
+        lengths=rng.choice(tuple(LENGTHS)),
+        step_s=rng.choice((0.005, 0.02, 0.05)),
+        speed_spread=rng.choice((0.0, 0.3)),
+        reward_s=rng.choice((0.0, 0.0, 0.1, 1.5)),
+        prefetch_lag_s=rng.choice((0.0, 0.3, 2.0)),
+        load_lag_s=rng.choice((0.0, 0.2, 2.0)),
+        failed_rewards=rng.choice((0.0, 0.0, 0.0, 0.1, 0.4)),
+        train_s=train_s,
+        gather_s=rng.choice((0.0, 0.1, 0.5)),
+        publish_s=rng.choice((0.0, 0.1, 1.0)),
+        write_s=rng.choice((0.0, 0.4, 3.0)),
+        faults=_draw_faults(rng, settings, num_workers, expected_s),
+        stop_at_s=rng.uniform(0, expected_s) if rng.random() < 0.2 else None,
+        resume_at=rng.random() if rng.random() < 0.3 else None,
+        shuffle_seed=rng.choice((None, rng.randrange(2**31))),
+    )
+
+
+def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:
+    is_ahead = mode in ("stale-samples", "partial-rollout")
+    eta = rng.choice([Fraction(text) for text in ("1/4", "1/2", "1", "2", "3")]) if is_ahead else Fraction(mode == "one-step-off")
+    step_groups = rng.randint(1, 3) * rng.choice((1, 1, 2))
+    has_steps = {"on-policy-pipeline": 1, "one-step-off": 1, "stream-off-policy": rng.randint(2, 4)}
+    policies: tuple[OnStale, ...] = ("wait", "wait", "wait", "accept", "drop", "requeue")
+    on_stale: OnStale = rng.choice(policies) if eta else "wait"
+    return LoopSettings(
+        seed=rng.randrange(2**31),
+        step_groups=step_groups,
+        window_steps=has_steps.get(mode, rng.randint(1, 4)),
+        train_steps=rng.randint(3, min(20, 48 // step_groups)),
+        eta=eta,
+        max_staleness=-(-eta.numerator // eta.denominator) + (rng.choice((0, 0, 0, 1, 2)) if eta else 0),
+        n=rng.randint(2, 4),
+        colocate=mode == "colocate",
+        interrupt=rng.choice(("keep-kv", "recompute-kv")) if mode == "partial-rollout" else "drain",
+        on_stale=on_stale,
+        max_requeues=rng.randint(0, 2),
+        on_exhausted=rng.choice(("drop", "drop", "fail")),
+        prefetch_groups=rng.choice((0, 0, 1, 2)),
+        max_failed_ratio=0.95,
+        checkpoint_every_steps=rng.choice((0, 1, 3)),
+        eval_every_versions=rng.choice((0, 1, 2)),
+        eval_timeout_s=rng.choice((0.5, 60.0)),
+    )
+
+
+def _draw_faults(rng: random.Random, settings: LoopSettings, num_workers: int, expected_s: float) -> tuple[Fault, ...]:
+    """None in half of the scenarios."""
+    if rng.random() < 0.5:
+        return ()
+    drawn = draw_faults(
+        rng.randrange(2**31),
+        workers=worker_names(num_workers),
+        until_s=expected_s,
+        loads=settings.train_steps // settings.window_steps,
+        groups=settings.total_groups // num_workers,
+        steps=settings.train_steps,
+    )
+    return tuple(drawn.pending)
+
+
+def worker_names(num_workers: int) -> list[str]:
+    return [f"rollout-{i}" for i in range(num_workers)]

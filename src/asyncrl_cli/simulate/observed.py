@@ -1,0 +1,134 @@
+"""What a run's metrics lines say: which of them count, how long decode and train steps took, how long responses were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import NormalDist
+from typing import Any
+
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.fit import Fit, Point, rate
+from asyncrl_cli.simulate.workload import Lengths
+
+WARMING_STEPS = 4
+LENGTHS_KEPT = 2000
+LENGTHS_PER_STEP = 64
+MAX_SIGMA = 4.0
+LEAST_BUSY = 0.05
+NEEDED = (
+    "trainer/idle_ratio",
+    "rollouter/idle_ratio",
+    "rollouter/tokens_per_s",
+    "rollouter/decode_batch_mean",
+    "response_tokens/mean",
+    "response_tokens/median",
+    "staleness/histogram",
+)
+"""Keys that a line has unless some executor did not report in time: then it says too little."""
+
+Line = Mapping[str, Any]
+
+
+def undisturbed(lines: Sequence[Line]) -> list[Line]:
+    """Train steps beside which nothing else was done, from the fifth one on and without the last."""
+    return [line for line in lines[WARMING_STEPS:-1] if _is_whole(line)]
+
+
+def _is_whole(line: Line) -> bool:
+    """Nothing but the loop's own work, and every executor has reported in time."""
+    beside_s = spent(line, "eval") + spent(line, "checkpoint")
+    return beside_s < 0.02 * spent(line, "step") and all(key in line for key in NEEDED)
+
+
+def spent(line: Line, part: str) -> float:
+    return float(line.get(f"timing/{part}_s", 0.0))
+
+
+def _busy(line: Line) -> tuple[float, float, float]:
+    """Shares of the step's time: trainer busy, rollout busy, both."""
+    trainer, rollout = 1 - line["trainer/idle_ratio"], 1 - line["rollouter/idle_ratio"]
+    return trainer, rollout, line.get("overlap_ratio", 0.0) * min(trainer, rollout)
+
+
+def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
+    """Mean seconds of a decode step against its mean batch, where there was decoding worth a figure: a line on average, too."""
+    points = []
+    for line in lines:
+        _, busy, both = _busy(line)
+        batch, tokens_per_s = line["rollouter/decode_batch_mean"], line["rollouter/tokens_per_s"]
+        if busy < LEAST_BUSY or batch <= 0 or tokens_per_s <= 0:
+            continue
+        points.append(Point(amount=batch, seconds=batch * workers * busy / tokens_per_s, shared=min(1.0, both / busy)))
+    return points
+
+
+def train_points(lines: Sequence[Line]) -> list[Point]:
+    tokens, seconds = map(_response_tokens, lines), (spent(line, "train") for line in lines)
+    return [
+        Point(amount=amount, seconds=spent_s, shared=_shared_by_trainer(line))
+        for line, amount, spent_s in zip(lines, tokens, seconds, strict=True)
+        if amount > 0 and spent_s > 0
+    ]
+
+
+def _shared_by_trainer(line: Line) -> float:
+    """Of the train call itself: the trainer is busy in it alone."""
+    trainer, _, both = _busy(line)
+    return min(1.0, both / trainer) if trainer > 0 else 0.0
+
+
+def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
+    """Seconds per scored token on a machine of its own; None if nothing was scored."""
+    scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
+    seconds = sum(spent(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines)
+    return seconds / scored if scored else None
+
+
+def _response_tokens(line: Line) -> float:
+    """Trained by that step: mean length times trajectories (the histogram of staleness counts them all)."""
+    return float(line["response_tokens/mean"] * sum(line["staleness/histogram"]))
+
+
+def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
+    """Observed lengths: each step's quantiles if the run logged them, else those of a lognormal with its mean and median."""
+    cap = profile.rollout.max_response_tokens
+    drawn = [tokens for line in lines for tokens in _step_lengths(line, cap)]
+    drawn.sort()
+    kept = min(LENGTHS_KEPT, len(drawn))
+    picked = [drawn[int((index + 0.5) / kept * len(drawn))] for index in range(kept)]
+    return Lengths(prompt_tokens=0, distribution="list", response_tokens=tuple(picked))
+
+
+def _step_lengths(line: Line, cap: int) -> list[int]:
+    shares = [(index + 0.5) / LENGTHS_PER_STEP for index in range(LENGTHS_PER_STEP)]
+    if "response_tokens/quantiles" in line:
+        quantile, count = _interpolated(line["response_tokens/quantiles"]), sum(line["staleness/histogram"])
+        # Quantiles run from the shortest to the longest of `count`: each of them, the two as well, is 1 / count of all.
+        places = [min(max((share * count - 0.5) / max(count - 1, 1), 0.0), 1.0) for share in shares]
+        return [max(1, min(round(quantile(place)), cap)) for place in places]
+    return _lognormal(line["response_tokens/median"], line["response_tokens/mean"], min(cap, line["response_tokens/max"]), shares)
+
+
+def _interpolated(values: Sequence[float]) -> Callable[[float], float]:
+    def quantile(share: float) -> float:
+        place = share * (len(values) - 1)
+        below = min(int(place), len(values) - 2)
+        return values[below] + (place - below) * (values[below + 1] - values[below])
+
+    return quantile
+
+
+def _lognormal(middle: float, mean: float, longest: int, shares: Sequence[float]) -> list[int]:
+    """Quantiles of the lognormal of that median which, cut at `longest`, have the observed mean (by bisection on sigma)."""
+    normals = [NormalDist().inv_cdf(share) for share in shares]
+
+    def lengths(sigma: float) -> list[int]:
+        return [max(1, round(min(middle * math.exp(sigma * normal), longest))) for normal in normals]
+
+    low, high = 0.0, MAX_SIGMA
+    for _ in range(30):
+        sigma = (low + high) / 2
+        is_short = sum(lengths(sigma)) < mean * len(shares)
+        low, high = (sigma, high) if is_short else (low, sigma)
+    return lengths(low)
