@@ -3,8 +3,8 @@
     python benchmarks/calibrate_published.py [--evaluations 20] [--windows 5]
 
 Three parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, from the file's values on: median and sigma
-of the response lengths, and the effective memory bandwidth that decoding sees. It stops after so many evaluations: the best point found,
-no proven optimum. Others are derived from these three and the rows (`derived`), the rest is assumed:
+of the response lengths, and the effective memory bandwidth that decoding sees. It stops after so many evaluations: the best
+point found, no proven optimum. Others are derived from these three and the rows (`derived`), the rest is assumed:
 
     decode step             weight bytes / bandwidth + LAUNCH_S
     ... per sequence        KV bytes of the mean running context / bandwidth + its FLOP
