@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.admission import Admission, Closed, WorkerSlots, takeable_in_time
+from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
 from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.slots import WorkerSlots
 
 
 def admission(**changes):
@@ -79,9 +80,9 @@ def test_a_sequence_that_ends_frees_its_slot_before_its_group_ends():
 
 def test_evals_take_slots_but_no_window_budget():
     machine = admission(slots=4, n=2)
-    machine.workers["rollout-0"].eval_sequences = 3
+    machine.workers["rollout-0"].change_evals(3)
     assert machine.closed() is Closed.SLOTS
-    machine.workers["rollout-0"].eval_sequences = 0
+    machine.workers["rollout-0"].change_evals(-3)
     assert machine.closed() is Closed.OPEN
 
 

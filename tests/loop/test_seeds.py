@@ -7,11 +7,12 @@ from collections import Counter
 
 import pytest
 
-from asyncrl_cli.loop.admission import Admission, WorkerSlots
+from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ledger import Account
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.signal import Change, Changes
+from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.simulate.books import in_time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -13,9 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from asyncrl_cli.errors import Interrupted
-
-GC_THRESHOLD = (200_000, 20, 100)
-"""A simulated run allocates much and in no cycles: with Python's own thresholds an eighth of its time is looking for some."""
+from asyncrl_cli.job.process import collect_garbage_seldom
 
 
 @contextmanager
@@ -58,7 +55,7 @@ def _begin(initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -
     """In each process. A Ctrl-C in the terminal is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
-    gc.set_threshold(*GC_THRESHOLD)
+    collect_garbage_seldom()
     if initializer is not None:
         initializer(*initargs)
 

@@ -27,6 +27,8 @@ def command(
     """Continue a run: every group is trained exactly once."""
     import asyncio
 
+    from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import Run
 
+    collect_garbage_seldom()
     end(asyncio.run(Run.resume(target, runs_dir=runs_dir, ui=ui.value, address=address).run()), as_json=as_json)

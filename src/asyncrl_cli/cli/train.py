@@ -54,8 +54,10 @@ def command(
         return
     import asyncio
 
+    from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import Run
 
+    collect_garbage_seldom()
     run = Run(
         loaded.profile,
         origins=loaded.origins,

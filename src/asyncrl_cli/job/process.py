@@ -1,8 +1,9 @@
-"""An actor's process: its log file and its compute threads. (Its title in `ps` is Ray's: class and method.)"""
+"""A process of ours: its log file, its compute threads, its memory. (Its title in `ps` is Ray's: class and method.)"""
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import sys
@@ -14,6 +15,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MMAP_THRESHOLD_BYTES = 32 * 2**20
 """The largest that glibc takes: blocks above it still come from the kernel and go back at once."""
 KEPT_BYTES = 2**30
+GC_THRESHOLDS = (200_000, 20, 100)
 
 
 def set_up_process(*, threads: int, log_path: Path | None) -> None:
@@ -36,6 +38,15 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
         mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def collect_garbage_seldom() -> None:
+    """For a process that keeps many small objects (a loop's groups) and makes hardly any cycles.
+
+    With Python's own thresholds the collector looks through all of them again and again: measured, half of the loop's time per
+    group with 32,768 running trajectories, an eighth with a tenth of them.
+    """
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def yield_to_computing() -> None:

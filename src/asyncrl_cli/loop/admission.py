@@ -27,12 +27,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 
 from asyncrl_cli.loop.ports import AttemptKey
 from asyncrl_cli.loop.settings import OnStale
+from asyncrl_cli.loop.slots import Fleet, WorkerSlots
 
 
 class Closed(StrEnum):
@@ -47,32 +47,6 @@ class Closed(StrEnum):
     DEADLINES = "deadlines"
 
 
-@dataclass(slots=True, kw_only=True)
-class WorkerSlots:
-    """What admission knows of one worker. `unfinished` counts sequences per running group; evals take slots too."""
-
-    name: str
-    slots: int
-    version: int = 0
-    loading: bool = False
-    eval_sequences: int = 0
-    unfinished: dict[AttemptKey, int] = field(default_factory=dict)
-    unfinished_sequences: int = 0
-
-    @property
-    def used(self) -> int:
-        return self.unfinished_sequences + self.eval_sequences
-
-    def set_unfinished(self, key: AttemptKey, unfinished: int) -> None:
-        """A running group has so many unfinished sequences."""
-        self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
-        self.unfinished[key] = unfinished
-
-    def free(self, key: AttemptKey) -> None:
-        """A group has left; nothing happens if it was not here."""
-        self.unfinished_sequences -= self.unfinished.pop(key, 0)
-
-
 def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int, window_groups: int) -> bool:
     """Inequality (*) of the module's docstring; `deadlines` counts untaken groups per deadline."""
     due = 0
@@ -85,7 +59,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Admission sorts the workers with room, a take passes once over the finished groups; nothing here waits."""
+    """Admission asks who has room (slots.py), a take passes once over the finished groups; nothing here waits."""
 
     def __init__(
         self,
@@ -110,9 +84,9 @@ class Admission:
         self.max_staleness = max_staleness
         self.on_stale = on_stale
         self.n = n
-        self.prefetch_groups = prefetch_groups
         self.together = together
-        self.workers = {worker.name: worker for worker in workers}
+        self.fleet = Fleet(workers, n=n, prefetch_groups=prefetch_groups)
+        self.workers = self.fleet.by_name
         self.version = 0
         self.taken_in_window = 0
         self.trained_groups = 0
@@ -156,11 +130,11 @@ class Admission:
     def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
         """Free the slots of sequences that ended inside running groups; true if that made room for a group."""
         slots = self.workers[worker]
-        before = self._room(slots)
+        before = self.fleet.room_on(slots)
         for key, finished in counts.items():
             if slots.unfinished.get(key, 0) > self.n - finished:
                 slots.set_unfinished(key, self.n - finished)
-        return self._room(slots) > before
+        return self.fleet.room_on(slots) > before
 
     def finish(self, key: AttemptKey, worker: str) -> None:
         """A running group has its trajectories and rewards."""
@@ -223,21 +197,6 @@ class Admission:
         assert not (late and self.on_stale == "wait"), f"passed the staleness bound: {late}"
         return late
 
-    def _all_current(self) -> bool:
-        return all(not worker.loading and worker.version == self.version for worker in self.workers.values())
-
-    def _with_room(self, awake: list[WorkerSlots]) -> list[WorkerSlots]:
-        """Workers with slots for a whole group; if no worker has that, not even one that loads, those whose queue has."""
-        free = [worker for worker in self.workers.values() if self._room(worker) == 2]
-        if free:
-            return [worker for worker in free if not worker.loading]
-        return [worker for worker in awake if self._room(worker)]
-
-    def _room(self, worker: WorkerSlots) -> int:
-        """For one more group: 2 in its slots, 1 in its queue only, 0 nowhere."""
-        missing = worker.used + self.n - worker.slots
-        return (missing <= 0) + (missing <= self.n * self.prefetch_groups)
-
     def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
         """The worker lags, and what starts there would be due in the window that has begun already, or late.
 
@@ -265,17 +224,14 @@ class Admission:
             return None, Closed.END
         if live + self.taken_in_window >= self.budget:
             return None, Closed.WINDOW
-        awake = [worker for worker in self.workers.values() if not worker.loading]
-        if not awake or (self.together and not self._all_current()):
+        if not self.fleet.is_awake() or (self.together and not self.fleet.are_current(self.version)):
             return None, Closed.LOADING
-        room = self._with_room(awake)
-        if not room:
-            return None, Closed.SLOTS
-        untaken = self._untaken.copy()
-        for worker in sorted(room, key=lambda worker: (-worker.version, worker.used - worker.slots)):
+        closed, untaken = Closed.SLOTS, self._untaken.copy()
+        for worker in self.fleet.candidates():
             deadline = self.deadline_on(worker)
             untaken[deadline] += 1
             if not self._is_rushed(worker, deadline) and self._in_time(untaken, self.takes_left):
                 return worker, Closed.OPEN
             untaken[deadline] -= 1
-        return None, Closed.DEADLINES
+            closed = Closed.DEADLINES
+        return None, closed

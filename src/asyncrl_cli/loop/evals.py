@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl_cli.loop.admission import WorkerSlots
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalSummary, RolloutWorker
 from asyncrl_cli.loop.signal import bounded
+from asyncrl_cli.loop.slots import WorkerSlots
 
 _CALLS_IN_FLIGHT = 4
 """Calls per worker at once, each of an eighth of its slots (a quarter when nothing else will run), so that a chunk's
@@ -85,12 +85,12 @@ class Evaluator:
     async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
         while current.queue and not current.timed_out:
             items = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
-            slots.eval_sequences += len(items)
+            slots.change_evals(len(items))
             try:
                 request = EvalRequest(version=current.version, items=items, seed=self.seed)
                 current.results.append(await worker.evaluate(request))
             finally:
-                slots.eval_sequences -= len(items)
+                slots.change_evals(-len(items))
                 self._on_freed()
 
     def _end(self, current: _Eval) -> None:

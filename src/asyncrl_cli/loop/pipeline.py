@@ -36,7 +36,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.errors import Interrupted, StallError
-from asyncrl_cli.loop.admission import Admission, WorkerSlots
+from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
 from asyncrl_cli.loop.evals import Evaluator
@@ -55,6 +55,7 @@ from asyncrl_cli.loop.ports import (
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.signal import Change, look_again_in
+from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.loop.training import Training
@@ -93,8 +94,8 @@ class Pipeline:
         self.board = self._make_board()
         if world.resume_from is not None:
             thaw(self.board, world.resume_from.loop_state, world.resume_from.payloads)
-            held = {worker.name: self.board.version - 1 for worker in world.workers}
-            self.board.sync.held.update(held)
+            for worker in world.workers:
+                self.board.sync.hold(worker.name, self.board.version - 1)
 
     async def run(self) -> None:
         """Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""

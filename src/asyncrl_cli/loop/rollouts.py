@@ -10,11 +10,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.admission import WorkerSlots
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, RolloutWorker
 from asyncrl_cli.loop.signal import Change
+from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State
 
 
@@ -90,11 +90,11 @@ class Rollouts:
         slots = board.groups.admission.workers[worker.name]
         while True:
             who, new_version = f"{worker.name} (weights)", "a new version from the trainer"
-            await board.changes.until(lambda: sync.wanted(worker.name) is not None, who, new_version, (Change.WEIGHTS,))
+            await board.changes.until(lambda: sync.wanted(worker.name) is not None, who, new_version, (Change.PUBLISHED,))
             await self._load_newest(worker, slots)
             if not board.stopping:
                 await board.evaluator.work(worker, slots, is_last=slots.version == board.last_version)
-            board.changes.notify()
+            board.changes.notify(Change.LOADED)
 
     async def _load_newest(self, worker: RolloutWorker, slots: WorkerSlots) -> None:
         board, sync = self._board, self._board.sync
@@ -134,4 +134,4 @@ class Rollouts:
                 f"{name} disagrees with the trainer after loading version {report.version}: mean logprob difference {diff:.2e}"
             )
             board.event("warning", message=f"{message}, above weights.max_logprob_diff = {board.settings.max_logprob_diff:g}")
-        board.changes.notify(Change.WEIGHTS)
+        board.changes.notify(Change.LOADED)

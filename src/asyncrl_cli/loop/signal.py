@@ -59,8 +59,10 @@ class Change(Enum):
     """A sequence of a running group ended."""
     GROUPS = "groups"
     """A group finished or was dropped."""
-    WEIGHTS = "weights"
-    """A version was published or loaded."""
+    PUBLISHED = "published"
+    """A version waits for the workers."""
+    LOADED = "loaded"
+    """A worker has loaded a version."""
     RUN = "run"
     """Anything else, as a stop: concerns everybody."""
 

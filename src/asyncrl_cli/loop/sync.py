@@ -8,6 +8,7 @@ begun; where two are begun, the next gather waits (`room`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from asyncrl_cli.loop.ports import LoadReport, Published, SyncSummary
@@ -19,6 +20,7 @@ class WeightSync:
     def __init__(self, workers: Mapping[str, int]) -> None:
         """`workers`: the version that each worker holds, -1 if none yet."""
         self.held = dict(workers)
+        self._holders = Counter(self.held.values())
         self.begun: dict[str, int] = {}
         self.newest: Published | None = None
         self.summary: SyncSummary | None = None
@@ -54,16 +56,25 @@ class WeightSync:
 
     def loaded(self, worker: str, report: LoadReport) -> None:
         del self.begun[worker]
-        self.held[worker] = report.version
+        self.hold(worker, report.version)
         self._reports.setdefault(report.version, []).append(report)
         self._summarise()
 
+    def hold(self, worker: str, version: int) -> None:
+        """The worker has that version, from a load or from its start."""
+        before = self.held[worker]
+        self._holders[before] -= 1
+        if not self._holders[before]:
+            del self._holders[before]
+        self.held[worker] = version
+        self._holders[version] += 1
+
     def _summarise(self) -> None:
         """The last version that every worker loaded or skipped; figures are the worst over the workers that loaded it."""
-        complete = [version for version in self._reports if all(held >= version for held in self.held.values())]
-        if not complete:
+        complete = [version for version in self._reports if version <= min(self._holders)]
+        version = max(complete, default=-1)
+        if version <= (-1 if self.summary is None else self.summary.version):
             return
-        version = max(complete)
         reports = self._reports[version]
         diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
         self.summary = SyncSummary(

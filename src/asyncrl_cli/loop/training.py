@@ -62,7 +62,7 @@ class Training:
         """Waits for R takeable groups, which workers finish; None on a stop."""
         board, settings = self._board, self._board.settings
         began_s, eval_began_s = board.now_s(), board.evaluator.active_s
-        may_take = (Change.GROUPS, Change.WEIGHTS)
+        may_take = (Change.GROUPS, Change.LOADED)
         await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
         eval_s = board.evaluator.active_s - eval_began_s
         self._spent_s["eval"] += eval_s
@@ -177,7 +177,7 @@ class Training:
             await self._publishing
         board = self._board
         older_loads = "workers to finish older loads"
-        await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", older_loads, (Change.WEIGHTS,))
+        await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", older_loads, (Change.LOADED,))
 
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
@@ -187,7 +187,7 @@ class Training:
         published = await board.trainer.publish(version)
         board.sync.offer(published)
         board.event("published", version=version, num_bytes=published.num_bytes, publish_s=published.publish_s)
-        board.changes.notify(Change.WEIGHTS)
+        board.changes.notify(Change.PUBLISHED)
 
     async def _checkpoint(self) -> None:
         with self._spending("checkpoint"):
