@@ -276,7 +276,8 @@ def verdict(rows: list[Measured]) -> str:
     executors = (last.executors_s / last.groups) / (first.executors_s / first.groups)
     grows = "linearly with the groups" if calls < MOST_GROWTH else "faster than the groups"
     return (
-        f"{last.workers / first.workers:g} times the workers and groups: {calls:.2f} times the calls per group: the work grows {grows}\n"
+        f"{last.workers / first.workers:g} times the workers and groups: {calls:.2f} times the calls per group, the work grows "
+        f"{grows}\n"
         f"CPU per group: {driver:.2f} times the driver's; {executors:.2f} times the executors', whose work per group is the same"
     )
 
