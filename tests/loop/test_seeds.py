@@ -72,6 +72,12 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("seed", [874])
+def test_seeds_that_failed_once_hold(seed):
+    """874: a hung worker, colocated, kept a failed run from writing its last checkpoint."""
+    assert run(draw(seed)).broken is None
+
+
 def test_a_seed_is_the_same_run_every_time():
     for seed in range(5):
         first, second = run(draw(seed)), run(draw(seed))

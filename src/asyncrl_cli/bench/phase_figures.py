@@ -37,12 +37,17 @@ class Capacities:
     slots_used: float
     cpu_share: float
     seconds_measured: float
+    rollout_beside_tokens_per_s: float | None = None
+    trainer_beside_tokens_per_s: float | None = None
+    """Of each phase while the other one works, too."""
 
     def bound(self) -> bound.Capacities:
         return bound.Capacities(
             rollout_tokens_per_s=self.rollout_tokens_per_s,
             trainer_tokens_per_s=self.trainer_tokens_per_s,
             colocated=self.colocated,
+            rollout_beside_tokens_per_s=self.rollout_beside_tokens_per_s,
+            trainer_beside_tokens_per_s=self.trainer_beside_tokens_per_s,
         )
 
 
@@ -52,14 +57,14 @@ class Repeats:
 
     generated: list[list[Generated]] = field(default_factory=list)
     trained: list[list[Trained]] = field(default_factory=list)
+    generated_beside: list[list[Generated]] = field(default_factory=list)
+    trained_beside: list[list[Trained]] = field(default_factory=list)
 
 
 def capacities_of(side: Side, colocated: bool, measured: Repeats) -> Capacities:
     generated = [one for repeat in measured.generated for one in repeat]
     trained = [one for repeat in measured.trained for one in repeat]
-    rollout_repeats = tuple(sum(one.tokens_per_s for one in repeat) for repeat in measured.generated)
-    # Each rank reports the tokens of all, and a step ends with the slowest.
-    trainer_repeats = tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in measured.trained)
+    rollout_repeats, trainer_repeats = _generation_rates(measured.generated), _training_rates(measured.trained)
     return Capacities(
         rollout_tokens_per_s=statistics.median(rollout_repeats),
         trainer_tokens_per_s=statistics.median(trainer_repeats),
@@ -74,7 +79,22 @@ def capacities_of(side: Side, colocated: bool, measured: Repeats) -> Capacities:
         slots_used=statistics.fmean(one.running_mean for one in generated) / side.rollout.slots,
         cpu_share=min(*(one.cpu_s / one.seconds for one in generated), *(one.cpu_s / one.seconds for one in trained)),
         seconds_measured=_seconds(measured.generated) + _seconds(measured.trained),
+        rollout_beside_tokens_per_s=_median_or_none(_generation_rates(measured.generated_beside)),
+        trainer_beside_tokens_per_s=_median_or_none(_training_rates(measured.trained_beside)),
     )
+
+
+def _generation_rates(repeats: Sequence[Sequence[Generated]]) -> tuple[float, ...]:
+    return tuple(sum(one.tokens_per_s for one in repeat) for repeat in repeats)
+
+
+def _training_rates(repeats: Sequence[Sequence[Trained]]) -> tuple[float, ...]:
+    """Each rank reports the tokens of all, and a step ends with the slowest."""
+    return tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in repeats)
+
+
+def _median_or_none(rates: Sequence[float]) -> float | None:
+    return statistics.median(rates) if rates else None
 
 
 def _seconds(repeats: Sequence[Sequence[Generated | Trained]]) -> float:

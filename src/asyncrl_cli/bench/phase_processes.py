@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -76,9 +77,19 @@ class Processes:
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
         """All children do the same at once; their answers, by index."""
+        self._tell(method, arguments)
+        return self._answers(method)
+
+    @contextmanager
+    def doing(self, method: str, *arguments: Any) -> Iterator[None]:
+        """All children do it while the block runs, which ends no earlier than they do; nobody wants their answers."""
+        self._tell(method, arguments)
+        yield
+        self._answers(method)
+
+    def _tell(self, method: str, arguments: tuple[Any, ...]) -> None:
         for pipe in self._pipes:
             pipe.send((method, arguments))
-        return self._answers(method)
 
     def _answers(self, call: str) -> list[Any]:
         """The first failure counts, whoever else still waits for the failed one."""

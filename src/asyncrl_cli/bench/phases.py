@@ -2,6 +2,7 @@
 
     generation alone   the plan's rollout workers: one process each, all slots full           -> sampled tokens / s
     training alone     the plan's trainer ranks: one process each, train steps back to back   -> trained tokens / s
+    both at once       where they do not take turns: what they share is what they lose        -> the same two
 
 All processes are started first; the profiles are then measured in turns, repeat by repeat, so that whatever drifts on the machine
 hits all alike, and while one phase is measured the others stand still. The figure is the median of the repeats. Profiles
@@ -36,6 +37,8 @@ REPEATS = 3
 GENERATION_S = 2.0
 TRAINING_S = 2.0
 """Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
+BESIDE_TIMES = 3
+"""What goes on beside a measured phase lasts longer by this factor: at once, either is slower than alone."""
 PROMPTS = 512
 BATCHES = 2
 
@@ -56,6 +59,8 @@ class Side:
     step_groups: int
     num_minibatches: int
     normalize: bool
+    takes_turns: bool
+    """Colocated: the two phases never work at once."""
 
 
 def measure_capacities(
@@ -114,6 +119,7 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Sid
         step_groups=profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size,
         num_minibatches=profile.async_training.require_batches,
         normalize=profile.algorithm.normalize_advantages,
+        takes_turns=plan.colocate,
     )
 
 
@@ -141,7 +147,8 @@ class _Bench:
         self._processes = processes
 
     def run(self, repeats: int, seconds: float, progress: Progress) -> list[Repeats]:
-        total, done = 1 + 2 * repeats * len(self._sides), 0
+        apart = [index for index, side in enumerate(self._sides) if not side.takes_turns]
+        total, done = 1 + 2 * repeats * (len(self._sides) + len(apart)), 0
         progress("starting each phase alone", done, total)
         generations = [self._start_generation(index, side) for index, side in enumerate(self._sides)]
         for processes in generations:
@@ -160,8 +167,19 @@ class _Bench:
                 done += 1
                 progress("measuring training alone", done, total)
                 result.trained.append(trainings[index].ask("measure", num_steps[index]))
+            for index in apart:
+                done += 2
+                progress("measuring both phases at once", done, total)
+                self._beside(generations[index], trainings[index], num_steps[index], seconds, results[index])
         progress("each phase was measured alone", total, total)
         return results
+
+    def _beside(self, generation: Processes, training: Processes, num_steps: int, seconds: float, result: Repeats) -> None:
+        """Each phase while the other one works for longer than it."""
+        with training.doing("measure", BESIDE_TIMES * num_steps):
+            result.generated_beside.append(generation.ask("measure", seconds))
+        with generation.doing("measure", BESIDE_TIMES * TRAINING_S):
+            result.trained_beside.append(training.ask("measure", num_steps))
 
     def _start_generation(self, index: int, side: Side) -> Processes:
         settings = side.rollout

@@ -25,6 +25,8 @@ HOW_TO_READ = """\
 - `% of the bound` is ideal over measured time. Ideal is the larger of (tokens / generation alone) and (tokens / training
   alone) where the sides have resources of their own, and the sum of both where they take turns on all of them. Generation's tokens
   are those sampled for the trained groups, training's those trained of them.
+- `both phases at once`: what each side does while the other works too, where they share a machine's cores and memory. The bound
+  does not know of that; `% of both at once` does: what is missing there is what the job itself loses.
 - Idle ratios: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. Slot utilization is what
   a long tail really costs.
 """

@@ -73,12 +73,19 @@ class Result:
             "limited_by": bound.limited_by if bound else None,
             "ideal": None
             if bound is None
-            else {"window_time_s": bound.ideal_s, "generation_s": bound.generation_s, "training_s": bound.training_s},
+            else {
+                "window_time_s": bound.ideal_s,
+                "generation_s": bound.generation_s,
+                "training_s": bound.training_s,
+                "at_once_s": bound.at_once_s,
+            },
             "capacities": None
             if capacities is None
             else {
                 "rollout_tokens_per_s": capacities.rollout_tokens_per_s,
                 "trainer_tokens_per_s": capacities.trainer_tokens_per_s,
+                "rollout_beside_tokens_per_s": capacities.rollout_beside_tokens_per_s,
+                "trainer_beside_tokens_per_s": capacities.trainer_beside_tokens_per_s,
                 "colocated": capacities.colocated,
             },
             "spread": {name: [spread.min, spread.max] for name, spread in self.figures.items()},
@@ -114,34 +121,28 @@ def summarise(
     measured = {(run.profile, run.seed): figures_of(run.lines, window_groups=window_groups, edges=edges) for run in runs}
     for key, bound in bounds.items():
         measured[key]["bound_ratio"] = bound.ideal_s / measured[key]["window_time_s"]
+        if bound.at_once_s is not None:
+            measured[key]["at_once_ratio"] = bound.at_once_s / measured[key]["window_time_s"]
     base = _of_profile(contestants[0].profile, measured)
-    results = (
-        _result(
-            contestant,
-            _of_profile(contestant.profile, measured),
-            base,
-            list(_of_profile(contestant.profile, capacities).values()),
-            list(_of_profile(contestant.profile, bounds).values()),
-        )
-        for contestant in contestants
-    )
+    results = (_result(contestant, measured, capacities, bounds, base) for contestant in contestants)
     return [result for result in results if result.seeds]
 
 
 def _result(
     contestant: Contestant,
-    own: Mapping[int, Mapping[str, float]],
+    measured: Mapping[RunKey, Mapping[str, float]],
+    capacities: Mapping[RunKey, Capacities],
+    bounds: Mapping[RunKey, Bound],
     base: Mapping[int, Mapping[str, float]],
-    capacities: Sequence[Capacities],
-    bounds: Sequence[Bound],
 ) -> Result:
+    own = _of_profile(contestant.profile, measured)
     return Result(
         profile=contestant.profile,
         mode=contestant.mode,
         figures=_spreads(list(own.values())) | _speedup(own, base),
         seeds=tuple(own),
-        capacities=_median_capacities(capacities) if own else None,
-        bound=_median_bound(bounds),
+        capacities=_median_capacities(list(_of_profile(contestant.profile, capacities).values())) if own else None,
+        bound=_median_bound(list(_of_profile(contestant.profile, bounds).values())),
         step_groups=contestant.step_groups,
         window_groups=contestant.window_groups,
     )
@@ -155,7 +156,12 @@ def _window_bound(run: RunLines, capacities: Capacities, window_groups: int, edg
     """The ideal of the measured stretch, per W groups of the baseline."""
     stretch = stretch_of(run.lines, edges)
     bound, share = bound_of(work_of(run.lines, stretch), capacities), window_groups / stretch.groups
-    return Bound(generation_s=bound.generation_s * share, training_s=bound.training_s * share, colocated=bound.colocated)
+    return Bound(
+        generation_s=bound.generation_s * share,
+        training_s=bound.training_s * share,
+        colocated=bound.colocated,
+        at_once_s=None if bound.at_once_s is None else bound.at_once_s * share,
+    )
 
 
 def _median_bound(bounds: Sequence[Bound]) -> Bound | None:
@@ -165,6 +171,7 @@ def _median_bound(bounds: Sequence[Bound]) -> Bound | None:
         generation_s=statistics.median(bound.generation_s for bound in bounds),
         training_s=statistics.median(bound.training_s for bound in bounds),
         colocated=bounds[0].colocated,
+        at_once_s=_median_or_none([bound.at_once_s for bound in bounds]),
     )
 
 
@@ -175,7 +182,14 @@ def _median_capacities(known: Sequence[Capacities]) -> Capacities | None:
         rollout_tokens_per_s=statistics.median(one.rollout_tokens_per_s for one in known),
         trainer_tokens_per_s=statistics.median(one.trainer_tokens_per_s for one in known),
         colocated=known[0].colocated,
+        rollout_beside_tokens_per_s=_median_or_none([one.rollout_beside_tokens_per_s for one in known]),
+        trainer_beside_tokens_per_s=_median_or_none([one.trainer_beside_tokens_per_s for one in known]),
     )
+
+
+def _median_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
 
 
 def _spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:

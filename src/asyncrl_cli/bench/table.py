@@ -84,6 +84,7 @@ DATA = (
 VERDICT = (
     Metric(label="speedup", name="speedup", shown=times, key=True),
     Metric(label="% of the bound", name="bound_ratio", shown=percent, key=True),
+    Metric(label="% of both at once", name="at_once_ratio", shown=percent, key=True),
 )
 
 
@@ -121,6 +122,7 @@ def _bound_rows(comparison: Comparison) -> list[Row]:
             label=f"ideal s per {comparison.window_groups} groups",
             cells=tuple(seconds(result.bound.ideal_s) if result.bound else NOTHING for result in results),
         ),
+        *_at_once_rows(results),
         Row(label="each phase alone"),
         Row(
             label="  generation, tokens/s",
@@ -130,6 +132,20 @@ def _bound_rows(comparison: Comparison) -> list[Row]:
             label="  training, tokens/s",
             cells=tuple(count(result.capacities.trainer_tokens_per_s) if result.capacities else NOTHING for result in results),
         ),
+    ]
+
+
+def _at_once_rows(results: Sequence[Result]) -> list[Row]:
+    """Where both sides share a machine."""
+    known = [result.capacities for result in results]
+    if not any(one and one.rollout_beside_tokens_per_s for one in known):
+        return []
+    rollout = [one.rollout_beside_tokens_per_s if one else None for one in known]
+    trainer = [one.trainer_beside_tokens_per_s if one else None for one in known]
+    return [
+        Row(label="both phases at once"),
+        Row(label="  generation, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in rollout)),
+        Row(label="  training, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in trainer)),
     ]
 
 

@@ -155,7 +155,7 @@ class Training:
             self._rollouts.abort(board.groups.publish())
         except AsyncrlError as error:
             board.stop(error)
-        if board.settings.colocate:
+        if board.settings.colocate and not board.stopping:  # nothing starts any more, and a hung worker would hold up the end
             await self._hand_over(worker.resume() for worker in board.workers)
         if board.sync.room:  # a stop does not wait for room: the workers end with what they have, a resume publishes first
             self._publish_beside()

@@ -5,6 +5,9 @@
 
 A colocated job's capacities are those of all its resources, in either phase. Weight syncs, the long tail of a batch, rewards
 and waits are no part of the ideal: they are what a schedule can lose. bound_ratio = ideal / measured, over the same windows.
+
+Where both sides share a machine (CPU cores, their caches and memory), the ideal is out of reach: at once, each side is slower than
+alone. `at_once_s` is the same maximum with what each side does while the other works, too: what is lost beyond that is the job's.
 """
 
 from __future__ import annotations
@@ -22,6 +25,9 @@ class Capacities:
     rollout_tokens_per_s: float
     trainer_tokens_per_s: float
     colocated: bool
+    rollout_beside_tokens_per_s: float | None = None
+    trainer_beside_tokens_per_s: float | None = None
+    """While the other side works, too. None where that is the same, or is not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +45,7 @@ class Bound:
     generation_s: float
     training_s: float
     colocated: bool
+    at_once_s: float | None = None
 
     @property
     def ideal_s(self) -> float:
@@ -54,4 +61,12 @@ def bound_of(work: Work, capacities: Capacities) -> Bound:
         generation_s=work.sampled_tokens / capacities.rollout_tokens_per_s,
         training_s=work.trained_tokens / capacities.trainer_tokens_per_s,
         colocated=capacities.colocated,
+        at_once_s=_at_once_s(work, capacities),
     )
+
+
+def _at_once_s(work: Work, capacities: Capacities) -> float | None:
+    rollout, trainer = capacities.rollout_beside_tokens_per_s, capacities.trainer_beside_tokens_per_s
+    if rollout is None or trainer is None:
+        return None
+    return max(work.sampled_tokens / rollout, work.trained_tokens / trainer)
