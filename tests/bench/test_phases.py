@@ -206,7 +206,7 @@ def test_capacities_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     assert capacities.slots_used > 0.9
     assert not capacities.colocated
     assert (capacities.rollout_workers, capacities.trainer_workers) == (1, 1)
-    assert [done for _, done, _ in told] == [0, 1, 2, 3]
+    assert [(done, total) for _, done, total in told] == [(0, 5), (1, 5), (2, 5), (4, 5), (5, 5)]
     assert capacities.bound().rollout_tokens_per_s == capacities.rollout_tokens_per_s
 
 

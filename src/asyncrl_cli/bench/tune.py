@@ -31,8 +31,8 @@ from asyncrl_cli.simulate.workloads import profile_for
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 SCHEMA_VERSION = 1
-TRAJECTORIES = 850_000
-"""Effort of one search of a large workload: some 100 CPU seconds."""
+TRAJECTORIES = 2_000_000
+"""Effort of one search of a large workload: some 130 CPU seconds."""
 MOST_WINDOWS = 1_200
 DEFAULT_PROFILE = "partial-rollout"
 LIMITS = (

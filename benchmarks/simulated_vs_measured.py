@@ -1,0 +1,92 @@
+"""Real runs against the simulator: calibrate a workload from one of them, predict the others, print both.
+
+    asyncrl bench --compare colocate --profile stale-samples --profile partial-rollout --out BENCH_DIR
+    python benchmarks/simulated_vs_measured.py BENCH_DIR [--calibrate-on stale-samples] [--repeat 0]
+
+Measured and simulated are the same groups: the comparison's own stretch, without warm-up and run-out. Each profile is held against
+the median of its repeats. A policy's responses grow or shrink as it learns, in each profile differently: predictions are made with
+the lengths of the calibrated run, and again with those of the profile's own. Exits with 1 if one of the latter is off by more
+than `--within`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.bench.measure import Edges, common_edges, figures_of
+from asyncrl_cli.bench.real import read_lines
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.simulate.calibrate import calibrate
+from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.world import simulate
+
+Lines = Sequence[Mapping[str, Any]]
+HOW = """Seconds per train step. tokens: mean length of a profile's responses, which is a matter of what the model has learnt by
+then, and no simulation tells. SIMULATED*: told these lengths; all else is from the one calibrated run."""
+SEEDS = 3
+"""Simulated runs per profile; the median counts."""
+
+
+def measured_runs(bench_dir: Path) -> dict[str, list[Lines]]:
+    """Metrics lines of every repeat, by profile."""
+    found: dict[str, list[Lines]] = {}
+    for directory in sorted((bench_dir / "runs").glob("*-r[0-9]*")):
+        if directory.is_dir():
+            found.setdefault(directory.name.rpartition("-r")[0], []).append(read_lines(directory))
+    return found
+
+
+def predicted_runs(workload: Workload, name: str, groups: int) -> list[Lines]:
+    profile = profile_for(workload, name, [], groups=groups, environ={}).profile
+    runs = [simulate(profile, workload, seed=seed) for seed in range(SEEDS)]
+    for run in runs:
+        if run.error is not None:
+            raise run.error
+    return [run.lines for run in runs]
+
+
+def step_s(runs: Sequence[Lines], edges: Edges, window_groups: int) -> float:
+    """Median over the runs of the mean step."""
+    return statistics.median(figures_of(lines, window_groups=window_groups, edges=edges)["step_s_mean"] for lines in runs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bench_dir", type=Path)
+    parser.add_argument("--calibrate-on", default="partial-rollout", metavar="PROFILE")
+    parser.add_argument("--repeat", type=int, default=0, help="which of its repeats")
+    parser.add_argument("--within", type=float, default=0.2, metavar="SHARE")
+    options = parser.parse_args()
+    runs = measured_runs(options.bench_dir)
+    if options.calibrate_on not in runs:
+        parser.error(f"{options.bench_dir} has no runs of {options.calibrate_on}: {', '.join(runs) or 'none at all'}")
+    workloads = {name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs}
+    workload = workloads[options.calibrate_on]
+    groups = int(next(iter(runs.values()))[0][-1]["groups_trained"])
+    windows = [Schedule.of(profile_for(workload, name, [], groups=groups, environ={}).profile).window_groups for name in runs]
+    edges = common_edges([lines for repeats in runs.values() for lines in repeats], max(windows))
+    print(f"SIMULATED from repeat {options.repeat} of {options.calibrate_on}: {workload.decoding}\n{workload.training}\n")
+    print(f"{'':<20}{'measured':>10}{'(least-most)':>14}{'SIMULATED':>11}{'off by':>8}{'tokens':>8}{'SIMULATED*':>12}{'off by':>8}")
+    worst = 0.0
+    for name, repeats in runs.items():
+        each = [step_s([lines], edges, max(windows)) for lines in repeats]
+        measured = statistics.median(each)
+        own_lengths = workload.model_copy(update={"lengths": workloads[name].lengths})
+        plain, told = (step_s(predicted_runs(one, name, groups), edges, max(windows)) for one in (workload, own_lengths))
+        worst = max(worst, abs(told / measured - 1))
+        print(
+            f"{name:<20}{measured:>10.3f}{f'{min(each):.3f}-{max(each):.3f}':>14}{plain:>11.3f}{plain / measured - 1:>+8.1%}"
+            f"{statistics.fmean(workloads[name].lengths.response_tokens):>8.1f}{told:>12.3f}{told / measured - 1:>+8.1%}"
+        )
+    print(f"\n{HOW}\nlargest difference* {worst:.1%}, {'within' if worst <= options.within else 'NOT within'} {options.within:.0%}")
+    return int(worst > options.within)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
