@@ -20,6 +20,7 @@ from typing import Any
 
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of
 from asyncrl_cli.bench.real import read_lines
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Workload
@@ -66,26 +67,31 @@ def main() -> int:
     runs = measured_runs(options.bench_dir)
     if options.calibrate_on not in runs:
         parser.error(f"{options.bench_dir} has no runs of {options.calibrate_on}: {', '.join(runs) or 'none at all'}")
-    workloads = {name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs}
+    try:
+        workloads = {name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs}
+    except ConfigError as error:
+        parser.error(str(error))
     workload = workloads[options.calibrate_on]
     groups = int(next(iter(runs.values()))[0][-1]["groups_trained"])
     windows = [Schedule.of(profile_for(workload, name, [], groups=groups, environ={}).profile).window_groups for name in runs]
     edges = common_edges([lines for repeats in runs.values() for lines in repeats], max(windows))
     print(f"SIMULATED from repeat {options.repeat} of {options.calibrate_on}: {workload.decoding}\n{workload.training}\n")
     print(f"{'':<20}{'measured':>10}{'(least-most)':>14}{'SIMULATED':>11}{'off by':>8}{'tokens':>8}{'SIMULATED*':>12}{'off by':>8}")
-    worst = 0.0
+    worst = worst_told = 0.0
     for name, repeats in runs.items():
         each = [step_s([lines], edges, max(windows)) for lines in repeats]
         measured = statistics.median(each)
         own_lengths = workload.model_copy(update={"lengths": workloads[name].lengths})
         plain, told = (step_s(predicted_runs(one, name, groups), edges, max(windows)) for one in (workload, own_lengths))
-        worst = max(worst, abs(told / measured - 1))
+        if name != options.calibrate_on:
+            worst, worst_told = max(worst, abs(plain / measured - 1)), max(worst_told, abs(told / measured - 1))
         print(
             f"{name:<20}{measured:>10.3f}{f'{min(each):.3f}-{max(each):.3f}':>14}{plain:>11.3f}{plain / measured - 1:>+8.1%}"
             f"{statistics.fmean(workloads[name].lengths.response_tokens):>8.1f}{told:>12.3f}{told / measured - 1:>+8.1%}"
         )
-    print(f"\n{HOW}\nlargest difference* {worst:.1%}, {'within' if worst <= options.within else 'NOT within'} {options.within:.0%}")
-    return int(worst > options.within)
+    print(f"\n{HOW}\nlargest difference of a prediction {worst:.1%}; told the lengths* {worst_told:.1%}")
+    print(f"that is {'within' if worst_told <= options.within else 'NOT within'} {options.within:.0%}")
+    return int(worst_told > options.within)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ def _make_all(runs: Sequence[RealRun], groups: int, watcher: Watcher) -> tuple[l
         with terminating_as_interrupt():
             for run in runs:
                 finished.append(make_run(run, _teller(watcher, run.name, groups), watcher.say))
+                if finished[-1].interrupted:
+                    raise KeyboardInterrupt
     except (AsyncrlError, KeyboardInterrupt) as failure:
         return finished, _as_error(failure)
     return finished, None

@@ -14,7 +14,9 @@ learns: give the lengths of the run that the figures are held against (`lengths_
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -37,8 +39,8 @@ REPEATS = 3
 GENERATION_S = 2.0
 TRAINING_S = 2.0
 """Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
-BESIDE_TIMES = 3
-"""What goes on beside a measured phase lasts longer by this factor: at once, either is slower than alone."""
+BESIDE_TIMES = 3.0
+"""What goes on beside a measured phase lasts so many times as long as that took alone: at once, either is slower."""
 PROMPTS = 512
 BATCHES = 2
 
@@ -86,9 +88,11 @@ def measure_all(
     cluster: ClusterResources | None = None,
     repeats: int = REPEATS,
     seconds: float = GENERATION_S,
+    at_once: bool = True,
     progress: Progress = lambda text, done, total: None,
 ) -> dict[str, Capacities]:
     """Capacities of each profile, measured in turns. `response_tokens`: lengths of responses; the model's own if not given.
+    `at_once`: also both phases of a profile at the same time, where they do not take turns.
 
     Raises:
         ConfigError, PreflightError: the profile's numbers do not go together, or the machine has too little.
@@ -102,7 +106,7 @@ def measure_all(
         bench = _Bench(
             sides=unique, task=task, response_tokens=tuple(response_tokens), directory=Path(directory), processes=processes
         )
-        measured = bench.run(repeats, seconds, progress)
+        measured = bench.run(repeats, seconds, at_once, progress)
     return {name: capacities_of(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
 
 
@@ -134,6 +138,36 @@ def _same_work(settings: TrainerSettings) -> TrainerSettings:
     return replace(settings, window_steps=1) if settings.old_logprobs == "rollout" else settings
 
 
+class _Pair:
+    """One side's two phases, and what was measured of them."""
+
+    def __init__(self, generation: Processes, training: Processes, num_steps: int) -> None:
+        self.result = Repeats()
+        self._generation = generation
+        self._training = training
+        self._num_steps = num_steps
+        self._generation_s = self._training_s = 0.0
+        """The last measurement of each alone, warm-up and all."""
+
+    def generate(self, seconds: float) -> None:
+        began_s = time.monotonic()
+        self.result.generated.append(self._generation.ask("measure", seconds))
+        self._generation_s = time.monotonic() - began_s
+
+    def train(self) -> None:
+        began_s = time.monotonic()
+        self.result.trained.append(self._training.ask("measure", self._num_steps))
+        self._training_s = time.monotonic() - began_s
+
+    def work_at_once(self, seconds: float) -> None:
+        """Each phase while the other one works for longer."""
+        long_steps = math.ceil(BESIDE_TIMES * self._generation_s / self._training_s * self._num_steps)
+        with self._training.doing("measure", long_steps):
+            self.result.generated_beside.append(self._generation.ask("measure", seconds))
+        with self._generation.doing("measure", BESIDE_TIMES * self._training_s):
+            self.result.trained_beside.append(self._training.ask("measure", self._num_steps))
+
+
 class _Bench:
     """All processes of a measurement, and the order in which they work."""
 
@@ -146,40 +180,36 @@ class _Bench:
         self._directory = directory
         self._processes = processes
 
-    def run(self, repeats: int, seconds: float, progress: Progress) -> list[Repeats]:
-        apart = [index for index, side in enumerate(self._sides) if not side.takes_turns]
+    def run(self, repeats: int, seconds: float, at_once: bool, progress: Progress) -> list[Repeats]:
+        apart = [index for index, side in enumerate(self._sides) if at_once and not side.takes_turns]
         total, done = 1 + 2 * repeats * (len(self._sides) + len(apart)), 0
         progress("starting each phase alone", done, total)
+        pairs = self._started()
+        for _ in range(repeats):
+            for pair in pairs:
+                done += 1
+                progress("measuring generation alone", done, total)
+                pair.generate(seconds)
+            for pair in pairs:
+                done += 1
+                progress("measuring training alone", done, total)
+                pair.train()
+            for index in apart:
+                done += 2
+                progress("measuring both phases at once", done, total)
+                pairs[index].work_at_once(seconds)
+        progress("each phase was measured alone", total, total)
+        return [pair.result for pair in pairs]
+
+    def _started(self) -> list[_Pair]:
         generations = [self._start_generation(index, side) for index, side in enumerate(self._sides)]
         for processes in generations:
             processes.ready()
         trainings = [self._start_training(index, side, generations[index]) for index, side in enumerate(self._sides)]
         for processes in trainings:
             processes.ready()
-        num_steps = [_steps_of(side, training) for side, training in zip(self._sides, trainings, strict=True)]
-        results = [Repeats() for _ in self._sides]
-        for _ in range(repeats):
-            for index, result in enumerate(results):
-                done += 1
-                progress("measuring generation alone", done, total)
-                result.generated.append(generations[index].ask("measure", seconds))
-            for index, result in enumerate(results):
-                done += 1
-                progress("measuring training alone", done, total)
-                result.trained.append(trainings[index].ask("measure", num_steps[index]))
-            for index in apart:
-                done += 2
-                progress("measuring both phases at once", done, total)
-                self._beside(generations[index], trainings[index], num_steps[index], seconds, results[index])
-        progress("each phase was measured alone", total, total)
-        return results
-
-    def _beside(self, generation: Processes, training: Processes, num_steps: int, seconds: float, result: Repeats) -> None:
-        """Each phase while the other one works for longer than it."""
-        with training.doing("measure", BESIDE_TIMES * num_steps):
-            result.generated_beside.append(generation.ask("measure", seconds))
-        with generation.doing("measure", BESIDE_TIMES * TRAINING_S):
-            result.trained_beside.append(training.ask("measure", num_steps))
+        sides = zip(self._sides, generations, trainings, strict=True)
+        return [_Pair(generation, training, _steps_of(side, training)) for side, generation, training in sides]
 
     def _start_generation(self, index: int, side: Side) -> Processes:
         settings = side.rollout

@@ -28,6 +28,7 @@ def simulators(
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(initializer, initargs))
     try:
         yield pool
+        pool.shutdown()
     except BaseException as error:
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
@@ -35,7 +36,6 @@ def simulators(
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted("interrupted: nothing is kept of simulated runs") from None
         raise
-    pool.shutdown()
 
 
 @contextmanager

@@ -90,12 +90,12 @@ def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> 
             say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
             raise
-    if interrupts.count:
+    if interrupts.count and code != 0:
         raise KeyboardInterrupt
     if code != 0:
         raise _failure(run, code)
     progress(run.groups)
-    return RunLines(profile=run.entry.name, seed=run.seed, lines=read_lines(run.directory))
+    return RunLines(profile=run.entry.name, seed=run.seed, lines=read_lines(run.directory), interrupted=interrupts.count > 0)
 
 
 def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) -> None:

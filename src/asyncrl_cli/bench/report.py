@@ -16,9 +16,10 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.job.cluster import usable_cores
 
 HOW_TO_READ = """\
-- Measured are the same groups in every run: after the warm-up (the longest window of all profiles, or until every run has scored
-  version 0) and before the run-out, in which nothing is generated ahead any more and the final version is scored. Evals in between
-  are subtracted. Wall time, staleness max, max span, tokens discarded and final reward are of the whole run.
+- Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles, or until every
+  run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final version is scored
+  (short runs have nothing else). Evals in between are subtracted. Wall time, staleness max, max span, tokens discarded and final
+  reward are of the whole run.
 - `s per {window} groups` is the time of as many groups as a window of the baseline ({baseline}) has, whatever the profile's own W;
   its parts, in the same unit, are the trainer's time: gen-wait is waiting for groups, sync the gather of new weights.
 - `speedup` is the ratio of groups per second to the baseline's run of the same seed, and its median over the repeats.

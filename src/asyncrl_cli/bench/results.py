@@ -25,11 +25,12 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLines:
-    """A finished run: its metrics lines. `seed` tells repeats apart."""
+    """A finished run: its metrics lines. `seed` tells repeats apart; `interrupted`: no other run was to follow."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
+    interrupted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,13 +56,13 @@ class Change(Enum):
     """What changed, so that only those look again whom it may concern."""
 
     SLOTS = "slots"
-    """A sequence of a running group ended."""
+    """Sequences ended, of running groups or of an eval, and left room."""
     GROUPS = "groups"
     """A group finished or was dropped."""
     PUBLISHED = "published"
     """A version waits for the workers."""
     LOADED = "loaded"
-    """A worker has loaded a version."""
+    """A worker has loaded a version, or has ended its part of that version's eval."""
     RUN = "run"
     """Anything else, as a stop: concerns everybody."""
 

@@ -1,4 +1,4 @@
-"""Sequence slots of the workers: who uses them, and which workers have room for one more group, at the cost of what changed."""
+"""Sequence slots of the workers: who uses them, and which workers have room for one more group."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WorkerSlots:
 
 
 class Fleet:
-    """All workers. Thousands of groups start in a window of hundreds of workers, and each asks who has room: those are kept."""
+    """All workers, and apart those with room: of hundreds of busy ones few have any, and every group that starts asks."""
 
     def __init__(self, workers: Iterable[WorkerSlots], *, n: int, prefetch_groups: int) -> None:
         self.by_name = {worker.name: worker for worker in workers}
