@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from asyncrl_cli.bench.capacities import real_capacities
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of, terminating_as_interrupt
-from asyncrl_cli.bench.results import Comparison, RunKey, RunLines, summarise
+from asyncrl_cli.bench.results import Comparison, Result, RunKey, RunLines, summarise
 from asyncrl_cli.bench.timeline import Timeline, timeline_of_run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.cluster import local_cluster
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.simulate.references import Residual
 
 REAL_GROUPS = 384
+UNEVEN_WORK = 0.03
 
 
 class Watcher(Protocol):
@@ -192,14 +193,27 @@ def _comparison(
     missing: tuple[str, ...] = (),
 ) -> Comparison:
     baseline = entries[0]
+    results = summarise([entry.contestant() for entry in entries], runs, capacities, window_groups=baseline.window_groups)
     return Comparison(
-        results=summarise([entry.contestant() for entry in entries], runs, capacities, window_groups=baseline.window_groups),
+        results=results,
         workload=workload,
         baseline=baseline.name,
         groups=groups,
         window_groups=baseline.window_groups,
         seeds=request.seeds,
         resources=f"{baseline.plan.gpus} GPUs" if baseline.plan.device == "cuda" else f"{baseline.plan.cpus} CPU cores",
-        remarks=remarks,
+        remarks=(*_uneven_work(results), *remarks),
         missing=missing,
+    )
+
+
+def _uneven_work(results: Sequence[Result]) -> tuple[str, ...]:
+    """The same groups are not the same tokens: policies learn differently, and stretches end with a train step."""
+    tokens = [result.figures["tokens_per_s"].median * result.figures["window_time_s"].median for result in results]
+    uneven = max(tokens) / min(tokens) - 1
+    if uneven <= UNEVEN_WORK:
+        return ()
+    return (
+        f"The measured groups have up to {uneven:.0%} more tokens in one profile than in another: compare tokens/s, too, "
+        "or make the runs longer (--groups).",
     )

@@ -90,4 +90,7 @@ def recommended(rows: Sequence[Row]) -> Row:
     """The least stale of those that are as fast as the fastest, which a simulation can tell apart only so far."""
     fastest_s = min(row.measured.window_time_s for row in rows)
     as_fast = [row for row in rows if row.measured.window_time_s <= fastest_s * (1 + SAME_TIME)]
-    return min(as_fast, key=lambda row: (row.measured.staleness_mean, row.measured.window_time_s))
+    return min(
+        as_fast,
+        key=lambda row: (row.measured.staleness_mean, row.setting.max_staleness, row.setting.eta, row.measured.window_time_s),
+    )

@@ -75,7 +75,7 @@ class Tuned:
     @property
     def recommended_sets(self) -> tuple[str, ...]:
         """All that the recommended run is given: what the search was given, and what it found."""
-        return (*self.sets, *self.best.setting.sets())
+        return tuple(dict.fromkeys((*self.sets, *self.best.setting.sets())))
 
     @property
     def front(self) -> list[Row]:

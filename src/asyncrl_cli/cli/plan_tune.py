@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.cli.console import print_json, print_text, say, stderr, stdout, warn
+from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.pareto import Row
@@ -72,7 +73,10 @@ def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
 
             say(f"calibrating a workload from {directory}")
             return calibrate(directory), str(directory / "profile.toml")
-    return load_workload(reference), None
+    try:
+        return load_workload(reference), None
+    except ConfigError as error:
+        raise ConfigError(f"{error}; nor is there a finished run of that name in {runs_dir}", hint=error.hint) from None
 
 
 def _print_table(tuned: Tuned) -> None:

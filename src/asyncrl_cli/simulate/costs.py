@@ -134,7 +134,7 @@ def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTi
         pause_s=0.0 if colocate else syncing.pause_s,
         speed_spread=decoding.speed_spread,
         progress_s=progress_s,
-        poll_s=max(POLL_S, 30 * progress_s),
+        poll_s=max(POLL_S, 3 * progress_s),
         call_timeout_s=profile.rollout.call_timeout_s,
         weights_timeout_s=profile.weights.timeout_s,
     )

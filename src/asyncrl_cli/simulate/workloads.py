@@ -18,8 +18,8 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import keys, nearest
-from asyncrl_cli.profile.layers import Layer, Loaded, flatten, load, set_layer
-from asyncrl_cli.profile.sources import is_file_reference, read, shipped_directory, shipped_profiles
+from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
+from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles
 from asyncrl_cli.simulate.workload import Workload
 
 BASELINE = "colocate"
@@ -71,9 +71,13 @@ def profile_for(
 ) -> Loaded:
     """The profile NAME or FILE with the workload's keys laid over it, below environment and `--set`.
 
+    What a FILE that is not shipped says itself lies above the workload's keys: its user means it.
+
     It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
     """
-    stack = layers_of(workload, Path(profile_reference).stem)
+    shipped = set(shipped_profiles().values())
+    own = [file_layer(file) for file in chain(profile_reference) if file.path not in shipped]
+    stack = [*layers_of(workload, Path(profile_reference).stem), *own]
     wanted = groups if groups is not None else workload.windows * _baseline_window_groups(workload, sets, environ)
     one_step = Layer(origin="workload", values={"run.train_steps": 1})
     step_groups = Schedule.of(load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile).step_groups
