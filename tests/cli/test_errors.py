@@ -21,7 +21,7 @@ from asyncrl_cli.errors import StallError
         (["train", "-p", "partial-rolout"], 2, "there is no profile 'partial-rolout'", "`partial-rollout`"),
         (["train", "-p", "base", "--name", "a/b"], 2, "run.name 'a/b'", "--name"),
         (["plan", "-p", "base", "--set", "rollout.slot=3"], 2, "unknown key rollout.slot", "rollout.slots"),
-        (["plan", "-p", "base", "--set", "rollout.engine=vllm"], 3, "is not in this version yet", "transformers"),
+        (["plan", "-p", "base", "--set", "rollout.enforce_eager=true"], 2, "rollout.enforce_eager", "rollout.engine=vllm"),
         (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0"], 3, "8 GPUs", "--set"),
         (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
         (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.layers import load
 
 CONFLICTS = [
@@ -77,11 +77,22 @@ def test_several_conflicts_are_told_at_once() -> None:
     assert caught.value.message.count("\n  - ") == 2
 
 
-def test_an_engine_that_is_not_there_yet_is_a_preflight_error() -> None:
-    with pytest.raises(PreflightError, match="not in this version yet") as caught:
-        load("base", ["rollout.engine=vllm"], environ={})
-    assert caught.value.exit_code == 3
-    assert caught.value.hint == "--set rollout.engine=transformers"
+@pytest.mark.parametrize(
+    ("sets", "message", "hint"),
+    [
+        (["rollout.enforce_eager=true"], "rollout.enforce_eager with rollout.engine", "rollout.engine=vllm"),
+        (["rollout.engine_args={block_size=32}"], "rollout.engine_args with", "rollout.engine=vllm"),
+        (["rollout.engine=vllm", "rollout.max_model_len=100"], "rollout.max_model_len = 100", "max_model_len=352"),
+        (["rollout.engine=vllm", "rollout.tensor_parallel_size=2"], "gpus_per_rollout_worker = 1", "gpus_per_rollout_worker=2"),
+        (["rollout.engine=vllm", "rollout.top_p=0.9", "rollout.temperature=0.7"], "rollout.temperature = 0.7", "transformers"),
+        (["rollout.engine=vllm", "rollout.top_k=9", "eval.temperature=0.7"], "eval.temperature = 0.7", "transformers"),
+    ],
+)
+def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(sets: list[str], message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("base", sets, environ={})
+    assert message in caught.value.message
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -104,6 +115,7 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
         ("partial-rollout", ["rollout.interrupt=recompute-kv"]),
         ("stale-samples", ["async_training.max_staleness=5", "async_training.on_stale=requeue"]),
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
+        ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),
         ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),
     ],
 )

@@ -36,3 +36,24 @@ def test_a_closed_gate_lets_nobody_in_until_it_opens() -> None:
         assert late.done()
 
     asyncio.run(body())
+
+
+def test_who_gives_up_gets_no_slot_and_all_who_wait_for_idle_are_told() -> None:
+    async def body() -> None:
+        gate = SlotGate(1, lambda running: None)
+        assert await gate.entered("first")
+        second, third = (asyncio.create_task(gate.entered(name)) for name in ("second", "third"))
+        await asyncio.sleep(0)
+        gate.give_up("second")
+        gate.give_up("unknown")
+        assert not await second
+        gate.close()
+        waiters = [asyncio.create_task(gate.idle()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiters[0].cancel()
+        gate.leave()
+        await asyncio.gather(*waiters[1:])
+        gate.give_up_all()
+        assert not await third
+
+    asyncio.run(body())

@@ -337,6 +337,29 @@ def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
     run(body)
 
 
+def test_a_partial_response_goes_on_as_it_would_have_gone_on(model_dir: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=1) as engine:
+            prompt, how = prompts(1)[0], sampling(60, temperature=0.5)
+            whole = await engine.generate("whole", prompt, how, 3)
+            begun = Completion(
+                tokens=whole.tokens[:5], logprobs=whole.logprobs[:5], versions=whole.versions[:5], finish_reason="abort"
+            )
+            running = asyncio.create_task(engine.generate("again", prompt, how, 3, begun))
+            await until(lambda: engine.tokens_of("again") >= 6)
+            known = engine.so_far("again")
+            assert known is not None
+            assert known.tokens == whole.tokens[: len(known.tokens)]
+            again = await running
+            assert (again.tokens, again.versions, again.finish_reason) == (whole.tokens, whole.versions, whole.finish_reason)
+            assert again.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+            assert engine.so_far("again") is None
+            with pytest.raises(ValueError, match="nothing is left to do"):
+                await engine.generate("over", prompt, sampling(5), 3, begun)
+
+    run(body)
+
+
 def test_score_equals_plain_forwards_of_the_loaded_weights(model: Qwen3ForCausalLM, model_dir: Path) -> None:
     async def body() -> None:
         async with engine_of(model_dir) as engine:

@@ -13,7 +13,7 @@ CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz ,.=#[]()+-*/:;?!<>|&%^~_"
 VOCABULARY = {"<pad>": 0, "<eos>": EOS} | {character: i + 2 for i, character in enumerate(CHARACTERS)}
 
 
-def make_model(seed: int = 0, *, scale: float = 4.0) -> Qwen3ForCausalLM:
+def make_model(seed: int = 0, *, scale: float = 4.0, tied: bool = False) -> Qwen3ForCausalLM:
     """`scale` sharpens the random logits, so that wrong weights, caches or positions show."""
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -25,7 +25,7 @@ def make_model(seed: int = 0, *, scale: float = 4.0) -> Qwen3ForCausalLM:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=0,
@@ -50,8 +50,11 @@ def save(model: Qwen3ForCausalLM, directory: Path) -> Path:
 def weights_after(model: Qwen3ForCausalLM, steps: int) -> dict[str, torch.Tensor]:
     """The model's weights, moved by `steps` fixed random steps."""
     generator = torch.Generator().manual_seed(7)
-    moved = {}
+    moved: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            moved[name] = moved["model.embed_tokens.weight"]
+            continue
         step = torch.randn(tensor.shape, generator=generator) * 0.05
         moved[name] = tensor + steps * step * (1.0 if tensor.ndim > 1 else 0.0)
     return moved

@@ -8,18 +8,22 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli.console import print_json, stdout
+from asyncrl_cli.cli.console import print_json, say, stdout
 from asyncrl_cli.cli.options import JsonOption
+from asyncrl_cli.errors import PreflightError
 
 EXAMPLES = """[bold]Examples[/]
 
   asyncrl doctor
 
-  asyncrl doctor --json || echo something needed is missing"""
+  asyncrl doctor --json || echo something needed is missing
+
+  asyncrl doctor --fix"""
 
 NEEDED = {
     "ray": "2.60.",
@@ -44,8 +48,15 @@ class Finding:
     hint: str = ""
 
 
-def command(as_json: JsonOption = False) -> None:
+def command(
+    as_json: JsonOption = False,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Uninstall packages that vLLM brought along and that do not load beside this torch.")
+    ] = False,
+) -> None:
     """Check this machine: versions, cores, GPUs, Ray, engines. Exit 3 if something needed is missing."""
+    if fix:
+        _remove_broken_packages()
     findings = list(examine())
     if as_json:
         print_json([asdict(finding) for finding in findings])
@@ -53,6 +64,24 @@ def command(as_json: JsonOption = False) -> None:
         _print(findings)
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(3)
+
+
+def _remove_broken_packages() -> None:
+    """Each is looked at in a fresh process by the check that follows: a failed import leaves its traces in this one."""
+    import subprocess
+
+    from asyncrl_cli.rollout.vllm_preflight import broken_packages
+
+    broken = broken_packages()
+    if not broken:
+        return
+    say(f"uninstalling {', '.join(broken)}: not usable beside this torch, and not needed by vLLM")
+    done = subprocess.run([sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken], check=False)
+    if done.returncode:
+        raise PreflightError(
+            f"pip could not uninstall {', '.join(broken)}", hint=f"remove them by hand: pip uninstall {' '.join(broken)}"
+        )
+    importlib.invalidate_caches()
 
 
 def examine() -> Iterator[Finding]:
@@ -64,7 +93,15 @@ def examine() -> Iterator[Finding]:
     yield _gpus()
     yield _importable("ray", "ray")
     yield _importable("engine transformers", "transformers.generation.continuous_batching")
+    yield from _stray_packages()
     yield from (Finding(what=f"engine {name}", found=_version(name) or "not installed (optional)") for name in OPTIONAL)
+
+
+def _stray_packages() -> Iterator[Finding]:
+    from asyncrl_cli.rollout.vllm_preflight import broken_packages
+
+    hint = "asyncrl doctor --fix removes what vLLM does not need"
+    yield from (Finding(what=name, found="does not load beside this torch", ok=False, hint=hint) for name in broken_packages())
 
 
 def _version(name: str) -> str:

@@ -5,30 +5,43 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.rollout.engine import Engine, Sampling
 
 
+def check_engine(profile: Profile, device: str) -> None:
+    """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments."""
+    if profile.rollout.engine == "vllm":
+        from asyncrl_cli.rollout.vllm_preflight import check_vllm
+        from asyncrl_cli.rollout.vllm_settings import check_engine_args
+
+        check_vllm(device)
+        if profile.rollout.engine_args:
+            check_engine_args(profile.rollout.engine_args)
+
+
 def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) -> Engine:
-    """The engine, not yet started. Raises PreflightError if it is not installed."""
-    if settings.engine != "transformers":
-        raise PreflightError(f'rollout.engine = "{settings.engine}" is not available', hint="--set rollout.engine=transformers")
+    """The engine, not yet started."""
+    sizes: dict[str, Any] = {
+        "slots": settings.slots,
+        "max_prompt_tokens": settings.max_prompt_tokens,
+        "max_response_tokens": settings.max_response_tokens,
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "threads": settings.threads,
+        "seed": settings.seed,
+        "version": settings.version,
+        "trust_remote_code": settings.trust_remote_code,
+        "on_running": on_running,
+    }
+    if settings.engine == "vllm":
+        from asyncrl_cli.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(settings.model_dir, truncated_sampling=settings.truncates, options=settings.vllm, **sizes)
     from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(
-        settings.model_dir,
-        slots=settings.slots,
-        max_prompt_tokens=settings.max_prompt_tokens,
-        max_response_tokens=settings.max_response_tokens,
-        device=settings.device,
-        dtype=settings.dtype,
-        threads=settings.threads,
-        seed=settings.seed,
-        version=settings.version,
-        trust_remote_code=settings.trust_remote_code,
-        on_running=on_running,
-    )
+    return TransformersEngine(settings.model_dir, **sizes)
 
 
 def sampling_of(settings: RolloutSettings, temperature: float) -> Sampling:

@@ -78,7 +78,7 @@ class JobPlan:
 
 def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     """Raises ConfigError if the profile's numbers do not go together, PreflightError if the cluster has too little."""
-    device = _device(profile, cluster)
+    device = device_of(profile, cluster)
     counts = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
     check_fit(counts, cluster)
     groups = tuple(GroupPlan(name=name, bundles=bundles) for name, bundles in bundles_of(counts).items())
@@ -104,7 +104,8 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     ]
 
 
-def _device(profile: Profile, cluster: ClusterResources) -> str:
+def device_of(profile: Profile, cluster: ClusterResources) -> str:
+    """`cpu` or `cuda`, for all roles."""
     if profile.placement.device != "auto":
         return profile.placement.device
     return "cuda" if cluster.gpus or profile.placement.gpus is not None else "cpu"

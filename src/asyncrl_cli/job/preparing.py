@@ -1,4 +1,4 @@
-"""What a run needs before Ray starts: its task, its model, and prompts that fit. In threads that a Ctrl-C can end."""
+"""What a run needs before Ray starts: its engine, its task, its model, and prompts that fit. In threads that a Ctrl-C can end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,14 @@ class Prepared:
 
 
 async def prepare(profile: Profile, say: Starting) -> Prepared:
-    """Raises ConfigError or PreflightError for a task, a model or prompts that will not do."""
+    """Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will not do."""
+    from asyncrl_cli.job.cluster import local_cluster
+    from asyncrl_cli.job.engines import check_engine
+    from asyncrl_cli.job.plan import device_of
+
+    say("looking for the engine")
+    # Before anything imports transformers: what is wrong with the engine's packages may break that, too.
+    await interruptible(lambda look: check_engine(profile, device_of(profile, local_cluster())))
     from asyncrl_cli.models.resolve import resolve_model
     from asyncrl_cli.tasks.task import load_task
 

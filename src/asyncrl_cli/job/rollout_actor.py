@@ -169,17 +169,13 @@ class RolloutActor:
         scores = await self._engine.score(probes, manifest.temperature)
         return mean_abs_diff(scores.logprobs, manifest.probe_logprobs), scores.pause_s
 
-    def _receive(self, manifest: Manifest, bucket_refs: list[Any]) -> dict[str, torch.Tensor]:
-        """In a thread. The object store's memory is read-only, so slices of load-bucket size are copied out of it."""
-        from asyncrl_cli.weights.buckets import split, unpack, verify
+    def _receive(self, manifest: Manifest, bucket_refs: list[Any]) -> Mapping[str, torch.Tensor]:
+        """In a thread."""
+        from asyncrl_cli.weights.buckets import verify
 
         buckets = ray.get(bucket_refs)
         verify(buckets, manifest)
-        weights: dict[str, torch.Tensor] = {}
-        for bucket in buckets:
-            for part in split(bucket, self._settings.load_bucket_size_bytes):
-                weights |= unpack(part)
-        return weights
+        return self._engine.receive(buckets, self._settings.load_bucket_size_bytes)
 
     def _eval_sampling(self) -> Any:
         from asyncrl_cli.job.engines import sampling_of

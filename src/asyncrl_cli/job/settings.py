@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl_cli.job.plan import ROLLOUT, JobPlan
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 BYTES_PER_MB = 2**20
@@ -35,6 +36,12 @@ class RolloutSettings:
     reward: RewardSpec
     reward_timeout_s: float
     load_bucket_size_bytes: int
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+
+    @property
+    def truncates(self) -> bool:
+        """Top-p or top-k is on."""
+        return self.top_p < 1 or self.top_k > 0
 
     @classmethod
     def from_profile(
@@ -61,4 +68,16 @@ class RolloutSettings:
             reward=reward,
             reward_timeout_s=profile.task.reward_timeout_s,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
+            vllm=_vllm_options(profile, plan),
         )
+
+
+def _vllm_options(profile: Profile, plan: JobPlan) -> VllmOptions:
+    rollout = profile.rollout
+    return VllmOptions(
+        tensor_parallel_size=rollout.tensor_parallel_size or max(plan.counts.gpus_per_rollout_worker, 1),
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        max_model_len=rollout.max_model_len,
+        enforce_eager=rollout.enforce_eager,
+        engine_args=rollout.engine_args,
+    )

@@ -8,24 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.schema import Profile
 
-ENGINES = ("transformers",)
-"""Engines that this version can run."""
+VLLM_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
 
 
 def check(profile: Profile) -> list[str]:
-    """Returns the warnings. Raises ConfigError (all conflicts in one), PreflightError for an engine not there."""
+    """Returns the warnings. Raises ConfigError, all conflicts in one."""
     conflicts = [conflict for rule in RULES for conflict in rule(profile)]
     if conflicts:
         raise combine(conflicts)
-    if profile.rollout.engine not in ENGINES:
-        raise PreflightError(
-            f'rollout.engine = "{profile.rollout.engine}" is not in this version yet',
-            hint="--set rollout.engine=transformers",
-        )
     return list(warnings_of(profile))
 
 
@@ -114,6 +108,49 @@ def _old_logprobs(profile: Profile) -> Iterator[ConfigError]:
         )
 
 
+def _vllm_keys(profile: Profile) -> Iterator[ConfigError]:
+    rollout = profile.rollout
+    if rollout.engine != "vllm":
+        for key in VLLM_KEYS:
+            if getattr(rollout, key) not in (None, {}):
+                yield ConfigError(
+                    f'rollout.{key} with rollout.engine = "{rollout.engine}", which does not know it',
+                    hint=f"--set rollout.engine=vllm, or leave rollout.{key} out",
+                )
+
+
+def _vllm_sizes(profile: Profile) -> Iterator[ConfigError]:
+    rollout, gpus = profile.rollout, profile.placement.gpus_per_rollout_worker
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        yield ConfigError(
+            f"rollout.max_model_len = {rollout.max_model_len} is less than max_prompt_tokens + max_response_tokens = {longest}",
+            hint=f"--set rollout.max_model_len={longest}, or leave it out",
+        )
+    asked = rollout.tensor_parallel_size
+    if asked is not None and asked != gpus and profile.placement.device != "cpu":
+        yield ConfigError(
+            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a worker's model is "
+            "shared by all of its GPUs",
+            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out",
+        )
+
+
+def _vllm_sampling(profile: Profile) -> Iterator[ConfigError]:
+    """vLLM has logprobs before temperature and truncation, or after both: never the scaled, untruncated ones that are trained."""
+    rollout = profile.rollout
+    if rollout.engine != "vllm" or (rollout.top_p == 1 and rollout.top_k == 0):
+        return
+    temperatures = {"rollout.temperature": rollout.temperature, "eval.temperature": profile.eval.temperature}
+    for key, value in temperatures.items():
+        if value not in (0, 1):
+            yield ConfigError(
+                f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the scaled, untruncated '
+                "distribution then",
+                hint=f"--set {key}=1, or rollout.top_p=1 and rollout.top_k=0, or rollout.engine=transformers",
+            )
+
+
 RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _length,
     _partial_rollout,
@@ -121,6 +158,9 @@ RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _colocate,
     _slots,
     _old_logprobs,
+    _vllm_keys,
+    _vllm_sizes,
+    _vllm_sampling,
 )
 
 

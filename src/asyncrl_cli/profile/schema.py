@@ -189,6 +189,17 @@ class RolloutSection(Section):
     """Strings that end a response."""
     interrupt: Literal["keep-kv", "recompute-kv"] | None = None
     """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
+    tensor_parallel_size: PositiveInt | None = None
+    """vllm: devices that share one model; `placement.gpus_per_rollout_worker` on GPUs, else 1, if not given."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)] | None = None
+    """vllm: share of a GPU's memory for weights and KV cache; vLLM's own default if not given. On a CPU: of the machine's
+    memory; if not given, the cache is as large as the slots need."""
+    max_model_len: PositiveInt | None = None
+    """vllm: longest sequence; max_prompt_tokens + max_response_tokens if not given."""
+    enforce_eager: bool | None = None
+    """vllm: no compilation and no CUDA graphs; if not given, true on CPUs (compilation takes a minute) and false on GPUs."""
+    engine_args: Params = Field(default_factory=dict)
+    """vllm: further arguments of its `AsyncEngineArgs`, by its own names."""
     call_timeout_s: PositiveFloat = 600.0
     """Longest time one call to a worker may take."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -10,6 +10,8 @@ from asyncrl_cli.loop.ports import Interrupt
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncrl_cli.weights.buckets import Bucket
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -62,6 +64,25 @@ class Scores:
     pause_s: float
 
 
+def check_request(
+    request_id: str,
+    prompt_tokens: list[int],
+    sampling: Sampling,
+    so_far: Completion | None,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+) -> None:
+    """ValueError for a request that an engine of these sizes can not serve."""
+    if not 0 < len(prompt_tokens) <= max_prompt_tokens:
+        raise ValueError(f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {max_prompt_tokens}")
+    asked = sampling.max_response_tokens
+    if asked > max_response_tokens:
+        raise ValueError(f"{asked} response tokens asked, the engine was made for {max_response_tokens}")
+    if so_far is not None and len(so_far.tokens) >= asked:
+        raise ValueError(f"{request_id} has {len(so_far.tokens)} tokens already, and {asked} are asked: nothing is left to do")
+
+
 class Engine(Protocol):
     """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now."""
 
@@ -83,18 +104,29 @@ class Engine(Protocol):
         """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
 
     def tokens_of(self, request_id: str) -> int:
-        """Tokens sampled so far for a request that waits or runs; 0 for others."""
+        """Tokens so far of a request that waits or runs; 0 for others."""
+
+    def so_far(self, request_id: str) -> Completion | None:
+        """What a request that waits or runs has by now, as if it were aborted; None for others."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None:
         """Ends all requests with an error."""
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        """Wait for a free slot (first come, first served) and sample a response."""
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, so_far: Completion | None = None
+    ) -> Completion:
+        """Wait for a free slot (first come, first served) and sample a response.
+
+        With `so_far`, go on after its tokens: they are part of the result, and of `max_response_tokens`.
+        """
 
     async def abort(self, request_id: str) -> None:
         """Its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+
+    def receive(self, buckets: Sequence[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
+        """Copy arrived buckets to where `load` takes them from, beside generation. In any thread; may take long."""
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         """Swap the weights in place; ValueError before anything has changed if they do not fit. Always resumes.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +30,11 @@ from transformers.utils import logging
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.rollout import batching, scoring
-from asyncrl_cli.rollout.engine import Completion, FinishReason, PauseReport, Sampling, Scores
+from asyncrl_cli.rollout.engine import Completion, FinishReason, PauseReport, Sampling, Scores, check_request
 from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.rollout.weights_check import check_fit
+from asyncrl_cli.weights.buckets import Bucket, split, unpack
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -73,7 +74,6 @@ class TransformersEngine:
         self._trust_remote_code = trust_remote_code
         self._gate = SlotGate(slots, on_running)
         self._tracks: dict[str, Track] = {}
-        self._turns: dict[str, asyncio.Future[None]] = {}
         self._weights_lock = asyncio.Lock()
         self._started = False
         self._closed = False
@@ -132,13 +132,18 @@ class TransformersEngine:
         if self._started:
             self._started = False
             await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
-        for turn in list(self._turns.values()):
-            turn.cancel()
+        self._gate.give_up_all()
         for track in list(self._tracks.values()):
             _fail(track, ExecutorFailed(f"the rollout engine was closed while {track.request_id} was generating"))
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        self._check(request_id, prompt_tokens, sampling)
+    def so_far(self, request_id: str) -> Completion | None:
+        track = self._tracks.get(request_id)
+        return track.completion("abort") if track is not None else None
+
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, so_far: Completion | None = None
+    ) -> Completion:
+        self._check(request_id, prompt_tokens, sampling, so_far)
         track = Track(
             request_id=request_id,
             prompt_tokens=prompt_tokens,
@@ -146,9 +151,11 @@ class TransformersEngine:
             stream=stream_of(seed),
             done=asyncio.get_running_loop().create_future(),
         )
+        if so_far is not None:
+            track.go_on_from(so_far)
         self._tracks[request_id] = track
         try:
-            if not await self._got_slot(track):
+            if not await self._gate.entered(request_id):
                 return track.completion(await track.done)
             try:
                 self._submit(track)
@@ -163,8 +170,15 @@ class TransformersEngine:
         track = self._tracks.get(request_id)
         if track is not None and not track.done.done():
             track.done.set_result("abort")
-            if turn := self._turns.get(request_id):
-                turn.cancel()
+            self._gate.give_up(request_id)
+
+    def receive(self, buckets: Sequence[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
+        """Copies: the buckets' memory may be read-only. Slices, so that no copy is larger than a load bucket."""
+        weights: dict[str, torch.Tensor] = {}
+        for bucket in buckets:
+            for part in split(bucket, load_bucket_size_bytes):
+                weights |= unpack(part)
+        return weights
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
@@ -187,34 +201,19 @@ class TransformersEngine:
         async with self._weights_lock:
             return await asyncio.to_thread(self._score, sequences, temperature)
 
-    def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
+    def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, so_far: Completion | None) -> None:
         if self._closed:
             raise ExecutorFailed("the rollout engine is closed")
         if request_id in self._tracks:
             raise ValueError(f"request {request_id} is running already")
-        if not 0 < len(prompt_tokens) <= self.max_prompt_tokens:
-            raise ValueError(
-                f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {self.max_prompt_tokens}"
-            )
-        if sampling.max_response_tokens > self.max_response_tokens:
-            asked = sampling.max_response_tokens
-            raise ValueError(f"{asked} response tokens asked, the engine was made for {self.max_response_tokens}")
-
-    async def _got_slot(self, track: Track) -> bool:
-        """False if it was aborted, or the engine closed, while it waited."""
-        turn = self._turns[track.request_id] = self._gate.enter()
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._gate.leave()
-            task = asyncio.current_task()
-            if not turn.cancelled() or (task is not None and task.cancelling()):
-                raise
-            return False
-        finally:
-            del self._turns[track.request_id]
-        return True
+        check_request(
+            request_id,
+            prompt_tokens,
+            sampling,
+            so_far,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_response_tokens=self.max_response_tokens,
+        )
 
     def _submit(self, track: Track) -> None:
         """Hand prompt and tokens so far to continuous batching; the budget counts the earlier tokens."""

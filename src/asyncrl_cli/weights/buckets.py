@@ -122,7 +122,7 @@ class Packing:
         """Copy a full tensor (any device, any dtype: it is cast to the wire's) to its place."""
         index, entry = self._places[name]
         assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
-        _view(self._buffers[index], entry).copy_(tensor)
+        view_of(self._buffers[index], entry).copy_(tensor)
         self._missing.discard(name)
 
     def seal(self) -> list[Bucket]:
@@ -139,15 +139,12 @@ class Packing:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of all packed tensors by their first names."""
         buffers = self.filled()
-        return {name: _view(buffers[index], entry) for name, (index, entry) in self._places.items()}
+        return {name: view_of(buffers[index], entry) for name, (index, entry) in self._places.items()}
 
 
 def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bucket]:
     """Copy named tensors into buckets, each in its own dtype. Names of the very same tensor object share one entry."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    specs = [_spec_of(first, tensors[first], tuple(others)) for first, *others in names.values()]
+    specs = specs_of(tensors)
     packing = Packing(plan_layout(specs, bucket_size_bytes))
     for spec in specs:
         packing.put(spec.name, tensors[spec.name].detach())
@@ -163,7 +160,7 @@ def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
     data = bucket.data if bucket.data.flags.writeable else bucket.data.copy()
     tensors: dict[str, torch.Tensor] = {}
     for entry in bucket.entries:
-        tensor = _view(data, entry)
+        tensor = view_of(data, entry)
         for name in (entry.spec.name, *entry.spec.aliases):
             tensors[name] = tensor
     return tensors
@@ -203,6 +200,14 @@ def verify(buckets: Sequence[Bucket], manifest: Manifest) -> None:
             )
 
 
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
+    """Names of the very same tensor object share one."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [_spec_of(first, tensors[first], tuple(others)) for first, *others in names.values()]
+
+
 def _spec_of(name: str, tensor: torch.Tensor, aliases: tuple[str, ...]) -> Spec:
     return Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), aliases=aliases)
 
@@ -213,7 +218,8 @@ def _slice(bucket: Bucket, entries: Sequence[Entry]) -> Bucket:
     return Bucket(data=bucket.data[first_bytes:end_bytes], entries=moved, fingerprint=None)
 
 
-def _view(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
+def view_of(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
+    """The tensor of an entry, in the memory of its buffer."""
     if entry.spec.num_bytes == 0:
         return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype))
     raw = torch.from_numpy(data[entry.offset_bytes : entry.end_bytes])

@@ -1,0 +1,115 @@
+"""Requests and their outputs in vLLM's words: prompts, sampling parameters, logprobs, version spans, scoring."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.rollout.engine import Completion, FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
+_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def prompt(tokens: list[int], version: int) -> Any:
+    """`version` keeps this request's cached prefixes apart from those of other weights."""
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(tokens, cache_salt=f"version {version}")
+
+
+def parameters(sampling: Sampling, num_before: int, seed: int) -> SamplingParams:
+    """Tokens and their logprobs as they come; text is made only where a stop string has to be found in it."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_response_tokens - num_before,
+        seed=seed,
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop),
+        logprobs=0,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def logprobs_of(part: CompletionOutput) -> list[float]:
+    """One per new token: with `logprobs=0` there is nothing but the sampled one's."""
+    if part.logprobs is None:
+        return []
+    found: list[float] = part.logprobs.logprobs
+    assert len(found) == len(part.token_ids), f"{len(found)} logprobs of {len(part.token_ids)} tokens"
+    return found
+
+
+def reason_of(reason: str | None) -> FinishReason:
+    """RuntimeError for what is no end of a response (vLLM's `error`)."""
+    if reason not in _REASONS:
+        raise RuntimeError(f"vLLM ended a response with {reason!r}")
+    return _REASONS[reason]
+
+
+def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
+    """One per token, from vLLM's spans (version, start, end). A stop string may have cut the last tokens off."""
+    versions = [int(span.version) for span in spans or () for _ in range(span.start, min(span.end, num_tokens))]
+    assert len(versions) == num_tokens, f"vLLM's version spans cover {len(versions)} of {num_tokens} tokens"
+    return versions
+
+
+def versions_so_far(llm: AsyncLLM, request_id: str, num_tokens: int) -> list[int]:
+    """Of the tokens that have arrived from a running request: vLLM reports spans at the end, and notes their starts until then."""
+    states = llm.output_processor.request_states
+    internal_ids = llm.output_processor.external_req_ids.get(request_id, [])
+    starts = next((states[name].weight_version_starts for name in internal_ids if name in states), [])
+    ends = [start for _, start in starts[1:]] + [num_tokens]
+    return [int(version) for (version, start), end in zip(starts, ends, strict=False) for _ in range(start, min(end, num_tokens))]
+
+
+async def score(llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temperature: float) -> list[list[float]]:
+    """Logprobs of the tokens 1, 2, ... of each sequence.
+
+    vLLM scores prompts, but not at a temperature. At another one than 1, each token is scored as a sample that might
+    follow the tokens before it; their prefixes are cached, and by nobody else (each score has a salt of its own).
+    """
+    scored = _scored_as_prompt if temperature == 1 else _scored_as_samples
+    return list(await asyncio.gather(*(scored(llm, f"{name}/{i}", tokens, temperature) for i, tokens in enumerate(sequences))))
+
+
+async def _scored_as_prompt(llm: AsyncLLM, name: str, tokens: list[int], temperature: float) -> list[float]:
+    from vllm import SamplingParams
+
+    output = await _last(llm, name, tokens, name, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+    positions = output.prompt_logprobs or []
+    return [position[token].logprob for position, token in zip(positions[1:], tokens[1:], strict=True)]
+
+
+async def _scored_as_samples(llm: AsyncLLM, name: str, tokens: list[int], temperature: float) -> list[float]:
+    from vllm import SamplingParams
+
+    async def one(count: int) -> float:
+        params = SamplingParams(temperature=temperature, max_tokens=1, logprob_token_ids=[tokens[count]], detokenize=False)
+        output = await _last(llm, f"{name}/{count}", tokens[:count], name, params)
+        logprob: float = output.outputs[0].logprobs[0][tokens[count]].logprob
+        return logprob
+
+    return list(await asyncio.gather(*(one(count) for count in range(1, len(tokens)))))
+
+
+async def _last(llm: AsyncLLM, request_id: str, tokens: list[int], salt: str, params: SamplingParams) -> RequestOutput:
+    from vllm.inputs.engine import tokens_input
+    from vllm.sampling_params import RequestOutputKind
+
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    outputs = [output async for output in llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)]
+    return outputs[-1]

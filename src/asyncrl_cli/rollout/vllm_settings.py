@@ -1,0 +1,131 @@
+"""What vLLM is started with: our settings in its words, and the environment of its processes. Imports vLLM only to check names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+
+PAGE_TOKENS = 128
+"""At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
+BYTES_OF = {"float32": 4, "bfloat16": 2}
+SPARE_CACHE_PAGES = 64
+"""For cached prefixes beside what the slots need; and vLLM keeps one page to itself."""
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
+    "max_num_seqs": "rollout.slots",
+    "max_model_len": "rollout.max_model_len",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_prefix_caching": "",
+    "logprobs_mode": "",
+    "weight_transfer_config": "",
+    "generation_config": "",
+}
+"""Arguments of vLLM that have a key of ours (the value), or that asyncrl relies on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """See the keys of `[rollout]`. None leaves the choice to us (`max_model_len`, `enforce_eager`) or to vLLM."""
+
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float | None = None
+    max_model_len: int | None = None
+    enforce_eager: bool | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def set_environment(*, device: str, threads: int, eager: bool) -> None:
+    """For this process and those that vLLM starts; call it before vLLM is imported. What a user has set stays."""
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads)}
+    if device == "cpu":
+        # "auto" pins every engine of a machine to the same first cores.
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        if eager:
+            # vLLM compiles one small function (ranks of logprobs) even then, at the first request: 20 s on a CPU.
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(
+    model_dir: Path | str,
+    options: VllmOptions,
+    *,
+    slots: int,
+    max_tokens: int,
+    device: str,
+    dtype: str,
+    seed: int,
+    trust_remote_code: bool,
+    truncated_sampling: bool,
+    kv_bytes_per_token: int | None,
+) -> dict[str, Any]:
+    """Names and values of `AsyncEngineArgs`; the user's `engine_args` come last, but for those that have a key of their own.
+
+    `logprobs_mode`: vLLM has the distribution either before temperature and truncation or after both, for a whole engine.
+    """
+    arguments: dict[str, Any] = {
+        "model": str(model_dir),
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "seed": seed,
+        "max_num_seqs": slots,
+        "max_model_len": options.max_model_len or max_tokens,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enforce_eager": is_eager(options, device),
+        "enable_prefix_caching": True,
+        "logprobs_mode": "raw_logprobs" if truncated_sampling else "processed_logprobs",
+        "disable_log_stats": True,
+    }
+    if options.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
+    if options.gpu_memory_utilization is not None:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    elif device == "cpu" and kv_bytes_per_token is not None:
+        pages = slots * ceil(max_tokens / PAGE_TOKENS) + SPARE_CACHE_PAGES
+        arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * kv_bytes_per_token
+    return arguments | dict(options.engine_args)
+
+
+def kv_bytes_per_token(model_dir: Path | str, dtype: str) -> int | None:
+    """Keys and values of one token in all layers; None for a model whose sizes are not known."""
+    try:
+        values = shape_of(str(model_dir)).kv_values_per_token
+    except ShapeUnknown:
+        return None
+    return values * BYTES_OF[dtype]
+
+
+def is_eager(options: VllmOptions, device: str) -> bool:
+    """On a CPU without being told: compilation takes a minute at each start."""
+    return options.enforce_eager if options.enforce_eager is not None else device == "cpu"
+
+
+def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    """ConfigError for a name that vLLM's AsyncEngineArgs does not have, or that is not the user's to set."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {entry.name for entry in dataclasses.fields(AsyncEngineArgs)}
+    for name in engine_args:
+        if name in OURS:
+            instead = f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
+            raise ConfigError(f"rollout.engine_args.{name} is not yours to set", hint=instead)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "names are those of vLLM's AsyncEngineArgs"
+            raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)

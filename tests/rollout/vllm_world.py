@@ -1,0 +1,96 @@
+"""One running vLLM engine and the event loop that it lives in, for many tests."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+import warnings
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen3ForCausalLM
+
+from asyncrl_cli.rollout.engine import Completion, Sampling
+from asyncrl_cli.rollout.vllm_engine import VllmEngine
+from tests.rollout import tiny
+
+DEADLINE_S = 120.0
+MAX_PROMPT_TOKENS = 64
+MAX_RESPONSE_TOKENS = 256
+
+
+class World:
+    """`weights[version]` are those that the engine held; each test loads versions of its own, always newer ones."""
+
+    def __init__(self, model: Qwen3ForCausalLM, engine: VllmEngine, runner: asyncio.Runner, start_s: float) -> None:
+        self.model = model
+        self.engine = engine
+        self.start_s = start_s
+        self.weights: dict[int, dict[str, Any]] = {0: model.state_dict()}
+        self._runner = runner
+        self._num_requests = 0
+
+    def run(self, body: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        async def bounded() -> Any:
+            async with asyncio.timeout(DEADLINE_S):
+                return await body()
+
+        return self._runner.run(bounded())
+
+    def newer(self) -> int:
+        """A version that was not there yet, with weights of its own, whose responses hardly ever end early."""
+        version = max(self.weights) + 1
+        weights = tiny.weights_after(self.model, 1 + version % 5)
+        head = "model.embed_tokens.weight" if self.model.config.tie_word_embeddings else "lm_head.weight"
+        weights[head][tiny.EOS] = 0.0
+        self.weights[version] = weights
+        return version
+
+    async def all_of(self, requests: list[list[int]], how: Sampling) -> list[Completion]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self.generate(prompt, how)) for prompt in requests]
+        return [task.result() for task in running]
+
+    async def generate(self, prompt: list[int], how: Sampling, seed: int | None = None) -> Completion:
+        self._num_requests += 1
+        return await self.engine.generate(f"r{self._num_requests}", prompt, how, self._num_requests if seed is None else seed)
+
+    async def sampled(self, tokens: int) -> None:
+        """Until that many more tokens are there."""
+        until = self.engine.sampled_tokens + tokens
+        while self.engine.sampled_tokens < until:  # noqa: ASYNC110  (it is counted where the tokens come in)
+            await asyncio.sleep(0)
+
+    def plain(self, version: int, prompt: list[int], completion: Completion, temperature: float = 1.0) -> list[float]:
+        """Of the response's tokens, by a plain transformers forward of one version's weights."""
+        found = tiny.plain_logprobs(self.model, self.weights[version], prompt + completion.tokens, temperature)
+        return found[len(prompt) - 1 :]
+
+
+@contextmanager
+def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[World]:
+    with asyncio.Runner() as runner:
+        settings = {"slots": 8, "max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
+        engine = VllmEngine(directory, **(settings | changes))
+        began_s = time.monotonic()
+        try:
+            runner.run(engine.start())
+            yield World(model, engine, runner, time.monotonic() - began_s)
+        finally:
+            runner.run(engine.close())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZMQ context to the garbage collector
+                gc.collect()
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = random.Random(3)
+    return [[generator.randrange(2, 64) for _ in range(generator.randrange(5, 40))] for _ in range(count)]
+
+
+def sampling(max_response_tokens: int = 64, **changes: object) -> Sampling:
+    return Sampling(**{"temperature": 1.0, "max_response_tokens": max_response_tokens, **changes})  # type: ignore[arg-type]
