@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.rollout.engine import EngineCounters
 from asyncrl_cli.simulate.clock import run_virtual
 
 
@@ -135,3 +136,12 @@ def test_a_long_poll_answers_a_change_at_once_and_silence_after_a_second() -> No
         return answered
 
     assert run_virtual(main()) == pytest.approx([0.3, 0.3 + DEBOUNCE_S, 0.3 + DEBOUNCE_S + POLL_S])
+
+
+def test_an_engines_own_counters_travel_with_the_report(meter: RolloutMeter) -> None:
+    counters = EngineCounters(sums={"preemptions": 3}, gauges={"kv_cache_usage": 0.5})
+    told = meter.report(version=0, sampled_tokens=7, decode_steps=2, running_tokens=0, counters=counters)
+    assert told.sums["preemptions"] == 3
+    assert told.sums["sampled_tokens"] == 7
+    assert told.gauges["kv_cache_usage"] == 0.5
+    assert told.gauges["slots"] == 8

@@ -9,7 +9,9 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.loop.pipeline import ResumeFrom
+from asyncrl_cli.rollout.engine import EngineCounters
 from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, run_world, settings
 
@@ -294,3 +296,13 @@ def test_at_most_two_published_versions_exist():
     assert ran.error is None
     assert any(len(worker.loads) < 41 for worker in ran.workers), "a slow worker skips versions"
     assert all(worker.loads[-1] == 40 for worker in ran.workers)
+
+
+def test_an_engine_that_preempts_is_warned_of_once_per_worker(monkeypatch):
+    plain = RolloutMeter.report
+    preempting = EngineCounters(sums={"preemptions": 5}, gauges={})
+    monkeypatch.setattr(RolloutMeter, "report", lambda meter, **told: plain(meter, **told, counters=preempting))
+    ran = run_world(settings("partial-rollout"), workers=2)
+    messages = [event.fields["message"] for event in ran.recorder.named("warning")]
+    told = sorted(message.split(":")[0] for message in messages if "KV cache is too small" in message)
+    assert told == ["rollout-0 preempted 5 sequences", "rollout-1 preempted 5 sequences"]

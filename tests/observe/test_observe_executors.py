@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.executors import intersection, length_of, overlap, union
+from asyncrl_cli.observe.executors import Stretch, intersection, length_of, overlap, union, utilization
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
@@ -39,3 +39,23 @@ def test_overlap_counts_a_side_as_busy_while_any_of_its_executors_is(trainer, fi
     rollout = cells(first) | cells(second)
     smaller = min(len(cells(trainer)), len(rollout))
     assert measured.value == (len(cells(trainer) & rollout) / smaller if smaller else None)
+
+
+def rollout(name, **changes):
+    return Stretch(**{"name": name, "role": "rollout", "elapsed_s": 2.0, "state_s": {}, "sums": {}, "gauges": {}} | changes)
+
+
+def test_what_engines_tell_of_their_cache_is_joined_over_workers():
+    told = {"kv_cache_usage": 0.25, "engine_running": 6, "engine_waiting": 1}
+    first = rollout("rollout-0", sums={"preemptions": 2}, gauges=told)
+    second = rollout("rollout-1", sums={"preemptions": 1}, gauges=told | {"kv_cache_usage": 0.75})
+    values = utilization([first, second])
+    assert values["rollouter/preemptions"].value == 3
+    assert values["rollouter/kv_cache_usage"].value == 0.75
+    assert values["rollouter/engine_running"].value == 12
+    assert values["rollouter/engine_waiting"].value == 2
+
+
+def test_engines_that_tell_nothing_leave_no_figures():
+    names = ("rollouter/preemptions", "rollouter/kv_cache_usage", "rollouter/engine_running", "rollouter/engine_waiting")
+    assert not utilization([rollout("rollout-0")]).keys() & set(names)

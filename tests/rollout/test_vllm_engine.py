@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.rollout import vllm_requests
 from asyncrl_cli.rollout.engine import Completion
 from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from asyncrl_cli.weights.buckets import pack
@@ -27,11 +29,16 @@ pytestmark = [
 
 PAGE_TOKENS = 32
 """Only whole pages are cached as prefixes; a CPU's default of 128 would hold none of these prompts."""
+PAGES = 50
+"""Enough for eight responses of 140 tokens with their prompts, too few for eight of 320."""
 
 
 @pytest.fixture(scope="module")
 def there(model: Qwen3ForCausalLM, model_dir: Path) -> Iterator[World]:
-    options = VllmOptions(engine_args={"block_size": PAGE_TOKENS})
+    config = model.config
+    kv_bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    cache = {"block_size": PAGE_TOKENS, "kv_cache_memory_bytes": PAGES * PAGE_TOKENS * kv_bytes_per_token}
+    options = VllmOptions(engine_args=cache)
     with world(model, model_dir, options=options) as running:
         yield running
 
@@ -163,6 +170,27 @@ def test_after_keep_kv_no_new_request_meets_prefixes_of_older_weights(there: Wor
     there.run(body)
 
 
+def test_without_the_salt_a_new_request_would_meet_prefixes_of_older_weights(there: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the salt is for: with one and the same salt, the cached keys and values are those of the weights before."""
+
+    async def body() -> None:
+        from vllm.inputs.engine import tokens_input
+
+        monkeypatch.setattr(vllm_requests, "prompt", lambda tokens, version: tokens_input(tokens, cache_salt="the same"))
+        long = [3 + i % 47 for i in range(MAX_PROMPT_TOKENS)]
+        await there.generate(long, sampling())
+        version = there.newer()
+        await there.engine.load(there.weights[version], version, "keep-kv")
+        completion = await there.generate(long, sampling())
+        assert set(completion.versions) == {version}
+        plain = there.plain(version, long, completion)
+        differences = [abs(got - expected) for got, expected in zip(completion.logprobs, plain, strict=True)]
+        print(f"largest difference of logprobs with reused old prefixes: {max(differences):.3f}")
+        assert max(differences) > 1e-2
+
+    there.run(body)
+
+
 def test_drain_lets_running_responses_end_on_their_version(there: World) -> None:
     async def body() -> None:
         requests, completions, versions = await _in_flight_loads(there, "drain")
@@ -182,9 +210,12 @@ def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: World, i
         bad["model.norm.weight"] = bad["model.norm.weight"][:-1]
         del bad["lm_head.weight"]
         bad["surprise"] = bad["model.norm.weight"]
+        bad["model.layers.0.mlp.up_proj.weight"] = bad["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
         generating = asyncio.create_task(there.all_of(prompts(4), sampling()))
         await there.sampled(20)
-        with pytest.raises(ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm"):
+        with pytest.raises(
+            ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm.weight; wrong dtype model.layers.0"
+        ):
             await there.engine.load(bad, version + 1, interrupt)  # type: ignore[arg-type]
         for prompt, completion in zip(prompts(4), await generating, strict=True):
             assert set(completion.versions) == {version}
@@ -305,6 +336,48 @@ def test_partial_responses_know_their_versions_while_they_run(there: World) -> N
         await there.engine.abort("watched")
         assert (await running).versions[: len(known.versions)] == known.versions
         assert there.engine.so_far("watched") is None
+
+    there.run(body)
+
+
+def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: World) -> None:
+    async def body() -> None:
+        engine = there.engine
+        version = there.newer()
+        await engine.load(there.weights[version], version, "drain")
+        before, tokens = engine.decode_steps, engine.sampled_tokens
+        alone = await there.generate([5, 6, 7], sampling(20))
+        assert engine.decode_steps - before == engine.sampled_tokens - tokens == len(alone.tokens)
+        before = engine.decode_steps
+        together = await asyncio.gather(*(there.generate([5, 6, 7], sampling(20), seed=2) for _ in range(8)))
+        assert len(together[0].tokens) <= engine.decode_steps - before <= len(together[0].tokens) + 8
+        before = engine.decode_steps
+        await engine.score(prompts(3), 1.0)
+        await engine.score(prompts(1), 0.7)
+        assert engine.decode_steps == before
+
+    there.run(body)
+
+
+def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(there: World) -> None:
+    async def body() -> None:
+        engine = there.engine
+        assert engine.counters().sums == {"preemptions": 0}  # though tests before have cleared the caches
+        version = there.newer()
+        await engine.load(there.weights[version], version, "drain")
+        requests = [[5 + i] * MAX_PROMPT_TOKENS for i in range(8)]
+        generating = asyncio.create_task(there.all_of(requests, sampling(MAX_RESPONSE_TOKENS)))
+        most = {"kv_cache_usage": 0.0, "engine_running": 0.0, "engine_waiting": 0.0}
+        while not generating.done():
+            most = {name: max(value, engine.counters().gauges[name]) for name, value in most.items()}
+            await asyncio.sleep(0.001)
+        print(engine.counters(), most)
+        assert engine.counters().sums["preemptions"] > 0
+        assert 0.9 < most["kv_cache_usage"] <= 1
+        assert (most["engine_running"], most["engine_waiting"] > 0) == (8, True)
+        for prompt, completion in zip(requests, generating.result(), strict=True):
+            well_formed(completion)
+            assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
 
     there.run(body)
 

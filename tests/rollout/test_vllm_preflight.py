@@ -10,7 +10,8 @@ import pytest
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.rollout import vllm_preflight
 from asyncrl_cli.rollout.vllm_preflight import check_vllm
-from asyncrl_cli.rollout.vllm_settings import VllmOptions, engine_arguments
+from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup, engine_arguments
+from tests.rollout import tiny
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **versions: str) -> None:
@@ -60,20 +61,18 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
     assert "asyncrl doctor --fix" in caught.value.hint
 
 
-def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots() -> None:
-    arguments = engine_arguments(
-        "model",
-        VllmOptions(engine_args={"block_size": 32}),
+def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_path: Path) -> None:
+    model = tiny.make_model()
+    setup = VllmSetup(
+        model_dir=tiny.save(model, tmp_path),
         slots=8,
-        max_tokens=300,
-        device="cpu",
-        dtype="float32",
-        seed=0,
-        trust_remote_code=False,
-        truncated_sampling=False,
-        kv_bytes_per_token=10,
+        max_prompt_tokens=100,
+        max_response_tokens=200,
+        options=VllmOptions(engine_args={"block_size": 32}),
     )
+    arguments = engine_arguments(setup)
+    kv_bytes_per_token = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
     assert arguments["block_size"] == 32
     assert arguments["enforce_eager"] is True
-    assert arguments["kv_cache_memory_bytes"] >= 8 * 300 * 10
+    assert arguments["kv_cache_memory_bytes"] >= 8 * 300 * kv_bytes_per_token
     assert arguments["logprobs_mode"] == "processed_logprobs"

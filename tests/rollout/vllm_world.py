@@ -16,6 +16,7 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.rollout.engine import Completion, Sampling
 from asyncrl_cli.rollout.vllm_engine import VllmEngine
+from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from tests.rollout import tiny
 
 DEADLINE_S = 120.0
@@ -75,15 +76,18 @@ class World:
 def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[World]:
     with asyncio.Runner() as runner:
         settings = {"slots": 8, "max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
-        engine = VllmEngine(directory, **(settings | changes))
+        engine = VllmEngine(VllmSetup(model_dir=directory, **(settings | changes)))
         began_s = time.monotonic()
         try:
             runner.run(engine.start())
             yield World(model, engine, runner, time.monotonic() - began_s)
         finally:
+            contexts = [engine._llm.engine_core.ctx] if engine._llm else []
             runner.run(engine.close())
+            for context in contexts:
+                context.destroy(linger=0)  # vLLM leaves it to the garbage collector, which warns
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ResourceWarning)  # vLLM leaves a ZMQ context to the garbage collector
+                warnings.simplefilter("ignore", ResourceWarning)
                 gc.collect()
 
 

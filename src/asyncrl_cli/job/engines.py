@@ -31,17 +31,17 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
         "dtype": settings.dtype,
         "threads": settings.threads,
         "seed": settings.seed,
-        "version": settings.version,
         "trust_remote_code": settings.trust_remote_code,
-        "on_running": on_running,
     }
     if settings.engine == "vllm":
         from asyncrl_cli.rollout.vllm_engine import VllmEngine
+        from asyncrl_cli.rollout.vllm_settings import VllmSetup
 
-        return VllmEngine(settings.model_dir, truncated_sampling=settings.truncates, options=settings.vllm, **sizes)
+        setup = VllmSetup(model_dir=settings.model_dir, truncated_sampling=settings.truncates, options=settings.vllm, **sizes)
+        return VllmEngine(setup, version=settings.version, on_running=on_running)
     from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(settings.model_dir, **sizes)
+    return TransformersEngine(settings.model_dir, version=settings.version, on_running=on_running, **sizes)
 
 
 def sampling_of(settings: RolloutSettings, temperature: float) -> Sampling:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.rollout.engine import NO_COUNTERS, EngineCounters
 
 DEBOUNCE_S = 0.05
 POLL_S = 1.0
@@ -60,10 +61,19 @@ class RolloutMeter:
         self._advance()
         self._num_evals += change
 
-    def report(self, *, version: int, sampled_tokens: int, decode_steps: float, running_tokens: int) -> ExecutorReport:
+    def report(
+        self,
+        *,
+        version: int,
+        sampled_tokens: int,
+        decode_steps: float,
+        running_tokens: int,
+        counters: EngineCounters = NO_COUNTERS,
+    ) -> ExecutorReport:
         self._advance()
-        self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps}
+        self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps, **counters.sums}
         self._clock.gauges |= {
+            **counters.gauges,
             "running_sequences": self._running,
             "running_tokens": running_tokens,
             "version": version,

@@ -108,6 +108,7 @@ class RolloutActor:
             sampled_tokens=self._engine.sampled_tokens,
             decode_steps=self._engine.decode_steps,
             running_tokens=self._runner.running_tokens,
+            counters=self._engine.counters(),
         )
         return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))
 

@@ -12,7 +12,7 @@ from functools import partial
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
-from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, RolloutWorker
+from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, Progress, RolloutWorker
 from asyncrl_cli.loop.signal import Change
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State
@@ -72,17 +72,28 @@ class Rollouts:
 
     async def _follow(self, worker: RolloutWorker) -> None:
         """Frees the slots of sequences that end inside running groups, and collects reports."""
-        board, seen = self._board, 0
+        board, seen, warned = self._board, 0, False
         while True:
             progress = await worker.progress(seen)
             seen = progress.seen
             arrived_s = board.now_s()
             active = [board.reports.add(report, arrived_s) for report in progress.reports]
+            warned = warned or self._warned_of_preemption(progress)
             freed = board.groups.admission.sequences_finished(worker.name, progress.finished_sequences)
             if freed:
                 board.changes.notify(Change.SLOTS)
             elif any(active):
                 board.changes.progress += 1
+
+    def _warned_of_preemption(self, progress: Progress) -> bool:
+        for report in progress.reports:
+            if count := report.sums.get("preemptions"):
+                message = (
+                    f"{report.name} preempted {count:g} sequences: its KV cache is too small for its slots, and work is done twice"
+                )
+                self._board.event("warning", message=f"{message}; lower rollout.slots or give the cache more memory")
+                return True
+        return False
 
     async def _keep_in_sync(self, worker: RolloutWorker) -> None:
         """Consumes published versions: prefetch beside generation, then load; then the version's eval, if one is due."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.observe.values import Overlap, Ratio, Sum, Value
+from asyncrl_cli.observe.values import Last, Max, Overlap, Ratio, Sum, Value
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 TRAINER_IDLE = (State.STARVED, State.BLOCKED, State.SYNCING, State.PAUSED)
@@ -68,9 +68,23 @@ def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
                 sum(stretch.sums["sampled_tokens"] for stretch in rollouts),
                 sum(stretch.sums["decode_steps"] for stretch in rollouts),
             )
+        values |= _engine_counters(rollouts)
         evals_s = [stretch.sums["eval_s"] for stretch in rollouts if "eval_s" in stretch.sums]
         if evals_s:
             values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
+    return values
+
+
+def _engine_counters(rollouts: Sequence[Stretch]) -> dict[str, Value]:
+    """What engines tell of themselves beyond tokens; absent where none does."""
+    values: dict[str, Value] = {}
+    if preempted := [stretch.sums["preemptions"] for stretch in rollouts if "preemptions" in stretch.sums]:
+        values["rollouter/preemptions"] = Sum(sum(preempted))
+    if usages := [stretch.gauges["kv_cache_usage"] for stretch in rollouts if "kv_cache_usage" in stretch.gauges]:
+        values["rollouter/kv_cache_usage"] = Max(max(usages))
+    for name in ("engine_running", "engine_waiting"):
+        if amounts := [stretch.gauges[name] for stretch in rollouts if name in stretch.gauges]:
+            values[f"rollouter/{name}"] = Last(sum(amounts))
     return values
 
 

@@ -64,6 +64,21 @@ class Scores:
     pause_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounters:
+    """Further figures of an engine, by name: `sums` since its start, momentary `gauges`. An engine tells what it has.
+
+    sums    preemptions: responses that lost their KV cache to others and had to compute it again
+    gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: the engine's own queues
+    """
+
+    sums: Mapping[str, float]
+    gauges: Mapping[str, float]
+
+
+NO_COUNTERS = EngineCounters(sums={}, gauges={})
+
+
 def check_request(
     request_id: str,
     prompt_tokens: list[int],
@@ -103,6 +118,8 @@ class Engine(Protocol):
     def decode_steps(self) -> int:
         """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
 
+    def counters(self) -> EngineCounters: ...
+
     def tokens_of(self, request_id: str) -> int:
         """Tokens so far of a request that waits or runs; 0 for others."""
 
@@ -129,7 +146,12 @@ class Engine(Protocol):
         """Copy arrived buckets to where `load` takes them from, beside generation. In any thread; may take long."""
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
-        """Swap the weights in place; ValueError before anything has changed if they do not fit. Always resumes.
+        """Swap the weights in place. Always resumes.
+
+        Names, shapes and kinds of dtypes are looked at before anything has changed: ValueError, and the old version goes
+        on. (Damaged bytes are refused earlier, by their fingerprints.) A failure after that, with layers of two versions
+        in the model, raises the engine's own error; an engine that can not put the old layers back ends with it: what
+        runs and what comes later raises ExecutorFailed.
 
         `drain`: start nothing, wait for the running ones. `keep-kv`: freeze, go on with the old KV cache.
         `recompute-kv`: freeze, go on with a cache rebuilt by the new weights.

@@ -30,7 +30,16 @@ from transformers.utils import logging
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.rollout import batching, scoring
-from asyncrl_cli.rollout.engine import Completion, FinishReason, PauseReport, Sampling, Scores, check_request
+from asyncrl_cli.rollout.engine import (
+    NO_COUNTERS,
+    Completion,
+    EngineCounters,
+    FinishReason,
+    PauseReport,
+    Sampling,
+    Scores,
+    check_request,
+)
 from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.rollout.weights_check import check_fit
@@ -93,6 +102,9 @@ class TransformersEngine:
     @property
     def decode_steps(self) -> int:
         return self._sampler.decode_steps
+
+    def counters(self) -> EngineCounters:
+        return NO_COUNTERS
 
     def tokens_of(self, request_id: str) -> int:
         track = self._tracks.get(request_id)

