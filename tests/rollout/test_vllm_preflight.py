@@ -76,3 +76,13 @@ def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_pa
     assert arguments["enforce_eager"] is True
     assert arguments["kv_cache_memory_bytes"] >= 8 * 300 * kv_bytes_per_token
     assert arguments["logprobs_mode"] == "processed_logprobs"
+
+
+def test_an_engine_that_takes_turns_with_a_trainer_can_sleep_and_leaves_it_half_of_the_gpu(tmp_path: Path) -> None:
+    sizes: dict[str, int] = {"slots": 8, "max_prompt_tokens": 100, "max_response_tokens": 200}
+    model_dir = tiny.save(tiny.make_model(), tmp_path)
+    arguments = engine_arguments(VllmSetup(model_dir=model_dir, device="cuda", sleeps=True, **sizes))
+    told = VllmSetup(model_dir=model_dir, device="cuda", sleeps=True, options=VllmOptions(gpu_memory_utilization=0.7), **sizes)
+    assert (arguments["enable_sleep_mode"], arguments["gpu_memory_utilization"]) == (True, 0.5)
+    assert engine_arguments(told)["gpu_memory_utilization"] == 0.7
+    assert "enable_sleep_mode" not in engine_arguments(VllmSetup(model_dir=model_dir, device="cuda", **sizes))

@@ -37,7 +37,13 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
         from asyncrl_cli.rollout.vllm_engine import VllmEngine
         from asyncrl_cli.rollout.vllm_settings import VllmSetup
 
-        setup = VllmSetup(model_dir=settings.model_dir, truncated_sampling=settings.truncates, options=settings.vllm, **sizes)
+        setup = VllmSetup(
+            model_dir=settings.model_dir,
+            truncated_sampling=settings.truncates,
+            sleeps=settings.takes_turns_on_gpu,
+            options=settings.vllm,
+            **sizes,
+        )
         return VllmEngine(setup, version=settings.version, on_running=on_running)
     from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 

@@ -155,8 +155,10 @@ class RolloutActor:
 
     async def pause(self) -> None:
         self._meter.pause(True)
+        await self._engine.sleep()
 
     async def resume(self) -> None:
+        await self._engine.wake()
         self._meter.pause(False)
 
     async def _probe(self, manifest: Manifest) -> tuple[float | None, float]:

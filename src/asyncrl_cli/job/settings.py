@@ -36,6 +36,7 @@ class RolloutSettings:
     reward: RewardSpec
     reward_timeout_s: float
     load_bucket_size_bytes: int
+    takes_turns_on_gpu: bool = False
     vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -68,6 +69,7 @@ class RolloutSettings:
             reward=reward,
             reward_timeout_s=profile.task.reward_timeout_s,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
+            takes_turns_on_gpu=plan.colocate and plan.device == "cuda",
             vllm=_vllm_options(profile, plan),
         )
 

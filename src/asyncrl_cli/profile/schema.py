@@ -192,8 +192,8 @@ class RolloutSection(Section):
     tensor_parallel_size: PositiveInt | None = None
     """vllm: devices that share one model; `placement.gpus_per_rollout_worker` on GPUs, else 1, if not given."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)] | None = None
-    """vllm: share of a GPU's memory for weights and KV cache; vLLM's own default if not given. On a CPU: of the machine's
-    memory; if not given, the cache is as large as the slots need."""
+    """vllm: share of a GPU's memory for weights and KV cache; if not given vLLM's own default, and 0.5 where a trainer shares
+    the GPU (colocate). On a CPU: of the machine's memory; if not given, the cache is as large as the slots need."""
     max_model_len: PositiveInt | None = None
     """vllm: longest sequence; max_prompt_tokens + max_response_tokens if not given."""
     enforce_eager: bool | None = None

@@ -159,3 +159,9 @@ class Engine(Protocol):
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         """Given tokens, scored by the current weights."""
+
+    async def sleep(self) -> None:
+        """The trainer has the device (colocate): lend it what memory can be lent. Nothing runs, and nothing comes before `wake`."""
+
+    async def wake(self) -> None:
+        """The device is back, with the weights that were there before."""

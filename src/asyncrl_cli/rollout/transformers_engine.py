@@ -213,6 +213,12 @@ class TransformersEngine:
         async with self._weights_lock:
             return await asyncio.to_thread(self._score, sequences, temperature)
 
+    async def sleep(self) -> None:
+        """Weights and cache stay where they are: on a CPU the machine's memory is the trainer's anyway."""
+
+    async def wake(self) -> None:
+        pass
+
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, so_far: Completion | None) -> None:
         if self._closed:
             raise ExecutorFailed("the rollout engine is closed")

@@ -169,6 +169,19 @@ class VllmEngine:
                 logprobs = await vllm_requests.score(llm, name, sequences, temperature or 1.0)
             return Scores(logprobs=logprobs, pause_s=0.0)
 
+    async def sleep(self) -> None:
+        """On a GPU: weights go to the host, the KV cache is given up. (vLLM on a CPU can do neither: both stay.)"""
+        if self._setup.sleeps:
+            self._raise_failure()
+            llm = self._running_llm()
+            await answer(llm, llm.sleep(level=1, mode="wait"))
+
+    async def wake(self) -> None:
+        if self._setup.sleeps:
+            self._raise_failure()
+            llm = self._running_llm()
+            await answer(llm, llm.wake_up())
+
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, so_far: Completion | None) -> None:
         self._raise_failure()
         if request_id in self._tracks:

@@ -20,6 +20,8 @@ PAGE_TOKENS = 128
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
 """For cached prefixes beside what the slots need; and vLLM keeps one page to itself."""
+BESIDE_A_TRAINER = 0.5
+"""Share of a GPU that vLLM takes while it generates, where a trainer's weights and moments stay on it (colocate)."""
 OURS = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -36,6 +38,7 @@ OURS = {
     "weight_transfer_config": "",
     "disable_log_stats": "",
     "generation_config": "",
+    "enable_sleep_mode": "placement.colocate",
 }
 """Arguments of vLLM that have a key of ours (the value), or that asyncrl relies on."""
 
@@ -58,6 +61,8 @@ class VllmSetup:
     `truncated_sampling`: requests use top-p or top-k, and their temperature is 1 or 0. Without it they use neither, at any
     temperature. (vLLM gives logprobs of the distribution either before temperature and truncation or after both, for a
     whole engine.)
+
+    `sleeps`: a trainer takes turns with this engine on its GPUs (see `Engine.sleep`).
     """
 
     model_dir: Path | str
@@ -70,6 +75,7 @@ class VllmSetup:
     seed: int = 0
     trust_remote_code: bool = False
     truncated_sampling: bool = False
+    sleeps: bool = False
     options: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -115,8 +121,13 @@ def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
     }
     if options.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
-    if options.gpu_memory_utilization is not None:
-        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+    if setup.device == "cpu":
+        # A prompt that is computed in parts ends vLLM on CPUs, if its request has a seed ("CPU Generator does not use offset").
+        arguments["enable_chunked_prefill"] = False
+    if setup.sleeps:
+        arguments["enable_sleep_mode"] = True
+    if options.gpu_memory_utilization is not None or setup.sleeps:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization or BESIDE_A_TRAINER
     elif setup.device == "cpu" and (bytes_per_token := kv_bytes_per_token(setup)) is not None:
         pages = setup.slots * ceil(setup.max_model_len / PAGE_TOKENS) + SPARE_CACHE_PAGES
         arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * bytes_per_token
