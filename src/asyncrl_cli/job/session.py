@@ -98,6 +98,8 @@ def _connected(address: str) -> Iterator[None]:
 def _init(**options: Any) -> None:
     """`ray.init`, quiet, with the SIGTERM handler as it was."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # speaks at every start
