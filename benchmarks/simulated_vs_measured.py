@@ -7,11 +7,15 @@ Measured and simulated are the same groups: the comparison's own stretch, withou
 the median of its repeats. A policy's responses grow or shrink as it learns, in each profile differently: predictions are made with
 the lengths of the calibrated run, and again with those of the profile's own. Exits with 1 if one of the latter is off by more
 than `--within`.
+
+One run does not tell how much several workers, or ranks, on one machine slow each other, as colocate's do. The comparison has
+measured that: each phase alone, with its resources and with all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,11 +25,12 @@ from typing import Any
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of
 from asyncrl_cli.bench.real import read_lines
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workloads import profile_for
-from asyncrl_cli.simulate.world import simulate
+from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 Lines = Sequence[Mapping[str, Any]]
 HOW = """Seconds per train step. tokens: mean length of a profile's responses, which is a matter of what the model has learnt by
@@ -41,6 +46,25 @@ def measured_runs(bench_dir: Path) -> dict[str, list[Lines]]:
         if directory.is_dir():
             found.setdefault(directory.name.rpartition("-r")[0], []).append(read_lines(directory))
     return found
+
+
+def crowded(workload: Workload, bench_dir: Path) -> Workload:
+    """With `crowding_ratio`: w executors together make less than w times what one alone makes."""
+    results = json.loads((bench_dir / "results.json").read_text(encoding="utf-8"))["results"]
+    together = next((row for row in results if row["capacities"]["colocated"]), None)
+    apart = next((row for row in results if not row["capacities"]["colocated"]), None)
+    if together is None or apart is None:
+        return workload
+    changes = {}
+    for section, role, key in (("decoding", ROLLOUT, "rollout_tokens_per_s"), ("training", TRAINER, "trainer_tokens_per_s")):
+        each = [row["capacities"][key] / executors(workload, row["profile"], role) for row in (apart, together)]
+        changes[section] = getattr(workload, section).model_copy(update={"crowding_ratio": max(0.0, each[0] / each[1] - 1)})
+    return workload.model_copy(update=changes)
+
+
+def executors(workload: Workload, name: str, role: str) -> int:
+    profile = profile_for(workload, name, [], environ={}).profile
+    return compile_job(profile, virtual_cluster(profile)).role(role).workers
 
 
 def predicted_runs(workload: Workload, name: str, groups: int) -> list[Lines]:
@@ -71,7 +95,7 @@ def main() -> int:
         workloads = {name: calibrate(options.bench_dir / "runs" / f"{name}-r{options.repeat}") for name in runs}
     except ConfigError as error:
         parser.error(str(error))
-    workload = workloads[options.calibrate_on]
+    workload = crowded(workloads[options.calibrate_on], options.bench_dir)
     groups = int(next(iter(runs.values()))[0][-1]["groups_trained"])
     windows = [Schedule.of(profile_for(workload, name, [], groups=groups, environ={}).profile).window_groups for name in runs]
     edges = common_edges([lines for repeats in runs.values() for lines in repeats], max(windows))

@@ -21,7 +21,7 @@ from asyncrl_cli.simulate.engine import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
 from asyncrl_cli.simulate.trainer import TrainerTimes
 from asyncrl_cli.simulate.workers import WorkerTimes
-from asyncrl_cli.simulate.workload import Syncing, Training, Workload
+from asyncrl_cli.simulate.workload import Decoding, Syncing, Training, Workload
 
 _PROGRESS_RATIO = 0.2
 """Workers report at most once in this share of a mean response's time. Finer only takes longer to simulate: from 0.05 to 0.5, times
@@ -50,7 +50,7 @@ class TrainCosts:
         self.recomputes = recomputes
         self._train_shrink = _shrink(gpus, training.reference_gpus, training.scaling_exponent)
         self._old_shrink = _shrink(gpus, training.reference_gpus, training.old_logprob_scaling_exponent)
-        slowdown = _slowdown(training.interference_ratio, gpus, fills_machine=fills_machine)
+        slowdown = _slowdown(training, gpus, fills_machine=fills_machine)
         self._train_shrink *= slowdown
         self._old_shrink *= slowdown
 
@@ -93,9 +93,12 @@ def _shrink(gpus: int, reference_gpus: int, exponent: float) -> float:
     return float((gpus / reference_gpus) ** -exponent)
 
 
-def _slowdown(interference_ratio: float, executors: int, *, fills_machine: bool) -> float:
-    """Colocated ranks, or workers, fill a shared machine: several slow each other as the other side would slow them."""
-    return 1 + interference_ratio if fills_machine and executors > 1 else 1.0
+def _slowdown(side: Decoding | Training, executors: int, *, fills_machine: bool) -> float:
+    """Colocated ranks, or workers, fill a shared machine, and several slow each other: if nothing else is known, as the other
+    side would slow them."""
+    if not fills_machine or executors < 2:
+        return 1.0
+    return 1 + (side.interference_ratio if side.crowding_ratio is None else side.crowding_ratio)
 
 
 def trainer_times(workload: Workload, costs: TrainCosts, *, colocate: bool) -> TrainerTimes:
@@ -116,7 +119,7 @@ def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTi
     """
     colocate, syncing, decoding = profile.placement.colocate, workload.syncing, workload.decoding
     prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
-    slowdown = _slowdown(decoding.interference_ratio, workers, fills_machine=colocate)
+    slowdown = _slowdown(decoding, workers, fills_machine=colocate)
     max_tokens = profile.rollout.max_response_tokens
     progress_s = max(DEBOUNCE_S, _PROGRESS_RATIO * mean_tokens(workload.lengths, max_tokens) * decoding.step_s)
     return WorkerTimes(
@@ -166,7 +169,7 @@ def capacities_of(workload: Workload, profile: Profile, workers: int, spent: Spe
     tokens, trajectories = max(spent.response_tokens, 1), max(spent.trajectories, 1)
     prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
     token_s = decoding.step_s / slots + decoding.step_s_per_sequence
-    slowdown = _slowdown(decoding.interference_ratio, workers, fills_machine=profile.placement.colocate)
+    slowdown = _slowdown(decoding, workers, fills_machine=profile.placement.colocate)
     worker_s = (tokens * token_s + trajectories * prompt_tokens * decoding.prefill_s_per_token) * slowdown
     return Capacities(
         rollout_tokens_per_s=workers * tokens / worker_s,

@@ -45,6 +45,9 @@ class Decoding(Section):
     """Workers differ: each worker's times are scaled by a factor uniform in 1 +- this."""
     interference_ratio: NonNegativeFloat = 0.0
     """How much slower generation is while the trainer computes, where both share a machine: 0.2 is 20% longer."""
+    crowding_ratio: NonNegativeFloat | None = None
+    """How much slower a worker is beside other workers, where several fill one machine (colocate on CPUs); as by the trainer
+    (`interference_ratio`) if not given."""
 
 
 class Rewarding(Section):
@@ -81,6 +84,9 @@ class Training(Section):
     them as `other`."""
     interference_ratio: NonNegativeFloat = 0.0
     """How much longer a train step takes while rollouts run, where both share a machine."""
+    crowding_ratio: NonNegativeFloat | None = None
+    """How much slower a rank is beside other ranks, where several fill one machine (colocate on CPUs); as by the rollouts
+    (`interference_ratio`) if not given."""
 
 
 class Syncing(Section):
