@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 
-COMMANDS = ("train", "resume", "status", "stop", "logs", "plan", "doctor", "init", "profiles")
+COMMANDS = ("train", "resume", "status", "stop", "logs", "export", "plan", "doctor", "init", "profiles")
 
 
 def test_help_lists_every_command_and_teaches_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:

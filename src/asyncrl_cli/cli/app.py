@@ -14,7 +14,7 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import bench, doctor, init, logs, plan, profiles, resume, status, stop, train
+from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
 from asyncrl_cli.cli.console import print_text, say_error, say_failure
 
 app = typer.Typer(
@@ -28,7 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (train, resume, status, stop, logs, bench, plan, doctor, init):
+for module in (train, resume, status, stop, logs, export, bench, plan, doctor, init):
     app.command(module.__name__.rpartition(".")[2], epilog=module.EXAMPLES)(module.command)
 app.add_typer(profiles.app, name="profiles")
 

@@ -162,6 +162,7 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
     shard = -(-shape.parameters // ranks)
     keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
+    holder = "the run's directory" if profile.weights.transport == "disk" else "Ray's object store"
     buckets = -(-e * shape.parameters // (profile.weights.gather_bucket_size_mb * BYTES_PER_MB))
 
     def item(what: str, phase: Phase, num_bytes: int, how: str, processes: int = ranks) -> MemoryItem:
@@ -174,7 +175,7 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
         "sync",
         2 * e * shape.parameters,
         f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {profile.weights.gather_bucket_size_mb} MB each, "
-        "new and previous version; Ray's object store holds as much again",
+        f"new and previous version; {holder} holds as much again",
         processes=1,
     )
     copies = 4 if keeps_first else 3

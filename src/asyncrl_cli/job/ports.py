@@ -18,6 +18,7 @@ from typing import Any
 import ray
 
 from asyncrl_cli.job.calls import all_of, answer
+from asyncrl_cli.job.transports import held
 from asyncrl_cli.loop.ports import (
     AttemptKey,
     EvalRequest,
@@ -69,7 +70,7 @@ class RayRolloutWorker:
 
     async def prefetch(self, published: Published) -> float:
         manifest, bucket_refs = published.handle
-        ref = self.actor.prefetch.remote(manifest, bucket_refs)
+        ref = self.actor.prefetch.remote(manifest, list(bucket_refs))
         what = f"the transfer of version {published.version}"
         return float(await self._answer(ref, what, self._weights_timeout_s, WEIGHTS_KEY))
 
@@ -119,6 +120,7 @@ class RayTrainer:
         self._normalize = profile.algorithm.normalize_advantages
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
+        self._transport = profile.weights.transport
 
     async def train(self, batch: TrainBatch) -> TrainReport:
         """Split the step over ranks and mini-batches by metadata; each rank fetches its payloads itself."""
@@ -165,12 +167,12 @@ class RayTrainer:
         began_s = time.monotonic()
         ref = self.actors[0].publish.remote(version)
         what = f"the publish of version {version}"
-        handle = await self._answer(0, ref, what, self._weights_timeout_s, WEIGHTS_KEY)
+        manifest, bucket_refs = await self._answer(0, ref, what, self._weights_timeout_s, WEIGHTS_KEY)
         return Published(
             version=version,
-            num_bytes=handle[0].num_bytes,
+            num_bytes=manifest.num_bytes,
             publish_s=time.monotonic() - began_s,
-            handle=handle,
+            handle=(manifest, held(self._transport, bucket_refs)),
         )
 
     async def snapshot(self, step: int) -> float:

@@ -3,7 +3,7 @@
     generate ─> GroupRunner ─> Engine (slots) ─> RewardPool (child process) ─> (GroupResult, GroupPayload)
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
-Who waits for whom: `generate` for slots, the engine and rewards; `prefetch` for the object store, in a thread; `load`
+Who waits for whom: `generate` for slots, the engine and rewards; `prefetch` for the transport, in a thread; `load`
 for the engine's interrupt (with `drain`: for running sequences); `progress` for a change, one second at most.
 """
 
@@ -174,10 +174,10 @@ class RolloutActor:
 
     def _receive(self, manifest: Manifest, bucket_refs: list[Any]) -> Mapping[str, torch.Tensor]:
         """In a thread."""
-        from asyncrl_cli.weights.buckets import verify
+        from asyncrl_cli.job.transports import receiver_for
+        from asyncrl_cli.weights.transports import receive
 
-        buckets = ray.get(bucket_refs)
-        verify(buckets, manifest)
+        buckets = receive(receiver_for(self._settings.transport), manifest, bucket_refs)
         return self._engine.receive(buckets, self._settings.load_bucket_size_bytes)
 
     def _eval_sampling(self) -> Any:

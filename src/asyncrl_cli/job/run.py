@@ -62,6 +62,7 @@ class Run:
         from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
         from asyncrl_cli.job.session import object_store_bytes_for, ray_session
         from asyncrl_cli.observe.starting import Starting
+        from asyncrl_cli.weights.model_files import keep_model_files
 
         if self.checkpoint is None:
             self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
@@ -75,6 +76,7 @@ class Run:
                 store_bytes = object_store_bytes_for(prepared.model_dir)
                 plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
                 directory = directory or self._make_directory(stack)
+                keep_model_files(prepared.model_dir, directory.path)
                 attempt_dir = directory.start_attempt()
                 stack.enter_context(logged_to(attempt_dir / "driver.log"))
                 return await self._run_with(directory, attempt_dir, plan, prepared, say)

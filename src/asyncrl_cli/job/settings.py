@@ -37,6 +37,7 @@ class RolloutSettings:
     reward_timeout_s: float
     load_bucket_size_bytes: int
     takes_turns_on_gpu: bool = False
+    transport: str = "object-store"
     vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -70,6 +71,7 @@ class RolloutSettings:
             reward_timeout_s=profile.task.reward_timeout_s,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
             takes_turns_on_gpu=plan.colocate and plan.device == "cuda",
+            transport=profile.weights.transport,
             vllm=_vllm_options(profile, plan),
         )
 

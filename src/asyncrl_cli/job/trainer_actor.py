@@ -1,7 +1,7 @@
 """The trainer actor: one rank of the policy trainer, in threads.
 
     group main     one thread: start, load, train, gather, snapshot. All ranks get the same calls in the same order
-    group publish  rank 0: fingerprints and `ray.put` of what gather copied, beside training
+    group publish  rank 0: fingerprints of what gather copied, and its way into the transport, beside training
     group write    the snapshot and dumps of samples to disk, beside training
     group control  report, addresses: answered at once, whatever else runs
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
 if TYPE_CHECKING:
@@ -54,12 +55,15 @@ class TrainerActor:
         settings: TrainerSettings,
         log_path: Path | None = None,
         kept: KeptVersions | None = None,
+        weights_dir: Path | None = None,
     ) -> None:
+        """`weights_dir`: where published versions go as files; None: into the object store."""
         set_up_process(threads=settings.threads, log_path=log_path)
         self._rank = rank
         self._world_size = world_size
         self._settings = settings
         self._kept = kept
+        self._weights_dir = weights_dir
         self._tokenizer: Any = None
         self._lock = threading.Lock()
         self._clock = StateClock("trainer", "trainer", time.monotonic)
@@ -83,6 +87,7 @@ class TrainerActor:
         self._trainer = PolicyTrainer(
             self._settings, rank=self._rank, world_size=self._world_size, device=device, init_method=init_method
         )
+        self._sender = sender_for(self._weights_dir, Path(self._settings.model_dir))
         logger.info("trainer-%d of %d started: %s", self._rank, self._world_size, self._settings)
 
     @ray.method(concurrency_group="main")
@@ -125,11 +130,12 @@ class TrainerActor:
 
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:
-        """Rank 0: the gathered buckets as objects that live as long as somebody holds their refs."""
+        """Rank 0: the gathered buckets, put into the transport, as refs for the workers."""
         from asyncrl_cli.weights.kept import keep
+        from asyncrl_cli.weights.transports import send
 
         manifest, buckets = self._trainer.published(version)
-        refs = [ray.put(bucket) for bucket in buckets]
+        refs = send(self._sender, manifest, buckets)
         if self._kept is not None:
             keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
         return manifest, refs

@@ -21,6 +21,7 @@ from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer, put_payloads
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, KeptVersions, TrainerActor
+from asyncrl_cli.job.transports import clear
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.reward_spec import RewardSpec
@@ -31,6 +32,8 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 1.0
 """A kill loses nothing of value: checkpoints and publishes were awaited; and a second Ctrl-C must be out in 5 s."""
 NEVER_AGAIN = {"max_restarts": 0, "max_task_retries": 0}
+WEIGHTS_DIR = "weights"
+"""Below the run's directory: versions on their way, if `weights.transport` is `disk`."""
 MAX_CALLS = 100_000
 """Concurrent calls of a rollout actor: every running group is one, so slots and prefetch set the real limit."""
 
@@ -64,6 +67,7 @@ async def started_workers(
     placement = await place(plan, timeout_s=profile.placement.timeout_s)
     try:
         crew = _Crew(plan=plan, profile=profile, model_dir=model_dir, run_dir=run_dir, log_dir=log_dir)
+        clear(run_dir / WEIGHTS_DIR)
         trainer = RayTrainer(_trainer_actors(crew, placement), profile, samples_dir=run_dir / "samples")
         workers = _rollout_workers(crew, placement, reward, checkpoint.version if checkpoint else 0)
         try:
@@ -74,6 +78,7 @@ async def started_workers(
             yield trainer, workers, await _restore(trainer, checkpoint, progress) if checkpoint else []
         finally:
             await stop_workers(trainer, workers)
+            clear(run_dir / WEIGHTS_DIR)
     finally:
         placement.remove()
 
@@ -123,10 +128,11 @@ def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
     if crew.profile.weights.keep_versions != 0:
         root = (crew.run_dir / "versions").absolute()
         kept = KeptVersions(root=root, keep_versions=crew.profile.weights.keep_versions)
+    weights_dir = (crew.run_dir / WEIGHTS_DIR).absolute() if crew.profile.weights.transport == "disk" else None
     actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **NEVER_AGAIN)(TrainerActor)
     return [
         actor_class.options(**placement.options(TRAINER, rank)).remote(
-            rank, role.workers, settings, crew.log_path(f"trainer-{rank}"), kept
+            rank, role.workers, settings, crew.log_path(f"trainer-{rank}"), kept, weights_dir
         )
         for rank in range(role.workers)
     ]

@@ -251,8 +251,9 @@ class PlacementSection(Section):
 class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
-    transport: Literal["object-store"] = "object-store"
-    """Buckets as Ray objects."""
+    transport: Literal["object-store", "disk"] = "object-store"
+    """The way of a version to the workers: `object-store` is buckets as Ray objects; `disk` is safetensors files below the
+    run's directory, which all nodes must share."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Bucket size on the trainer's side."""
     load_bucket_size_mb: PositiveInt = 128

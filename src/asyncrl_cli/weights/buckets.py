@@ -200,6 +200,12 @@ def verify(buckets: Sequence[Bucket], manifest: Manifest) -> None:
             )
 
 
+def parameter_dtype(buckets: Iterable[Bucket]) -> str | None:
+    """The dtype of the parameters, which all share one and come before buffers; None where nothing is floating point."""
+    names = (entry.spec.dtype for bucket in buckets for entry in bucket.entries)
+    return next((name for name in names if torch_dtype(name).is_floating_point), None)
+
+
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
     """Names of the very same tensor object share one."""
     names: dict[int, list[str]] = {}

@@ -17,10 +17,10 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
-from asyncrl_cli.weights.buckets import Bucket, unpack
+from asyncrl_cli.weights.buckets import Bucket, parameter_dtype, unpack
+from asyncrl_cli.weights.model_files import copy_model_files
 
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 def version_directory(root: Path, version: int) -> Path:
@@ -45,7 +45,7 @@ def keep(root: Path, version: int, buckets: Sequence[Bucket], model_dir: Path, k
     temporary = root / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    _copy_model_files(model_dir, temporary)
+    copy_model_files(model_dir, temporary, parameter_dtype(buckets))
     header = {"format": "pt", "version": str(version)}
     save_file(_first_names(buckets), temporary / "model.safetensors", metadata=header)
     sync_files(temporary)
@@ -66,12 +66,6 @@ def sync_files(directory: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _copy_model_files(model_dir: Path, target: Path) -> None:
-    for path in sorted(model_dir.iterdir()):
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(path, target / path.name)
 
 
 def _first_names(buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,85 @@
+"""`asyncrl export`: a run's weights become a directory that transformers and vLLM open."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from asyncrl_cli.cli.console import print_json, print_text, say, warn
+from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
+
+if TYPE_CHECKING:
+    from asyncrl_cli.export.export import Exported
+
+EXAMPLES = """[bold]Examples[/]
+
+  asyncrl export first                                    the newest whole checkpoint of run "first"
+
+  asyncrl export first --version 12 --out my-model        the weights that rollouts of version 12 were sampled with
+
+  vllm serve $(asyncrl export first)                      stdout is the directory's path alone"""
+GB = 10**9
+
+
+class Dtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+def command(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
+    ],
+    version: Annotated[
+        int | None, typer.Option("--version", metavar="N", min=0, help="A published version: a kept one, or one in a checkpoint.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Where to; must not exist, or be empty. In the run if not given.")
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; what the run publishes if not given.")] = None,
+    max_shard_size_gb: Annotated[
+        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest weight file, in 10^9 bytes.")
+    ] = 5.0,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Configuration and tokenizer, if the run's own are gone.")
+    ] = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run's weights as an ordinary Hugging Face directory."""
+    from asyncrl_cli.observe.starting import Starting
+
+    with Starting("auto") as progress:
+        progress("looking for the weights")
+        from asyncrl_cli.export.export import export
+
+        exported = export(
+            source,
+            runs_dir=runs_dir,
+            version=version,
+            out=out,
+            dtype=None if dtype is None else dtype.value,
+            model=model,
+            max_file_bytes=int(max_shard_size_gb * GB),
+            progress=progress,
+        )
+    _tell(exported, as_json=as_json)
+
+
+def _tell(exported: Exported, *, as_json: bool) -> None:
+    for wrong in exported.source.passed_over:
+        warn(f"{wrong}; an older one was taken")
+    written, num_files = exported.written, len(exported.written.files)
+    files = f"{num_files} file{'s' if num_files > 1 else ''}"
+    say(f"exported {exported.source}: {written.parameters:,} parameters, {exported.dtype}, {_size(written.num_bytes)} in {files}")
+    if as_json:
+        print_json(exported.to_json())
+    else:
+        print_text(str(exported.path))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.2f} GB" if num_bytes >= GB else f"{num_bytes / 10**6:.1f} MB"

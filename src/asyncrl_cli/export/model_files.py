@@ -1,0 +1,126 @@
+"""Configuration and tokenizer of an exported model, and whether the weights fit that configuration.
+
+They are looked for in the run itself (job/run.py keeps a copy there), then where `model.path` points; weights are needed in
+neither place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
+from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.weights.kept import kept_versions, version_directory
+from asyncrl_cli.weights.model_files import CONFIG, RUN_COPY
+
+if TYPE_CHECKING:
+    import torch
+
+WAY_OUT = "--model DIR names a directory that holds config.json and the tokenizer"
+NAMES_SHOWN = 3
+
+
+def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
+    """A directory with configuration and tokenizer. Raises ConfigError or PreflightError if there is none."""
+    if given is not None:
+        if not has_model_files(given):
+            raise ConfigError(f"--model {given}: {missing_files(given)}", hint=WAY_OUT)
+        return given
+    places = [] if run_dir is None else _places_in(run_dir)
+    path = profile.model.path
+    if not path.startswith(BUILTIN):
+        places.append(Path(path).expanduser())
+    found = next((place for place in places if has_model_files(place)), None)
+    if found is not None:
+        return found
+    if path.startswith((BUILTIN, ".", "/", "~")) or places[-1].exists() or path.count("/") > 1:
+        raise _gone(path, missing_files(places[-1]) if places else "the checkpoint lies outside of its run")
+    return _from_hub(path, trust_remote_code=profile.model.trust_remote_code)
+
+
+def has_model_files(directory: Path) -> bool:
+    return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in TOKENIZER_FILES)
+
+
+def missing_files(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"{directory} is not there"
+    if not (directory / CONFIG).is_file():
+        return f"{directory} holds no {CONFIG}"
+    return f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
+
+
+def skeleton(model_files: Path, *, trust_remote_code: bool) -> Any:
+    """The model that the configuration describes, without memory for its weights."""
+    import torch
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    config = transformers.AutoConfig.from_pretrained(model_files, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def check_fit(model: Any, shapes: Mapping[str, tuple[int, ...]], model_files: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes in the model's order. RefusedError unless they are those of its parameters and persistent buffers, tied ones
+    once."""
+    expected = _expected(model)
+    problems = {
+        "missing": [name for name in expected if name not in shapes],
+        "unknown": [name for name in shapes if name not in expected],
+        "of another shape": [name for name in shapes if name in expected and shapes[name] != expected[name]],
+    }
+    found = "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
+    if found:
+        raise RefusedError(f"the weights do not fit {model_files / CONFIG}: {found}", hint=WAY_OUT)
+    return expected
+
+
+def original_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors as the model's own files have them: transformers loads some models (mixtures of experts) into others."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def _expected(model: Any) -> dict[str, tuple[int, ...]]:
+    model.tie_weights()
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in saved}
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} | buffers
+
+
+def _places_in(run_dir: Path) -> list[Path]:
+    kept = kept_versions(run_dir / "versions")
+    return [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in kept[-1:])]
+
+
+def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
+    """Its snapshot here if there is one, else the hub is asked, for everything but weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [p for p in HUB_PATTERNS if p != "*.safetensors" and (trust_remote_code or p != "*.py")]
+    try:
+        try:
+            directory = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        except LocalEntryNotFoundError:
+            directory = Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise _gone(name, f"the hub cannot be asked: {reason}") from error
+    if not has_model_files(directory):
+        raise _gone(name, missing_files(directory))
+    return directory
+
+
+def _gone(path: str, why: str) -> PreflightError:
+    return PreflightError(f'configuration and tokenizer of model.path = "{path}" are gone: {why}', hint=WAY_OUT)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
+    return f"{', '.join(names[:NAMES_SHOWN])}{more}"

@@ -1,0 +1,181 @@
+"""Which weights RUN|CHECKPOINT and --version mean: found, verified, or refused with what there is.
+
+RUN                  the trainer's weights of the newest whole checkpoint
+CHECKPOINT           the trainer's weights of that one
+RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint that holds version N: the trainer's weights
+                     at its window's end, or the published weights that a checkpoint in mid-window carries along
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from asyncrl_cli.checkpoint.find import Checkpoint, checkpoints_in, load_checkpoint, resolve
+from asyncrl_cli.checkpoint.manifest import ManifestError, read_manifest
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.export.saved_weights import FileWeights, SavedWeights, TrainerWeights
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.resolved import from_document
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.publication import PUBLISHED_FILE
+from asyncrl_cli.weights.kept import kept_versions, version_directory
+
+VERSIONS = "versions"
+VERSIONS_SHOWN = 8
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """`step`: train steps that made the weights. `version`: None if they lie between two, and then `after_version` is the
+    older one. `path`: where they are. `passed_over`: what is wrong with newer checkpoints."""
+
+    weights: SavedWeights
+    path: Path
+    run: str
+    run_dir: Path | None
+    profile: Profile
+    step: int
+    version: int | None
+    after_version: int | None = None
+    passed_over: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        version = f"between versions {self.after_version} and {self.after_version + 1}" if self.after_version is not None else ""
+        return f"{version or f'version {self.version}'} (step {self.step}) of run '{self.run}'"
+
+
+def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) -> Source:
+    """Raises ConfigError if there is no such run or checkpoint, RefusedError if it does not hold what is asked or is damaged."""
+    newest = resolve(argument, runs_dir)
+    for candidate in (Path(argument), runs_dir / argument):
+        if (candidate / "checkpoints").is_dir():
+            return _newest_of(candidate, say) if version is None else _version_of(candidate, version, say)
+    checkpoint = _whole(newest, say)
+    if version not in (None, checkpoint.version):
+        hint = f"the whole run may hold it: asyncrl export {_run_dir_of(newest) or 'RUN'} --version {version}"
+        raise RefusedError(f"checkpoint {newest} is of version {checkpoint.version}, not {version}", hint=hint)
+    return _of_checkpoint(checkpoint, version)
+
+
+def _newest_of(run_dir: Path, say: Say) -> Source:
+    refused: list[RefusedError] = []
+    for directory in checkpoints_in(run_dir / "checkpoints"):
+        try:
+            return _of_checkpoint(_whole(directory, say), None, passed_over=tuple(error.message for error in refused))
+        except RefusedError as error:
+            refused.append(error)
+    raise RefusedError(
+        f"run '{run_dir.name}' has no whole checkpoint: {refused[0].message}",
+        hint=_there_are(run_dir, {}),
+    )
+
+
+def _version_of(run_dir: Path, version: int, say: Say) -> Source:
+    if version in kept_versions(run_dir / VERSIONS):
+        return _kept(run_dir, version)
+    versions = _versions_in(run_dir / "checkpoints")
+    holders = [run_dir / "checkpoints" / name for name, held in versions.items() if held == version]
+    refused: list[RefusedError] = []
+    for directory in holders:
+        try:
+            return _of_checkpoint(_whole(directory, say), version)
+        except RefusedError as error:
+            refused.append(error)
+    others = {name: held for name, held in versions.items() if held != version}
+    wrong = f"version {version} is not whole: {refused[0].message}" if refused else f"there is no version {version} in it"
+    raise RefusedError(f"run '{run_dir.name}': {wrong}", hint=_there_are(run_dir, others))
+
+
+def _versions_in(checkpoints: Path) -> dict[str, int]:
+    """Of every checkpoint with a readable manifest, newest first."""
+    versions = {}
+    for directory in checkpoints_in(checkpoints):
+        with contextlib.suppress(ManifestError):
+            versions[directory.name] = read_manifest(directory).version
+    return versions
+
+
+def _whole(directory: Path, say: Say) -> Checkpoint:
+    say(f"checking {directory.name}")
+    try:
+        return load_checkpoint(directory)
+    except RefusedError as error:
+        raise RefusedError(error.message, hint=error.hint.replace("asyncrl resume", "asyncrl export")) from None
+
+
+def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
+    """The trainer's own weights, unless `version` is one that it has trained on from since."""
+    directory = checkpoint.directory
+    profile = _profile_in(directory)
+    is_between = not checkpoint.at_window_boundary and version is None
+    weights: SavedWeights
+    if is_between or checkpoint.at_window_boundary:
+        weights, step = TrainerWeights(directory), checkpoint.step
+    else:
+        weights, step = FileWeights([directory / PUBLISHED_FILE]), _step_of(profile, checkpoint.version)
+    return Source(
+        weights=weights,
+        path=directory,
+        run=checkpoint.run,
+        run_dir=_run_dir_of(directory),
+        profile=profile,
+        step=step,
+        version=None if is_between else checkpoint.version,
+        after_version=checkpoint.version if is_between else None,
+        passed_over=passed_over,
+    )
+
+
+def _kept(run_dir: Path, version: int) -> Source:
+    directory = version_directory(run_dir / VERSIONS, version)
+    profile = _profile_in(run_dir)
+    return Source(
+        weights=FileWeights(list(directory.glob("*.safetensors"))),
+        path=directory,
+        run=run_dir.name,
+        run_dir=run_dir,
+        profile=profile,
+        step=_step_of(profile, version),
+        version=version,
+    )
+
+
+def _step_of(profile: Profile, version: int) -> int:
+    schedule = Schedule.of(profile)
+    return min(version * schedule.window_steps, schedule.train_steps)
+
+
+def _profile_in(directory: Path) -> Profile:
+    path = directory / "config.resolved.json"
+    try:
+        return from_document(json.loads(path.read_text(encoding="utf-8"))).profile
+    except (OSError, ValueError) as error:
+        raise RefusedError(f"{path} cannot be read: {error}", hint="export a checkpoint: each has a copy of it") from error
+
+
+def _run_dir_of(checkpoint: Path) -> Path | None:
+    """None if the checkpoint has been copied out of its run."""
+    run_dir = checkpoint.parent.parent
+    return run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None
+
+
+def _there_are(run_dir: Path, in_checkpoints: Mapping[str, int]) -> str:
+    """For a hint: the kept versions, and those of checkpoints by name."""
+    parts = []
+    if kept := kept_versions(run_dir / VERSIONS):
+        parts.append(f"kept version{'s' if len(kept) > 1 else ''} {_listed(kept)}")
+    parts += [f"version {version} in {name}" for name, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]]
+    return f"there are: {', '.join(parts)}" if parts else "no version is left: weights.keep_versions was 0"
+
+
+def _listed(versions: list[int]) -> str:
+    if len(versions) > 2 and versions == list(range(versions[0], versions[-1] + 1)):
+        return f"{versions[0]} to {versions[-1]}"
+    shown = ", ".join(map(str, versions[-VERSIONS_SHOWN:]))
+    return shown if len(versions) <= VERSIONS_SHOWN else f"... {shown}"
