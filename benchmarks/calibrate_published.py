@@ -13,8 +13,8 @@ point found, no proven optimum. Others are derived from these three and the rows
     old logprobs            the two published passes, exactly, where tokens allow it
     overhead, lease         the published rest of the asynchronous row, then that of the colocated ones
 
-No parameter knows of a profile. The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each
-relative to its row's total.
+The published rows and the sizes of the work are read from the workload file. No parameter knows of a profile.
+The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each relative to its row's total.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
+from asyncrl_cli.job.plan import TRAINER, compile_job
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.lengths import mean_tokens
-from asyncrl_cli.simulate.references import WINDOW, Residual, residuals
+from asyncrl_cli.simulate.references import WINDOW, Residual, reference_sets, residuals
 from asyncrl_cli.simulate.workload import Lengths, Workload
-from asyncrl_cli.simulate.workloads import load_workload
+from asyncrl_cli.simulate.workloads import load_workload, profile_for
+from asyncrl_cli.simulate.world import virtual_cluster
 
 WORKLOAD = "verl-7b-math-128"
 ROW_WEIGHTS = {"colocate": 24.0, "colocate placement.gpus=64": 4.0, "partial-rollout": 24.0}
@@ -35,9 +39,6 @@ ROW_WEIGHTS = {"colocate": 24.0, "colocate placement.gpus=64": 4.0, "partial-rol
 
 PARAMETERS, WEIGHT_BYTES, KV_BYTES_PER_TOKEN = 7.6e9, 15.2e9, 57_344
 DECODE_FLOP_PER_S, TRAIN_FLOP_PER_S, LAUNCH_S = 495e12, 445e12, 1e-3
-UPDATES_S, OLD_LOGPROBS_S = {64: (113.16, 133.41), 128: (113.81,)}, {64: 70.26, 128: 53.92}
-ASYNC_REST_S, COLOCATED_RESTS_S = 4.33, (10.72, 10.89)
-TRAJECTORIES, MINI_BATCHES, TRAIN_STEPS, CAP = 8192, 16, 4, 28_672
 
 FITTED, DERIVED, ASSUMED = "fitted", "derived", "assumed"
 MARKS = {
@@ -56,19 +57,56 @@ MARKS = {
 """All other keys of these sections are assumed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A published row: its parts in seconds per window, and the work of a window. `gpus` are the trainer's."""
+
+    gpus: int
+    colocate: bool
+    parts_s: Mapping[str, float]
+    trajectories: int
+    mini_batches: int
+    train_steps: int
+    cap: int
+    """Longest response, in tokens."""
+
+
+def published_rows(workload: Workload) -> list[Row]:
+    """The workload's references, each with what its profile comes to."""
+    rows = []
+    for reference in workload.references:
+        profile = profile_for(workload, reference.profile, reference_sets(reference), groups=1, environ={}).profile
+        schedule = Schedule.of(profile)
+        rows.append(
+            Row(
+                gpus=compile_job(profile, virtual_cluster(profile)).role(TRAINER).workers,
+                colocate=profile.placement.colocate,
+                parts_s={part: float(seconds) for part, seconds in reference.parts_s.items()},
+                trajectories=schedule.window_groups * profile.rollout.n,
+                mini_batches=schedule.window_groups // schedule.mini_batch_groups,
+                train_steps=schedule.window_steps,
+                cap=profile.rollout.max_response_tokens,
+            )
+        )
+    return rows
+
+
 def workload_at(base: Workload, median_tokens: float, sigma: float, bandwidth: float) -> Workload:
     """The workload whose fitted parameters have these values (bytes per second)."""
     lengths = base.lengths.model_copy(update={"median_tokens": median_tokens, "sigma": sigma})
-    tokens = TRAJECTORIES * (mean_tokens(lengths, CAP) + lengths.prompt_tokens)
+    rows = published_rows(base)
+    (ahead,) = [row for row in rows if not row.colocate]
+    tokens = ahead.trajectories * (mean_tokens(lengths, ahead.cap) + lengths.prompt_tokens)
     flop_s = 2 * PARAMETERS / DECODE_FLOP_PER_S
     decoding = {
         "step_s": WEIGHT_BYTES / bandwidth + LAUNCH_S,
-        "step_s_per_sequence": running_context(lengths) * KV_BYTES_PER_TOKEN / bandwidth + flop_s,
+        "step_s_per_sequence": running_context(lengths, ahead.cap) * KV_BYTES_PER_TOKEN / bandwidth + flop_s,
         "prefill_s_per_token": flop_s,
     }
-    overhead_s = (ASYNC_REST_S - WEIGHT_BYTES / base.syncing.gather_bytes_per_s) / TRAIN_STEPS
-    training = training_of(tokens) | {"step_overhead_s": overhead_s}
-    syncing = {"parameter_bytes": WEIGHT_BYTES, "colocated_s": fmean(COLOCATED_RESTS_S) - TRAIN_STEPS * overhead_s}
+    overhead_s = (ahead.parts_s["rest"] - WEIGHT_BYTES / base.syncing.gather_bytes_per_s) / ahead.train_steps
+    training = training_of(rows, tokens) | {"step_overhead_s": overhead_s}
+    leases_s = [row.parts_s["rest"] - row.train_steps * overhead_s for row in rows if row.colocate]
+    syncing = {"parameter_bytes": WEIGHT_BYTES, "colocated_s": fmean(leases_s)}
     return base.model_copy(
         update={
             "lengths": lengths,
@@ -86,28 +124,32 @@ def free_parameters(workload: Workload) -> tuple[float, float, float]:
     return workload.lengths.median_tokens, workload.lengths.sigma, WEIGHT_BYTES / (workload.decoding.step_s - LAUNCH_S)
 
 
-def training_of(tokens: float) -> dict[str, float]:
-    """Seconds per token at 64 GPUs and fixed seconds per mini-batch, of the update and of the old-logprob pass."""
-    per_token = 6 * PARAMETERS / TRAIN_FLOP_PER_S / 64
-    rests = [seconds - tokens * per_token * 64 / gpus for gpus, rows in UPDATES_S.items() for seconds in rows]
-    scored = tokens * (MINI_BATCHES - 1) / MINI_BATCHES
-    shared_s = 2 * (OLD_LOGPROBS_S[64] - OLD_LOGPROBS_S[128])
+def training_of(rows: Sequence[Row], tokens: float) -> dict[str, float]:
+    """Seconds per token at `reference_gpus` and fixed seconds per mini-batch, of the update and of the old-logprob pass."""
+    few, many = min(row.gpus for row in rows), max(row.gpus for row in rows)
+    per_token = 6 * PARAMETERS / TRAIN_FLOP_PER_S / few
+    rests = [row.parts_s["train"] - tokens * per_token * few / row.gpus for row in rows]
+    (mini_batches,) = {row.mini_batches for row in rows}
+    scored = tokens * (mini_batches - 1) / mini_batches
+    passes_s = {row.gpus: row.parts_s["old_logprob"] for row in rows if "old_logprob" in row.parts_s}
+    assert many == 2 * few, "what twice the GPUs save is half of what they share"
+    shared_s = 2 * (passes_s[few] - passes_s[many])
     return {
         "s_per_token": per_token,
-        "fixed_step_s": max(0.0, fmean(rests) / MINI_BATCHES),
+        "fixed_step_s": max(0.0, fmean(rests) / mini_batches),
         "old_logprob_s_per_token": shared_s / scored,
-        "old_logprob_fixed_step_s": max(0.0, (OLD_LOGPROBS_S[64] - shared_s) / (MINI_BATCHES - 1)),
+        "old_logprob_fixed_step_s": max(0.0, (passes_s[few] - shared_s) / (mini_batches - 1)),
     }
 
 
-def running_context(lengths: Lengths) -> float:
+def running_context(lengths: Lengths, cap: int) -> float:
     """Mean tokens in the cache of a running sequence: a running one is a long one (E[x^2] / E[x]), on average half done."""
     assert lengths.median_tokens is not None
     assert lengths.sigma is not None
     mu, sigma, share = math.log(lengths.median_tokens), lengths.sigma, NormalDist().cdf
-    z = (math.log(CAP) - mu) / sigma
-    second_moment = math.exp(2 * mu + 2 * sigma**2) * share(z - 2 * sigma) + CAP**2 * (1 - share(z))
-    return lengths.prompt_tokens + second_moment / mean_tokens(lengths, CAP) / 2
+    z = (math.log(cap) - mu) / sigma
+    second_moment = math.exp(2 * mu + 2 * sigma**2) * share(z - 2 * sigma) + cap**2 * (1 - share(z))
+    return lengths.prompt_tokens + second_moment / mean_tokens(lengths, cap) / 2
 
 
 def loss(found: Sequence[Residual]) -> float:
@@ -154,9 +196,10 @@ def nelder_mead(
 
 def show(workload: Workload, found: Sequence[Residual]) -> None:
     """Every parameter with where it comes from, then every row's parts."""
-    context = running_context(workload.lengths)
+    cap = published_rows(workload)[0].cap
+    context = running_context(workload.lengths, cap)
     print(f"bandwidth = {free_parameters(workload)[2]:.4g} bytes/s  # fitted; no key of its own: decoding follows from it")
-    print(f"mean response {mean_tokens(workload.lengths, CAP):.0f} tokens, mean running context {context:.0f} tokens,")
+    print(f"mean response {mean_tokens(workload.lengths, cap):.0f} tokens, mean running context {context:.0f} tokens,")
     print(f"whose {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB of KV cache")
     for section, marks in MARKS.items():
         print(f"\n[{section}]")

@@ -54,8 +54,8 @@ def test_lengths_are_in_an_order_that_is_the_same_each_time_and_not_that_of_the_
     assert set(lengths[:40]) == {10, 20, 30, 40}
 
 
-def measured(**changed: Any) -> phases.Capacities:
-    made = phases.Capacities(
+def measured(**changed: Any) -> phases.PhaseFigures:
+    made = phases.PhaseFigures(
         rollout_tokens_per_s=100.0,
         trainer_tokens_per_s=50.0,
         rollout_repeats=(100.0,),
@@ -80,7 +80,7 @@ def test_a_profile_is_measured_once_for_all_of_its_seeds(monkeypatch: pytest.Mon
     async def prepare(profile: object, say: object) -> SimpleNamespace:
         return SimpleNamespace(model_dir=Path("model"), task="task")
 
-    def measure_all(profiles: dict[str, Any], model_dir: Path, task: str, **rest: Any) -> dict[str, phases.Capacities]:
+    def measure_all(profiles: dict[str, Any], model_dir: Path, task: str, **rest: Any) -> dict[str, phases.PhaseFigures]:
         asked.append({"profiles": list(profiles), "model_dir": model_dir, "task": task, **rest})
         return {"colocate": measured(colocated=True), "partial-rollout": measured(rollout_tokens_per_s=70.0)}
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import replace
+
 import pytest
 
 from asyncrl_cli.bench.compare import Request, real_entries
@@ -52,6 +55,28 @@ def test_other_work_or_other_resources_are_refused(toml: str, said: str, tmp_pat
 def test_groups_must_make_whole_steps_and_windows_to_measure(groups: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         real_entries(request("stream-off-policy", groups=groups))
+
+
+@pytest.mark.parametrize("groups", [1, 16, 50, 64, 100])
+@pytest.mark.parametrize("profiles", [("stream-off-policy",), ("one-step-off", "partial-rollout")])
+def test_the_groups_of_a_hint_can_be_typed(groups: int, profiles: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        real_entries(request(*profiles, groups=groups))
+    flag, number = refused.value.hint.split()
+    assert flag == "--groups"
+    assert real_entries(request(*profiles, groups=int(number)))[1] == int(number) >= groups
+
+
+@pytest.mark.parametrize("toml", ["[rollout]\nn = 4", "[placement]\ncpus_per_worker = 2", '[model]\ncache_dir = "elsewhere"'])
+@pytest.mark.parametrize("baseline", ["colocate", "stale-samples"])
+def test_the_sets_of_a_hint_make_work_and_resources_the_same(toml: str, baseline: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
+    asked = request(str(tmp_path / "other.toml"), baseline=baseline)
+    with pytest.raises(ConfigError) as refused:
+        real_entries(asked)
+    words = shlex.split(refused.value.hint.removesuffix(" sets it for all of them"))
+    assert set(words[::2]) == {"--set"}
+    assert len(real_entries(replace(asked, sets=(*asked.sets, *words[1::2])))[0]) == 2
 
 
 def test_groups_and_windows_exclude_each_other() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, quantile, stretch_of
+from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import Contestant, RunLines, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.bound import Bound, Capacities, Work, bound_of
+from asyncrl_cli.observe.lines import quantile
 
 
 def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -> dict[str, Any]:

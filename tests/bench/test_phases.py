@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
 from asyncrl_cli.bench.phase_processes import Processes
-from asyncrl_cli.bench.phases import lengths_of, measure_all, measure_capacities, side_of
+from asyncrl_cli.bench.phases import lengths_of, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.cluster import ClusterResources, NodeResources
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
@@ -188,26 +188,27 @@ def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_capacities_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
+def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     sets = (*SMALL, f'model.cache_dir="{tmp_path}"')
     profile = load("partial-rollout", sets).profile
     task = load_task(profile)
     told: list[tuple[str, int, int]] = []
-    capacities = measure_capacities(
-        profile,
+    measured = measure_all(
+        {"one": profile},
         resolve_model(profile, task),
         task,
         response_tokens=[5, 20],
         repeats=1,
         progress=lambda text, done, total: told.append((text, done, total)),
     )
-    assert capacities.rollout_tokens_per_s > 0
-    assert capacities.trainer_tokens_per_s > 0
-    assert capacities.slots_used > 0.9
-    assert not capacities.colocated
-    assert (capacities.rollout_workers, capacities.trainer_workers) == (1, 1)
+    figures = measured["one"]
+    assert figures.rollout_tokens_per_s > 0
+    assert figures.trainer_tokens_per_s > 0
+    assert figures.slots_used > 0.9
+    assert not figures.colocated
+    assert (figures.rollout_workers, figures.trainer_workers) == (1, 1)
     assert [(done, total) for _, done, total in told] == [(0, 5), (1, 5), (2, 5), (4, 5), (5, 5)]
-    assert capacities.bound().rollout_tokens_per_s == capacities.rollout_tokens_per_s
+    assert figures.capacities().rollout_tokens_per_s == figures.rollout_tokens_per_s
 
 
 NOISE = 0.03

@@ -134,6 +134,20 @@ def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
         assert height > 300
 
 
+def test_a_report_explains_only_rows_that_it_has() -> None:
+    simulated, real = report_text(comparison(), []), report_text(comparison(workload=""), [])
+    for missing in ("final reward", "Evals", "scored version 0"):
+        assert missing not in simulated
+        assert missing in real
+    assert "both phases at once" not in simulated + real
+    beside = [
+        replace(one, figures={**one.figures, "at_once_ratio": Spread(median=0.9, min=0.9, max=0.9)}) for one in comparison().results
+    ]
+    assert "both phases at once" in report_text(replace(comparison(workload=""), results=beside), [])
+    unbound = [replace(one, bound=None, capacities=None) for one in comparison().results]
+    assert "limited by" not in report_text(replace(comparison(), results=unbound), [])
+
+
 def test_without_timelines_there_is_no_picture_of_them(tmp_path: Path) -> None:
     written, failures = write_report(comparison(), [], tmp_path)
     assert [path.name for path in written] == ["report.md", "speedup.png"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench import compare
-from asyncrl_cli.bench.compare import Request, compare_simulated
-from asyncrl_cli.bench.fit import rows_of
+from asyncrl_cli.bench.compare import Request, compare_simulated, remarks_of
+from asyncrl_cli.bench.reference_rows import rows_of
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import ConfigError, Interrupted
 from asyncrl_cli.observe.bound import Capacities
@@ -81,6 +81,15 @@ def test_a_run_that_answers_a_reference_gives_the_residuals_that_a_run_of_its_ow
         ("colocate", "window"),
         ("colocate", "train"),
     ]
+
+
+def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
+    made = workload(COLOCATE | {"source": "published, 4 GPUs"}, {"profile": "partial-rollout", "calibrated": False})
+    _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], made, lambda name, groups: None)
+    published, measured = remarks_of(made, fit)
+    assert published.startswith("colocate (calibrated on), seconds per window: window 1 published, ")
+    assert "train 0.5 published, " in published
+    assert measured.startswith("partial-rollout (predicted), seconds per window: window 1 measured, ")
 
 
 def test_an_unknown_part_of_a_reference_is_an_error_also_where_a_run_answers_it() -> None:

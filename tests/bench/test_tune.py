@@ -22,6 +22,7 @@ from asyncrl_cli.bench.settings import (
     spread,
     windows_of,
 )
+from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.job.cluster import ClusterResources, NodeResources
 from asyncrl_cli.job.plan import compile_job
@@ -172,6 +173,38 @@ def test_idle_times_tell_the_balanced_share() -> None:
     # 64 ranks that work half of the time do the work of 32; 64 workers that never idle that of 64: a third is the trainer's.
     busy = Row(setting=space().current, measured=replace(measured(1.0), trainer_idle_ratio=0.5))
     assert balanced_share(busy) == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("sets", "gpus", "split"),
+    [
+        ((), 8, (4, 4)),
+        ((), 3, (2, 1)),
+        (("placement.ratio=3:1",), 2, (1, 1)),
+        (("placement.ratio=1:3",), 64, (16, 48)),
+        (("placement.gpus_per_rollout_worker=4",), 16, (8, 2)),
+        (("placement.gpus_per_rollout_worker=4",), 11, (7, 1)),
+        (("placement.gpus_per_rollout_worker=4",), 5, (1, 1)),
+    ],
+)
+def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
+    sets: tuple[str, ...], gpus: int, split: tuple[int, int]
+) -> None:
+    profile = profile_of(*sets)
+    scaled = profile_of(*starting_sets("big", profile, sets, gpus))
+    cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
+    plan = compile_job(scaled, cluster)
+    assert (plan.counts.trainer_workers, plan.counts.rollout_workers) == split
+    assert plan.gpus == gpus
+
+
+def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() -> None:
+    sets = ("placement.trainer_workers=1", "rollout.workers=3")
+    run = profile_of(*sets)
+    assert starting_sets("run", run, (), 8)[1:] == ("placement.trainer_workers=2", "rollout.workers=6")
+    assert starting_sets("run", run, sets, 8) == (*sets, "placement.gpus=8")
+    with pytest.raises(ConfigError, match="come to 4"):
+        check_gpus(8, 4)
 
 
 def test_values_beside_and_spread() -> None:

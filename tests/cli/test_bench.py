@@ -70,6 +70,8 @@ def test_a_simulated_table_says_so_and_prints_the_notes(workload: Path, tmp_path
     assert "SIMULATED" in out
     assert "made up" in out
     assert "% of the bound" in out
+    below = out.partition("training, tokens/s")[2]
+    assert all(explained in below for explained in ("s per 4 groups: ", "wait_data: ", "limited by: "))
 
 
 def test_a_refused_bench_leaves_no_directory(workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,6 +79,14 @@ def test_a_refused_bench_leaves_no_directory(workload: Path, tmp_path: Path, cap
     assert run(["bench", "--simulate", str(workload), *arguments]) == 2
     assert "no multiple of R = 4" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [["-p", "nope"], ["--groups", "6"], ["--groups", "8", "--windows", "2"], ["--set", "run.seed=1"]])
+def test_nothing_is_said_before_a_usage_error(wrong: list[str], workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--simulate", str(workload), *wrong]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.partition(":")[0] for line in said.err.splitlines()] == ["error", "hint"]
 
 
 def test_the_help_has_examples_and_says_which_profile_is_compared_by_default(capsys: pytest.CaptureFixture[str]) -> None:

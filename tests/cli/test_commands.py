@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,40 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "Examples" in out
     assert f"asyncrl {command}" in out
+
+
+@pytest.mark.parametrize("command", ["plan", "bench", "profiles", "profiles show"])
+def test_examples_are_not_folded_on_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from asyncrl_cli.cli import bench, plan, profiles
+
+    examples = {
+        "plan": plan.EXAMPLES,
+        "bench": bench.EXAMPLES,
+        "profiles": profiles.LIST_EXAMPLES,
+        "profiles show": profiles.SHOW_EXAMPLES,
+    }
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run([*command.split(), "--help"]) == 0
+    shown = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    lines = [line.strip() for line in examples[command].splitlines() if line.startswith("  asyncrl")]
+    assert len(lines) >= 2
+    assert [line for line in lines if line not in shown] == []
+
+
+@pytest.mark.parametrize(
+    "command", ["plan -p base", "plan -p base --json", "profiles", "profiles keys", "bench --help", "--version"]
+)
+def test_a_reader_that_goes_away_is_no_error(command: str) -> None:
+    """As `| head` does, or `| true`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl_cli", *command.split()], stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def imported_by(*commands: str) -> set[str]:
@@ -67,6 +103,20 @@ def test_show_prints_a_profile_that_can_be_trained(capsys: pytest.CaptureFixture
     (tmp_path / "copy.toml").write_text(shown.out, encoding="utf-8")
     assert run(["plan", "--profile", str(tmp_path / "copy.toml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"]["mode"] == "stale-samples"
+
+
+def test_the_keys_are_printed_as_toml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profiles", "keys"]) == 0
+    out = capsys.readouterr().out
+    parsed = tomllib.loads(out)
+    assert parsed["async_training"]["partial_rollout"] is False
+    assert parsed["rollout"]["stop"] == []
+    assert parsed["async_training"]["on_stale"] == "wait"
+    assert "# async_training.max_staleness is not set by default  # an integer of at least 0" in out
+    assert not {"None", "True", "False", "()"} & set(out.split())
+    assert run(["profiles", "keys", "async_training", "--json"]) == 0
+    defaults = {row["key"]: row["default"] for row in json.loads(capsys.readouterr().out)}
+    assert (defaults["async_training.partial_rollout"], defaults["async_training.max_staleness"]) == (False, None)
 
 
 def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]) -> None:

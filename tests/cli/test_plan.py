@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.plan_tune import LEGEND
+from asyncrl_cli.job import cluster, memory_fit
+from asyncrl_cli.profile.layers import load
 
 
 def test_a_plan_estimates_the_memory_of_every_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,6 +46,75 @@ def test_a_job_that_does_not_fit_is_warned_of(capsys: pytest.CaptureFixture[str]
     assert "does not fit" in captured.out
 
 
+LLAMA_7B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+
+
+@pytest.fixture
+def seven_billion(tmp_path: Path) -> str:
+    """6.74e9 parameters: 75 GiB of float32 weights and moments, shared by the ranks, and 25 GiB of float32 in each worker."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B), encoding="utf-8")
+    return f"model.path={tmp_path}"
+
+
+def test_what_cannot_fit_on_any_account_is_refused_after_the_plan_with_sets_that_help(
+    seven_billion: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", "-p", "base", "--set", seven_billion, "--gpus", "8", "--gpu-memory", "16", "--json"]
+    assert run(arguments) == 3
+    said = capsys.readouterr()
+    assert json.loads(said.out)["memory"]["devices"][0]["fits"] is False
+    assert said.err == (
+        "error: a trainer rank's weights and moments take 18.8 GiB of a GPU, which has 16.0 GiB: this cannot run\n"
+        "hint: --set placement.trainer_workers=5\n"  # 75 GiB in parts of 16
+    )
+    arguments += ["--set", "placement.trainer_workers=5"]
+    assert run(arguments) == 3
+    said = capsys.readouterr()
+    assert "a rollout worker's weights take 25.1 GiB" in said.err
+    assert "hint: --set model.dtype=bfloat16" in said.err
+    assert run([*arguments, "--set", "model.dtype=bfloat16"]) == 0
+    assert "by an estimate: a run would start and may fail" in capsys.readouterr().err
+
+
+def test_train_refuses_what_a_plan_refuses(
+    seven_billion: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two_gpus = cluster.ClusterResources(nodes=(cluster.NodeResources(name="local", cpus=8, gpus=2),), elastic_cpus=True)
+    monkeypatch.setattr(cluster, "local_cluster", lambda: two_gpus)
+    monkeypatch.setattr(memory_fit, "known_memory_bytes", lambda device: 16 * 2**30)
+    command = ["train", "-p", "base", "--set", seven_billion, "--runs-dir", str(tmp_path / "runs")]
+    assert run([*command, "--dry-run"]) == 3
+    refusal = capsys.readouterr().err
+    assert run(command) == 3
+    assert capsys.readouterr().err == refusal
+    assert "75.3 GiB of a GPU, which has 16.0 GiB" in refusal
+
+
+def test_options_for_gpus_are_said_to_be_unused_on_cpus(capsys: pytest.CaptureFixture[str]) -> None:
+    cpus = ["plan", "-p", "base", "--set", "placement.device=cpu", "--json"]
+    assert run([*cpus, "--gpus", "8", "--gpu-memory", "80"]) == 0
+    said = capsys.readouterr().err
+    assert "warning: --gpus 8 is not used: the job runs on CPUs" in said
+    assert "warning: --gpu-memory 80 is not used: the job runs on CPUs" in said
+    assert run([*cpus, "--gpus", "0"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_this_machines_cores_are_not_held_against_another_machines_job(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "-p", "base", "--gpus", "512", "--json"]) == 0
+    assert capsys.readouterr().err == ""
+    here = ["plan", "-p", "base", "--set", "placement.device=cpu", "--set", "rollout.workers=512", "--json"]
+    assert run(here) == 0
+    assert "slow each other down" in capsys.readouterr().err
+
+
 def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "-p", "base", "--set", 'model.path="someone/not-here"']
     assert run([*arguments, "--json"]) == 0
@@ -55,6 +128,47 @@ def test_a_plan_needs_a_profile_or_a_workload(capsys: pytest.CaptureFixture[str]
     assert "--tune" in capsys.readouterr().err
     assert run(["plan", "-p", "base", "--max-staleness", "1"]) == 2
     assert "belongs to --tune" in capsys.readouterr().err
+
+
+def test_a_plan_without_a_search_writes_no_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["plan", "-p", "base", "--out", str(tmp_path / "my.toml")]) == 2
+    assert "belongs to --tune" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workload", "said"),
+    [
+        ("8", "laptop-tiny", "laptop-tiny runs on CPUs, where --gpus 8 means nothing"),
+        ("0", "laptop-tiny", "laptop-tiny runs on CPUs, where --gpus 0 means nothing"),
+        ("0", "verl-7b-math-128", "there is no split"),
+        ("1", "verl-7b-math-128", "hint: --gpus 2 or more, or no --gpus: then it is the workload's own 128"),
+    ],
+)
+def test_gpus_that_cannot_be_split_are_refused(gpus: str, workload: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--tune", workload, "--gpus", gpus]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert said in shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "hint"),
+    [("taken.toml", 4, "taken-2.toml"), ("my", 2, "my.toml"), ("no/my.toml", 4, "my.toml")],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(
+    name: str, code: int, hint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncrl_cli.bench.tune as tune
+
+    monkeypatch.setattr(tune, "search", lambda *arguments: pytest.fail("searched"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken.toml").write_text("mine", encoding="utf-8")
+    assert run(["plan", "--tune", "laptop-tiny", "--out", name]) == code
+    assert f"hint: --out {hint}\n" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["taken.toml"]
+    assert (tmp_path / "taken.toml").read_text(encoding="utf-8") == "mine"
 
 
 def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -79,9 +193,12 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
     monkeypatch.setattr(tune, "TRAJECTORIES", 1)
     workload = tmp_path / "small.toml"
     workload.write_text(WORKLOAD, encoding="utf-8")
-    assert run(["plan", "--tune", str(workload), "--max-staleness", "1", "--json"]) == 0
+    out = tmp_path / "my.toml"
+    monkeypatch.chdir(tmp_path)
+    assert run(["plan", "--tune", str(workload), "--max-staleness", "1", "--json", "--out", str(out)]) == 0
     captured = capsys.readouterr()
     found = json.loads(captured.out)
+    assert found["profile_file"] == str(out)
     best, current = found["recommended"], found["current"]
     assert found["simulated"] is True
     assert "SIMULATED" in captured.err
@@ -93,6 +210,10 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
     assert run(["plan", "--profile", "partial-rollout", "--gpus", "8", *sets, "--json"]) == 0
     roles = {role["role"]: role["workers"] for role in json.loads(capsys.readouterr().out)["placement"]["roles"]}
     assert roles == {"trainer": best["trainer_workers"], "rollout": best["rollout_workers"]}
+    assert run(["bench", "--simulate", str(workload), "--compare", "partial-rollout", "-p", str(out), "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)["results"]
+    assert [result["profile"] for result in compared] == ["partial-rollout", "my"]
+    assert compared[1]["speedup"] > 1.1
 
 
 def test_all_that_a_search_prints_says_simulated(
@@ -103,14 +224,62 @@ def test_all_that_a_search_prints_says_simulated(
     monkeypatch.setattr(tune, "TRAJECTORIES", 1)
     workload = tmp_path / "small.toml"
     workload.write_text(WORKLOAD, encoding="utf-8")
-    assert run(["plan", "--tune", str(workload), "--max-staleness", "0"]) == 0
-    out = capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    sets = ["--set", "rollout.temperature=0.9"]
+    assert run(["plan", "--tune", "small.toml", "--max-staleness", "0", *sets, "--out", "my.toml"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-2].startswith("SIMULATED: ")
+    assert "settings tried in" in err.splitlines()[-2]  # and not in mid-count
     assert out.startswith("SIMULATED: small, seconds per 64 groups (W), at most 0 versions of staleness")
     assert "recommended (SIMULATED)" in out
     assert "> S" in out  # the current setting is beyond the bound, and shown all the same
-    assert "--set async_training.staleness_threshold=0 " in out
+    # Without staleness one of the two sides waits, so that the bound has a price: the current setting is 1 / speedup as slow.
+    price = float(out.partition("The price of the bound: ")[2].split()[0])
+    factor = float(out.partition(" s (")[2].partition("x)")[0])
+    assert price == pytest.approx(1 / factor, rel=0.02)
     assert "what this search cannot know" in out
     assert "made up for a test" in out
+    copied = [line for line in out.splitlines() if line.startswith("  --set ")]
+    assert all(line.endswith(" \\") for line in copied[:-1])
+    assert max(map(len, [*copied, *LEGEND.splitlines()])) <= 80
+    recommended = shlex.split(" ".join(line.removesuffix("\\") for line in copied))[1::2]
+    assert "async_training.staleness_threshold=0" in recommended
+    written = load("my.toml", environ={}).profile
+    assert written.model_dump(exclude={"name", "purpose"}) == load("partial-rollout", recommended, environ={}).profile.model_dump(
+        exclude={"name", "purpose"}
+    )
+    text = (tmp_path / "my.toml").read_text(encoding="utf-8")
+    assert text.splitlines()[1] == "#   asyncrl plan --tune small.toml --max-staleness 0 --set rollout.temperature=0.9"
+    assert "asyncrl bench --compare partial-rollout --profile my.toml" in out
+
+
+def test_a_search_that_found_the_current_setting_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncrl_cli.bench.tune as tune
+    from asyncrl_cli.bench.pareto import Measured
+    from asyncrl_cli.bench.settings import Setting
+
+    def evaluator(pool: object, request: object, planned: int, on_progress: object) -> object:
+        """One setting is the fastest: the one that laptop-tiny begins with."""
+
+        def seconds(setting: Setting) -> Measured:
+            is_current = (setting.eta, setting.window_steps, setting.slots) == (0.5, 4, 64)
+            return Measured(
+                window_time_s=1.0 if is_current else 2.0,
+                staleness_mean=0.0,
+                staleness_max=0.0,
+                trainer_idle_ratio=0.1,
+                rollouter_idle_ratio=0.1,
+            )
+
+        return lambda settings, windows: [seconds(setting) for setting in settings]
+
+    monkeypatch.setattr(tune, "evaluator", evaluator)
+    assert run(["plan", "--tune", "laptop-tiny"]) == 0
+    out = capsys.readouterr().out
+    assert "the current setting is the recommended one" in out
+    assert "--out my.toml" in out
 
 
 WORKLOAD = """

@@ -98,6 +98,18 @@ def test_a_workload_lies_above_the_profile_and_below_environment_and_sets(tmp_pa
     )
 
 
+def test_a_file_has_the_keys_that_the_workload_sets_for_the_profile_it_extends_below_its_own(tmp_path: Path) -> None:
+    workload = load_workload(small(tmp_path))
+    own = tmp_path / "own.toml"
+    own.write_text('extends = "stale-samples"\n', encoding="utf-8")
+    assert profile_for(workload, str(own), environ={}).profile.async_training.trigger_parameter_sync_step == 4
+    own.write_text('extends = "stale-samples"\nasync_training.trigger_parameter_sync_step = 3\n', encoding="utf-8")
+    assert profile_for(workload, str(own), environ={}).profile.async_training.trigger_parameter_sync_step == 3
+    own.write_text('extends = "partial-rollout"\n', encoding="utf-8")
+    shipped = profile_for(workload, "partial-rollout", environ={}).profile
+    assert profile_for(workload, str(own), environ={}).profile.async_training == shipped.async_training
+
+
 def test_all_profiles_train_the_baselines_windows_in_whole_steps(tmp_path: Path) -> None:
     workload = load_workload(small(tmp_path))
     for name in ("colocate", "stale-samples", "partial-rollout"):  # W of colocate is 4 groups

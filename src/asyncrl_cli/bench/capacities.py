@@ -14,7 +14,7 @@ from asyncrl_cli.observe.bound import Capacities
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.compare import Watcher
-    from asyncrl_cli.bench.phase_figures import Capacities as Measured
+    from asyncrl_cli.bench.phase_figures import PhaseFigures
 
 FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
@@ -42,7 +42,7 @@ def real_capacities(
     profiles = {entry.name: entry.profile for entry in entries}
     lengths = measured_lengths(runs, max(entry.window_groups for entry in entries))
     measured = measure_all(profiles, prepared.model_dir, prepared.task, response_tokens=lengths, progress=watcher.note)
-    return {(run.profile, run.seed): measured[run.profile].bound() for run in runs}, doubts_of(measured.values())
+    return {(run.profile, run.seed): measured[run.profile].capacities() for run in runs}, doubts_of(measured.values())
 
 
 def measured_lengths(runs: Sequence[RunLines], window_groups: int) -> list[int]:
@@ -58,7 +58,7 @@ def measured_lengths(runs: Sequence[RunLines], window_groups: int) -> list[int]:
     return lengths
 
 
-def doubts_of(measured: Collection[Measured]) -> tuple[str, ...]:
+def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
     """Why a bound that rests on these may not be one."""
     doubts = []
     if min(one.cpu_share for one in measured) < LITTLE_CPU:

@@ -75,14 +75,8 @@ def compare_simulated(request: Request, workload: Workload, watcher: Watcher) ->
     """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
     from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
     from asyncrl_cli.simulate.workloads import profile_for
-    from asyncrl_cli.simulate.world import virtual_cluster
 
-    check_sets(request.sets)
-    entries = entries_of(
-        request.references, lambda reference: profile_for(workload, reference, request.sets, groups=1), virtual_cluster
-    )
-    groups = _groups(request, entries[0].window_groups, workload.windows * entries[0].window_groups)
-    check_groups(entries, groups)
+    entries, groups = simulated_entries(request, workload)
     loaded = [profile_for(workload, entry.reference, request.sets, groups=groups) for entry in entries]
     jobs = [
         SimulatedJob(profile=one.profile, workload=workload, seed=seed, groups=groups, keep_timeline=seed == request.seed)
@@ -99,16 +93,27 @@ def compare_simulated(request: Request, workload: Workload, watcher: Watcher) ->
     return Outcome(comparison=comparison, timelines=tuple(result.timeline for result in made if result.timeline))
 
 
+def simulated_entries(request: Request, workload: Workload) -> tuple[list[Entry], int]:
+    """Who takes part, and the number of groups. Raises ConfigError where the profiles cannot be compared."""
+    from asyncrl_cli.simulate.workloads import profile_for
+    from asyncrl_cli.simulate.world import virtual_cluster
+
+    check_sets(request.sets)
+    entries = entries_of(
+        request.references, lambda reference: profile_for(workload, reference, request.sets, groups=1), virtual_cluster
+    )
+    groups = _groups(request, entries[0].window_groups, workload.windows * entries[0].window_groups)
+    check_groups(entries, groups)
+    return entries, groups
+
+
 def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
-    """How well the workload's parameters fit what was measured, row by row, and what its notes leave open."""
-    rows: dict[tuple[str, bool], list[str]] = {}
+    """How well the workload's parameters fit the rows that it is held against, row by row, and what its notes leave open."""
+    rows: dict[tuple[str, str], list[str]] = {}
     for one in fit:
-        text = f"{one.part} {one.measured_s:.4g} measured, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
-        rows.setdefault((one.profile, one.calibrated), []).append(text)
-    lines = [
-        f"{profile} ({'calibrated on' if calibrated else 'predicted'}), seconds per window: {'; '.join(parts)}"
-        for (profile, calibrated), parts in rows.items()
-    ]
+        text = f"{one.part} {one.measured_s:.4g} {one.known}, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
+        rows.setdefault((one.profile, "calibrated on" if one.calibrated else "predicted"), []).append(text)
+    lines = [f"{profile} ({how}), seconds per window: {'; '.join(parts)}" for (profile, how), parts in rows.items()]
     return (*lines, *([workload.notes.strip()] if workload.notes.strip() else ()))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from asyncrl_cli.job.cluster import ClusterResources
 from asyncrl_cli.job.plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.layers import Loaded
+from asyncrl_cli.profile.resolved import toml_value
 from asyncrl_cli.profile.schema import Profile
 
 OWN_FLAGS = {
@@ -109,17 +112,24 @@ def check_groups(entries: Sequence[Entry], groups: int) -> None:
     """Raises ConfigError unless every profile can train exactly `groups`, with windows to measure."""
     for entry in entries:
         if groups % entry.step_groups:
-            below = groups // entry.step_groups * entry.step_groups
             raise ConfigError(
                 f"{groups} groups are no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'",
-                hint=f"--groups {max(below, entry.step_groups)} or {below + entry.step_groups}",
+                hint=f"--groups {_groups_for_all(entries, groups)}",
             )
         if groups <= entry.window_groups:
             raise ConfigError(
                 f"{groups} groups are not more than one window of '{entry.name}', which has W = {entry.window_groups}; the first "
                 "window is warm-up and is not measured",
-                hint=f"--groups {3 * entry.window_groups} or more",
+                hint=f"--groups {_groups_for_all(entries, groups)}",
             )
+
+
+def _groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
+    """The least number from `wanted` on that every profile trains exactly, with a warm-up, a window to measure and a run-out."""
+    unit = math.lcm(*(entry.step_groups for entry in entries))
+    longest = max(entry.window_groups for entry in entries)
+    least = wanted if wanted > longest else 3 * longest
+    return -(-least // unit) * unit
 
 
 def _check_same_work(baseline: Entry, entry: Entry) -> None:
@@ -137,7 +147,7 @@ def _check_equal(baseline: Entry, entry: Entry, key: str, left: Any, right: Any)
     if left != right:
         raise ConfigError(
             f"'{baseline.name}' and '{entry.name}' do different work: {key} is {left!r} and {right!r}",
-            hint=f"--set {key}=... sets it for all of them",
+            hint=f"--set {shlex.quote(f'{key}={_written(left if left is not None else right)}')} sets it for all of them",
         )
 
 
@@ -151,7 +161,24 @@ def _check_same_resources(baseline: Entry, entry: Entry) -> None:
     if ours != theirs:
         raise ConfigError(
             f"'{baseline.name}' uses {ours} {what} and '{entry.name}' {theirs}: a comparison needs the same resources",
-            hint="--set placement.gpus=N"
-            if left.device == "cuda"
-            else "placement.trainer_workers, rollout.workers and placement.cpus_per_worker say how many",
+            hint=_same_resources(left),
         )
+
+
+def _written(value: Any) -> str:
+    """As `--set` takes it: a string needs no quotes there."""
+    return value if isinstance(value, str) else toml_value(value)
+
+
+def _same_resources(plan: JobPlan) -> str:
+    """`--set`s that give every profile as much as this one has. Colocated, there are as many places as ranks and workers apart."""
+    if plan.device == "cuda":
+        return f"--set placement.gpus={plan.gpus}"
+    counts = plan.counts
+    ranks, workers = counts.trainer_workers, counts.rollout_workers
+    if plan.colocate:
+        ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
+    return (
+        f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
+        f"--set placement.cpus_per_worker={counts.cpus_per_worker}"
+    )

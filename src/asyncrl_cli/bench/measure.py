@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.bound import Work
-
-Line = Mapping[str, Any]
+from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
 
 PARTS = {
     "wait": ("wait_data",),
@@ -91,7 +89,7 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
         lines=inside,
         begin_s=before[-1]["time_s"],
         end_s=inside[-1]["time_s"],
-        eval_s=sum(eval_s(line) for line in inside),
+        eval_s=sum(spent_s(line, "eval") for line in inside),
         groups=inside[-1]["groups_trained"] - before[-1]["groups_trained"],
         windows=len({line["window"] for line in inside}),
     )
@@ -152,24 +150,7 @@ def _parts(lines: Sequence[Line]) -> dict[str, float]:
 
 def step_s(line: Line) -> float:
     """A step without what an eval added to it."""
-    return float(line["timing/step_s"] - eval_s(line))
-
-
-def eval_s(line: Line) -> float:
-    return float(line.get("timing/eval_s", 0.0))
-
-
-def sampled_tokens(line: Line) -> float:
-    """Sampled tokens that the step trained: mean response length times trajectories."""
-    return float(line.get("response_tokens/mean", 0.0) * _trajectories(line))
-
-
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """Between neighbours in proportion (as numpy's default)."""
-    place = share * (len(ascending) - 1)
-    low = int(place)
-    high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (ascending[high] - ascending[low]) * (place - low)
+    return spent_s(line, "step") - spent_s(line, "eval")
 
 
 def _ratios(stretch: Stretch) -> dict[str, float]:
@@ -179,7 +160,7 @@ def _ratios(stretch: Stretch) -> dict[str, float]:
         "rollouter_idle_ratio": "rollouter/idle_ratio",
         "slot_utilization": "rollouter/slot_utilization",
     }
-    lines = [line for line in stretch.lines if eval_s(line) == 0.0]
+    lines = [line for line in stretch.lines if spent_s(line, "eval") == 0.0]
     return _means({name: [(line[key], step_s(line)) for line in lines if key in line] for name, key in keys.items()})
 
 
@@ -194,9 +175,9 @@ def _staleness(lines: Sequence[Line], stretch: Stretch) -> dict[str, float]:
 
 def _partial_ratio(stretch: Stretch) -> dict[str, float]:
     """Each window's last line has the window's count."""
-    key, trajectories = f"{PARTIAL}total_partial_num", sum(_trajectories(line) for line in stretch.lines)
+    key, trained = f"{PARTIAL}total_partial_num", sum(trajectories(line) for line in stretch.lines)
     counts = [line[key] for line in {line["window"]: line for line in stretch.lines}.values() if key in line]
-    return {"partial_ratio": sum(counts) / trajectories} if counts and trajectories else {}
+    return {"partial_ratio": sum(counts) / trained} if counts and trained else {}
 
 
 def _ends(lines: Sequence[Line]) -> dict[str, float]:
@@ -211,7 +192,3 @@ def _means(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, floa
     """Weighted means; absent where there is no weight."""
     weights = {name: sum(weight for _, weight in values) for name, values in pairs.items()}
     return {name: sum(v * w for v, w in values) / weights[name] for name, values in pairs.items() if weights[name] > 0}
-
-
-def _trajectories(line: Line) -> int:
-    return sum(line.get("staleness/histogram", ()))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from asyncrl_cli.bench.phase_generation import Generated
 from asyncrl_cli.bench.phase_training import Trained
-from asyncrl_cli.observe import bound
+from asyncrl_cli.observe.bound import Capacities
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.phases import Side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Capacities:
+class PhaseFigures:
     """Tokens per second of each phase alone, by all of its workers together: medians, each repeat, and what it had.
 
     Rollout tokens are sampled response tokens; trainer tokens are those of `TrainReport.tokens`: sampled ones, too.
@@ -41,8 +41,8 @@ class Capacities:
     trainer_beside_tokens_per_s: float | None = None
     """Of each phase while the other one works, too."""
 
-    def bound(self) -> bound.Capacities:
-        return bound.Capacities(
+    def capacities(self) -> Capacities:
+        return Capacities(
             rollout_tokens_per_s=self.rollout_tokens_per_s,
             trainer_tokens_per_s=self.trainer_tokens_per_s,
             colocated=self.colocated,
@@ -61,11 +61,11 @@ class Repeats:
     trained_beside: list[list[Trained]] = field(default_factory=list)
 
 
-def capacities_of(side: Side, colocated: bool, measured: Repeats) -> Capacities:
+def phase_figures(side: Side, colocated: bool, measured: Repeats) -> PhaseFigures:
     generated = [one for repeat in measured.generated for one in repeat]
     trained = [one for repeat in measured.trained for one in repeat]
     rollout_repeats, trainer_repeats = _generation_rates(measured.generated), _training_rates(measured.trained)
-    return Capacities(
+    return PhaseFigures(
         rollout_tokens_per_s=statistics.median(rollout_repeats),
         trainer_tokens_per_s=statistics.median(trainer_repeats),
         rollout_repeats=rollout_repeats,

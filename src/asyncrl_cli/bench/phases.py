@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.phase_figures import Capacities, Repeats, capacities_of
+from asyncrl_cli.bench.phase_figures import PhaseFigures, Repeats, phase_figures
 from asyncrl_cli.bench.phase_generation import GenerationOrder, endless_model, make_generation
 from asyncrl_cli.bench.phase_processes import Processes
 from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_training
@@ -65,20 +65,6 @@ class Side:
     """Colocated: the two phases never work at once."""
 
 
-def measure_capacities(
-    profile: Profile,
-    model_dir: Path,
-    task: Task,
-    *,
-    response_tokens: Sequence[int] = (),
-    repeats: int = REPEATS,
-    progress: Progress = lambda text, done, total: None,
-) -> Capacities:
-    """See `measure_all`."""
-    measured = measure_all({"": profile}, model_dir, task, response_tokens=response_tokens, repeats=repeats, progress=progress)
-    return measured[""]
-
-
 def measure_all(
     profiles: Mapping[str, Profile],
     model_dir: Path,
@@ -90,8 +76,8 @@ def measure_all(
     seconds: float = GENERATION_S,
     at_once: bool = True,
     progress: Progress = lambda text, done, total: None,
-) -> dict[str, Capacities]:
-    """Capacities of each profile, measured in turns. `response_tokens`: lengths of responses; the model's own if not given.
+) -> dict[str, PhaseFigures]:
+    """Figures of each profile, measured in turns. `response_tokens`: lengths of responses; the model's own if not given.
     `at_once`: also both phases of a profile at the same time, where they do not take turns.
 
     Raises:
@@ -107,7 +93,7 @@ def measure_all(
             sides=unique, task=task, response_tokens=tuple(response_tokens), directory=Path(directory), processes=processes
         )
         measured = bench.run(repeats, seconds, at_once, progress)
-    return {name: capacities_of(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
+    return {name: phase_figures(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
 
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:

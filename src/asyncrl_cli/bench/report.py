@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from asyncrl_cli.bench.legend import long_notes
 from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.bench.timeline import Timeline
@@ -15,22 +16,6 @@ from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.job.cluster import usable_cores
 
-HOW_TO_READ = """\
-- Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles, or until every
-  run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final version is scored
-  (short runs have nothing else). Evals in between are subtracted. Wall time, staleness max, max span, tokens discarded and final
-  reward are of the whole run.
-- `s per {window} groups` is the time of as many groups as a window of the baseline ({baseline}) has, whatever the profile's own W;
-  its parts, in the same unit, are the trainer's time: gen-wait is waiting for groups, sync the gather of new weights.
-- `speedup` is the ratio of groups per second to the baseline's run of the same seed, and its median over the repeats.
-- `% of the bound` is ideal over measured time. Ideal is the larger of (tokens / generation alone) and (tokens / training
-  alone) where the sides have resources of their own, and the sum of both where they take turns on all of them. Generation's tokens
-  are those sampled for the trained groups, training's those trained of them.
-- `both phases at once`: what each side does while the other works too, where they share a machine's cores and memory. The bound
-  does not know of that; `% of both at once` does: what is missing there is what the job itself loses.
-- Idle ratios: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. Slot utilization is what
-  a long tail really costs.
-"""
 PICTURES = ("speedup.png", "timeline.png")
 
 
@@ -97,7 +82,7 @@ def report_text(comparison: Comparison, pictures: Sequence[str]) -> str:
         markdown_of(comparison),
         *(f"![{Path(name).stem}]({name})" for name in pictures),
         "## How to read it",
-        HOW_TO_READ.format(window=comparison.window_groups, baseline=comparison.baseline),
+        "\n".join(f"- {note}" for note in long_notes(comparison)),
     ]
     if comparison.remarks:
         heading = "## The workload" if comparison.simulated else "## Remarks"

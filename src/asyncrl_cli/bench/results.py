@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from asyncrl_cli.bench.measure import Edges, Line, common_edges, figures_of, stretch_of, work_of
+from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of, work_of
 from asyncrl_cli.observe.bound import Bound, Capacities, bound_of
+from asyncrl_cli.observe.lines import Line
 
 SCHEMA_VERSION = 1
 

@@ -14,9 +14,9 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.bench.fit import Row, rows_of
 from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
+from asyncrl_cli.bench.reference_rows import ReferenceRow, rows_of
 from asyncrl_cli.bench.results import RunLines
 from asyncrl_cli.bench.timeline import KeptTimeline, Timeline
 from asyncrl_cli.job.cluster import usable_cores
@@ -71,7 +71,7 @@ def simulate_all(
     Raises what the first failing run raised, and Interrupted; either way all other runs are ended first.
     """
     rows = rows_of(workload, [(job.profile, job.seed, job.groups) for job in jobs])
-    tasks: list[SimulatedJob | Row] = [*jobs, *(row for row in rows if row.job is None)]
+    tasks: list[SimulatedJob | ReferenceRow] = [*jobs, *(row for row in rows if row.job is None)]
     order = sorted(range(len(tasks)), key=lambda index: -tasks[index].responses)
     told = multiprocessing.get_context("spawn").SimpleQueue()
     size = min(len(tasks), usable_cores())
@@ -85,7 +85,7 @@ def simulate_all(
     return made, _residuals(rows, made, others)
 
 
-def _residuals(rows: Sequence[Row], made: Sequence[SimulatedResult], others: Sequence[list[Residual]]) -> list[Residual]:
+def _residuals(rows: Sequence[ReferenceRow], made: Sequence[SimulatedResult], others: Sequence[list[Residual]]) -> list[Residual]:
     """In the order of the workload's references. `others`: of the rows that no run of the comparison answers."""
     remaining = iter(others)
     fits = [next(remaining) if row.job is None else row.residuals(made[row.job].parts_s) for row in rows]
@@ -111,7 +111,7 @@ def _begin(told: Any) -> None:
     _pool["told"] = told
 
 
-def _make(task: SimulatedJob | Row) -> SimulatedResult | list[Residual]:
+def _make(task: SimulatedJob | ReferenceRow) -> SimulatedResult | list[Residual]:
     if isinstance(task, SimulatedJob):
         return _simulate(task)
     return residuals(task.workload)

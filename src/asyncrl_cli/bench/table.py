@@ -19,7 +19,7 @@ NAME_WIDTH = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TableRow:
     """One metric of all profiles. A row without cells is a heading."""
 
     label: str
@@ -56,7 +56,8 @@ def fixed(value: float) -> str:
     return f"{value:.3f}"
 
 
-PARTS = (("gen-wait", "wait"), ("old-logprob", "old_logprob"), ("train", "train"), ("sync", "sync"), ("other", "other"))
+PARTS = (("wait_data", "wait"), ("old_logprob", "old_logprob"), ("train", "train"), ("gather", "sync"), ("other", "other"))
+"""Labels are the names of `timing/*_s`, figures those of `measure.PARTS`."""
 SPEED = (
     Metric(label="wall time", name="wall_s", shown=clock),
     Metric(label="groups/s", name="groups_per_s", shown=digits, key=True),
@@ -88,7 +89,7 @@ VERDICT = (
 )
 
 
-def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[Row]:
+def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
     """The whole table; a metric that nobody measured has no row."""
     results = comparison.results
     window = Metric(label=f"s per {comparison.window_groups} groups", name="window_time_s", shown=seconds, key=True)
@@ -96,46 +97,46 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[Row]:
     rows = _metrics(results, (*SPEED, window), all_spreads)
     if steps_differ:
         rows += _metrics(results, WINDOW, all_spreads)
-    rows.append(Row(label="train step, groups (R)", cells=tuple(str(result.step_groups) for result in results)))
+    rows.append(TableRow(label="train step, groups (R)", cells=tuple(str(result.step_groups) for result in results)))
     rows += _metrics(results, (*STEP, *USE, *DATA, *VERDICT), all_spreads)
     return rows + _bound_rows(comparison)
 
 
-def _metrics(results: Sequence[Result], metrics: Sequence[Metric], all_spreads: bool) -> list[Row]:
+def _metrics(results: Sequence[Result], metrics: Sequence[Metric], all_spreads: bool) -> list[TableRow]:
     rows = []
     for metric in metrics:
         if any(metric.name in result.figures for result in results):
             with_spread = metric.key or all_spreads
             cells = tuple(_cell(result.figures.get(metric.name), metric.shown, with_spread) for result in results)
-            rows.append(Row(label=metric.label, cells=cells))
+            rows.append(TableRow(label=metric.label, cells=cells))
     return rows
 
 
-def _bound_rows(comparison: Comparison) -> list[Row]:
+def _bound_rows(comparison: Comparison) -> list[TableRow]:
     """What limits each profile, and each side's phases alone: which shows whether the baseline is fair."""
     results = comparison.results
     if not any(result.bound for result in results):
         return []
     return [
-        Row(label="limited by", cells=tuple(result.bound.limited_by if result.bound else NOTHING for result in results)),
-        Row(
+        TableRow(label="limited by", cells=tuple(result.bound.limited_by if result.bound else NOTHING for result in results)),
+        TableRow(
             label=f"ideal s per {comparison.window_groups} groups",
             cells=tuple(seconds(result.bound.ideal_s) if result.bound else NOTHING for result in results),
         ),
         *_at_once_rows(results),
-        Row(label="each phase alone"),
-        Row(
+        TableRow(label="each phase alone"),
+        TableRow(
             label="  generation, tokens/s",
             cells=tuple(count(result.capacities.rollout_tokens_per_s) if result.capacities else NOTHING for result in results),
         ),
-        Row(
+        TableRow(
             label="  training, tokens/s",
             cells=tuple(count(result.capacities.trainer_tokens_per_s) if result.capacities else NOTHING for result in results),
         ),
     ]
 
 
-def _at_once_rows(results: Sequence[Result]) -> list[Row]:
+def _at_once_rows(results: Sequence[Result]) -> list[TableRow]:
     """Where both sides share a machine."""
     known = [result.capacities for result in results]
     if not any(one and one.rollout_beside_tokens_per_s for one in known):
@@ -143,9 +144,9 @@ def _at_once_rows(results: Sequence[Result]) -> list[Row]:
     rollout = [one.rollout_beside_tokens_per_s if one else None for one in known]
     trainer = [one.trainer_beside_tokens_per_s if one else None for one in known]
     return [
-        Row(label="both phases at once"),
-        Row(label="  generation, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in rollout)),
-        Row(label="  training, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in trainer)),
+        TableRow(label="both phases at once"),
+        TableRow(label="  generation, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in rollout)),
+        TableRow(label="  training, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in trainer)),
     ]
 
 

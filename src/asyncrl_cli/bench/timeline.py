@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.measure import Line, stretch_of
+from asyncrl_cli.bench.measure import stretch_of
 from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.observe.lines import Line
 from asyncrl_cli.observe.timeline import Counts, Spans, add_span, read_timeline
 
 MAX_WORKERS = 8

@@ -21,6 +21,7 @@ from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.search import Effort, Evaluate, Found, search
 from asyncrl_cli.bench.settings import Setting, space_of
+from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.job.cluster import usable_cores
 from asyncrl_cli.job.plan import compile_job
@@ -74,8 +75,9 @@ class Tuned:
 
     @property
     def recommended_sets(self) -> tuple[str, ...]:
-        """All that the recommended run is given: what the search was given, and what it found."""
-        return tuple(dict.fromkeys((*self.sets, *self.best.setting.sets())))
+        """All that the recommended run is given: what the search was given, and above it what it found."""
+        entries = (*self.sets, *self.best.setting.sets())
+        return tuple({entry.partition("=")[0].strip(): entry for entry in entries}.values())
 
     @property
     def front(self) -> list[Row]:
@@ -146,9 +148,12 @@ def tune(
 
     Raises ConfigError where profile, workload and GPUs do not go together, AsyncrlError if no setting could be simulated.
     """
-    base = (*sets, *(() if gpus is None else (f"placement.gpus={gpus}",)))
+    profile = _profile(workload, profile_reference, sets)
+    base = tuple(sets) if gpus is None else starting_sets(workload.name, profile, sets, gpus)
     profile = _profile(workload, profile_reference, base)
     plan = compile_job(profile, virtual_cluster(profile))
+    if gpus is not None:
+        check_gpus(gpus, plan.gpus)
     space = space_of(profile, plan, bound=staleness_bound(profile) if bound is None else bound)
     window_groups = Schedule.of(profile).window_groups
     effort = Effort(windows=min((trajectories or TRAJECTORIES) // (window_groups * profile.rollout.n), MOST_WINDOWS))

@@ -53,18 +53,29 @@ def run(arguments: Sequence[str] | None = None) -> int:
     given: dict[str, bool] = {}
     try:
         args = None if arguments is None else list(arguments)
-        return app(args=args, prog_name="asyncrl", standalone_mode=False, obj=given) or 0
+        code = app(args=args, prog_name="asyncrl", standalone_mode=False, obj=given) or 0
+        sys.stdout.flush()  # here, and not when Python ends: a closed pipe is to be noticed while it can be handled
+        return code
     except TyperException as error:
         return _say_usage(error)
     except (KeyboardInterrupt, typer.Abort):
         say_error("interrupted")
         return 130
     except BrokenPipeError:
-        # Whoever read our stdout has gone (`| head`): nothing is wrong. Python would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return _reader_has_gone()
+    except SystemExit as ended:
+        # Typer and rich answer a closed pipe by ending the process with 1.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return _reader_has_gone()
+        raise
     except Exception as error:
         return say_failure(error, verbose=given.get("verbose", False))
+
+
+def _reader_has_gone() -> int:
+    """Whoever read our stdout has gone (`| head`): nothing is wrong. Python would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _say_usage(error: TyperException) -> int:

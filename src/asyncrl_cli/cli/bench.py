@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import print_json, say, stderr, stdout, warn
-from asyncrl_cli.cli.options import JsonOption, SetOption
+from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout, warn
+from asyncrl_cli.cli.options import JsonOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 
 EXAMPLES = """[bold]Examples[/]
 
-  asyncrl bench                                  partial-rollout against colocate, for real, on this machine
+  asyncrl bench                  partial-rollout against colocate, for real
 
   asyncrl bench -p stale-samples -p partial-rollout --repeat 3
 
-  asyncrl bench --simulate verl-7b-math-128 -p stream-off-policy -p partial-rollout
+  asyncrl bench --simulate verl-7b-math-128 -p stream-off-policy
 
-  asyncrl bench --compare on-policy-pipeline -p one-step-off --groups 192 --json > results.json
+  asyncrl bench --compare partial-rollout -p my.toml --json > results.json
 
-Real runs train for minutes each; all start from the same model and see the same prompts. [bold]--simulate[/] runs the
-same loop on a virtual clock with the times of a workload: its results say SIMULATED."""
+Real runs train for minutes each; all start from the same model and see the
+same prompts. [bold]--simulate[/] runs the same loop on a virtual clock with the times
+of a workload: its results say SIMULATED."""
 
 
 def command(
@@ -59,7 +60,14 @@ def command(
     windows: Annotated[
         int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")
     ] = None,
-    sets: SetOption = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Override a key of all profiles, the baseline, too; a file changes one of them.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,
     out: Annotated[
         Path | None,
@@ -86,11 +94,14 @@ def command(
 
 
 def _simulated(request: Request, reference: str, out: Path | None) -> tuple[Outcome, Path]:
-    from asyncrl_cli.bench.compare import compare_simulated
+    from asyncrl_cli.bench.compare import compare_simulated, simulated_entries
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workloads import load_workload
 
     workload = load_workload(reference)
+    entries, _ = simulated_entries(request, workload)
+    for warning in dict.fromkeys(warning for entry in entries for warning in entry.loaded.warnings):
+        warn(warning)
     directory = output_directory(out)
     with _leaving_nothing_empty(directory), _watching(f"SIMULATED {workload.name}") as watcher:
         return compare_simulated(request, workload, watcher), directory
@@ -128,14 +139,16 @@ def _show(outcome: Outcome, directory: Path, *, as_json: bool) -> None:
 
 
 def _print(comparison: Comparison) -> None:
+    from asyncrl_cli.bench.legend import short_notes
     from asyncrl_cli.bench.table import heading_of, table_of
 
     stdout().print(heading_of(comparison), style="italic", markup=False, soft_wrap=True)
     stdout().print(table_of(comparison), crop=False)
     for name in comparison.missing:
-        stdout().print(f"not finished: {name}", markup=False, soft_wrap=True)
-    for remark in comparison.remarks:
-        stdout().print(remark, markup=False, soft_wrap=True)
+        print_prose(f"not finished: {name}")
+    for lines in (tuple(short_notes(comparison)), comparison.remarks):
+        if lines:
+            print_prose("\n" + "\n".join(lines))
 
 
 def _leaving_nothing_empty(directory: Path) -> AbstractContextManager[None]:

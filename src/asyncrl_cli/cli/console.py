@@ -34,6 +34,11 @@ def print_text(text: str) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
+def print_prose(text: str) -> None:
+    """Sentences on stdout: a terminal breaks them between words, a pipe gets the lines as they are."""
+    stdout().print(Text(text), soft_wrap=not stdout().is_terminal)
+
+
 def say(text: str) -> None:
     stderr().print(Text(text), soft_wrap=True)
 

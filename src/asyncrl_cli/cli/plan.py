@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,11 +22,14 @@ EXAMPLES = """[bold]Examples[/]
 
   asyncrl plan --profile stale-samples
 
-  asyncrl plan --profile partial-rollout --set async_training.staleness_threshold=1 --gpus 8 --gpu-memory 80
+  asyncrl plan --profile partial-rollout --gpus 8 --gpu-memory 80
 
-  asyncrl plan --tune verl-7b-math-128 --max-staleness 1
+  asyncrl plan --tune verl-7b-math-128 --max-staleness 1 --out my.toml
 
-[bold]--tune[/] searches split, K, eta and slots on a virtual clock, in a minute or two, without a GPU: its output is simulated."""
+  asyncrl plan --tune runs/NAME
+
+[bold]--tune[/] searches split, K, eta and slots on a virtual clock, in a minute
+or two, without a GPU: its output is simulated."""
 GIB = 2**30
 
 
@@ -56,22 +60,33 @@ def command(
         int | None,
         typer.Option("--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; the profile's own."),
     ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Show mode, groups, windows, admission budget, staleness bound, placement and memory of a profile."""
-    if tune is not None:
-        from asyncrl_cli.cli.plan_tune import print_tuned
+    """Show mode, groups, windows, admission budget, staleness bound, placement and memory of a profile.
 
-        if gpus == 0:
-            raise ConfigError(
-                "--gpus 0 leaves nothing to split between trainer and rollout",
-                hint="--gpus N; a workload that was measured on CPUs is searched on CPUs without it",
-            )
+    Exit 3 if the GPUs are too few, or too small for the weights alone."""
+    if tune is not None:
+        from asyncrl_cli.cli.plan_tune import Asked, print_tuned
+
         if gpu_memory is not None:
-            raise ConfigError("--gpu-memory does not belong to --tune: memory is not simulated", hint="asyncrl plan --profile P")
-        print_tuned(tune, profile, sets, gpus=gpus, bound=max_staleness, runs_dir=runs_dir, as_json=as_json)
+            raise ConfigError(
+                "--gpu-memory does not belong to --tune: memory is not simulated",
+                hint=f"asyncrl plan --profile {profile or 'partial-rollout'} --gpu-memory {gpu_memory:g}",
+            )
+        given = tuple(sets or ())
+        asked = Asked(reference=tune, profile=profile, sets=given, gpus=gpus, bound=max_staleness, runs_dir=runs_dir, out=out)
+        print_tuned(asked, as_json=as_json)
         return
+    if out is not None:
+        raise ConfigError(
+            "--out writes what a search has found and belongs to --tune",
+            hint=f"asyncrl profiles show {profile or 'partial-rollout'} > {out}",
+        )
     if profile is None:
         raise ConfigError("a plan needs --profile, or --tune", hint="asyncrl plan --profile partial-rollout")
     if max_staleness is not None:
@@ -83,28 +98,51 @@ def command(
 
 
 def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
-    """On stdout; for this machine, or one like it with `gpus` GPUs of `gpu_memory_gib` each."""
-    from dataclasses import replace
+    """On stdout; for this machine, or another one with `gpus` GPUs of `gpu_memory_gib` each.
 
+    Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
+    """
     from asyncrl_cli.cli.plan_memory import memory_report, print_memory
-    from asyncrl_cli.job.cluster import local_cluster
-    from asyncrl_cli.job.plan import compile_job
     from asyncrl_cli.profile.arithmetic import Schedule
 
     profile = loaded.profile
     schedule = Schedule.of(profile)
-    cluster = local_cluster()
-    if gpus is not None:
-        cluster = replace(cluster, nodes=(replace(cluster.nodes[0], gpus=gpus),))
-    job = compile_job(profile, cluster)
+    job = _planned(profile, gpus)
     memory = memory_report(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
-    for warning in (*loaded.warnings, *job.warnings, *memory.warnings):
+    for warning in (*loaded.warnings, *job.warnings, *_unused(job, gpus, gpu_memory_gib), *memory.warnings):
         warn(warning)
     if as_json:
         print_json(_document(profile, schedule, job, memory))
     else:
         _print_tables(profile, schedule, job)
         print_memory(memory, job)
+    if memory.refusal is not None:
+        raise memory.refusal
+
+
+def _planned(profile: Profile, gpus: int | None) -> JobPlan:
+    """On this machine, or on one with `gpus` GPUs, whose cores nobody has counted: they are as many as the job computes with."""
+    from dataclasses import replace
+
+    from asyncrl_cli.job.cluster import local_cluster
+    from asyncrl_cli.job.plan import compile_job
+
+    here = local_cluster()
+    if gpus is None:
+        return compile_job(profile, here)
+    there = replace(here.nodes[0], gpus=gpus)
+    job = compile_job(profile, replace(here, nodes=(there,)))
+    if job.device == "cpu":
+        return job
+    return compile_job(profile, replace(here, nodes=(replace(there, cpus=max(there.cpus, job.cpus)),)))
+
+
+def _unused(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> list[str]:
+    """Options that say nothing of a plan on CPUs."""
+    if job.device != "cpu":
+        return []
+    given = {"--gpus": gpus or None, "--gpu-memory": gpu_memory_gib}
+    return [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
 
 
 def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:

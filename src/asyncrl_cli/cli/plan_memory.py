@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.cli.console import stdout
 
 if TYPE_CHECKING:
+    from asyncrl_cli.errors import PreflightError
     from asyncrl_cli.job.memory import MemoryEstimate
     from asyncrl_cli.job.memory_fit import DeviceNeed
     from asyncrl_cli.job.plan import JobPlan
@@ -19,17 +20,32 @@ NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """`unknown`: why there is no estimate, else empty."""
+    """`unknown`: why there is no estimate, else empty. `refusal`: what is sure not to fit, which a run refuses, too."""
 
     estimate: MemoryEstimate | None
     needs: tuple[DeviceNeed, ...] = ()
     warnings: tuple[str, ...] = ()
     unknown: str = ""
+    refusal: PreflightError | None = None
+
+
+def refuse_what_cannot_fit(profile: Profile) -> None:
+    """Before a run on this machine: PreflightError if its GPUs are too small for what a process holds all the time."""
+    from asyncrl_cli.job.cluster import local_cluster
+    from asyncrl_cli.job.memory_fit import known_memory_bytes
+    from asyncrl_cli.job.plan import compile_job, device_of
+
+    cluster = local_cluster()
+    if device_of(profile, cluster) == "cpu":
+        return
+    report = memory_report(profile, compile_job(profile, cluster), known_memory_bytes("cuda"))
+    if report.refusal is not None:
+        raise report.refusal
 
 
 def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryReport:
     from asyncrl_cli.job.memory import estimate_memory
-    from asyncrl_cli.job.memory_fit import device_needs, memory_warnings
+    from asyncrl_cli.job.memory_fit import cannot_fit, device_needs, memory_warnings
     from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 
     try:
@@ -38,7 +54,9 @@ def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) 
         return MemoryReport(estimate=None, unknown=str(reason))
     estimate = estimate_memory(profile, plan, shape)
     needs = device_needs(estimate, plan, available_bytes)
-    return MemoryReport(estimate=estimate, needs=tuple(needs), warnings=tuple(memory_warnings(profile, estimate, plan, needs)))
+    refusal = cannot_fit(profile, estimate, plan, available_bytes)
+    warnings = () if refusal else tuple(memory_warnings(profile, estimate, plan, needs))
+    return MemoryReport(estimate=estimate, needs=tuple(needs), warnings=warnings, refusal=refusal)
 
 
 def memory_document(report: MemoryReport) -> dict[str, Any]:
@@ -90,4 +108,4 @@ def _need_line(need: DeviceNeed) -> str:
     text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
     if need.available_bytes is None:
         return f"{text} (how much a {need.device} has is not known here: --gpu-memory GIB)"
-    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}"
+    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.cli.console import print_json, print_text, say, stderr, stdout, warn
+from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
+from asyncrl_cli.cli.options import RUNS_DIR
 from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,49 +20,77 @@ if TYPE_CHECKING:
 
 SHORTER = "where windows are shorter, versions follow faster: the same age of a token counts as more versions"
 HEADERS = ("split", "K", "batches", "eta", "slots", "bound", "stale", "seconds", "idle", "")
-LEGEND = (
-    "* no other is both faster and less stale; best: recommended; now: the current setting; > S: beyond the bound. "
-    "~: of a short run, a rough figure. batches: async_training.require_batches; stale: mean versions per token; "
-    "idle: of trainer and rollout"
-)
+LEGEND = """
+split: trainer:rollout; K: train steps per window; batches: require_batches
+eta: staleness_threshold; bound: max_staleness; stale: mean versions per token
+idle: of trainer and rollout; ~: of a short run, a rough figure
+*: no other is both faster and less stale; best: recommended
+now: the current setting; > S: beyond the bound
+
+"""
 
 
-def print_tuned(
-    reference: str,
-    profile: str | None,
-    sets: list[str] | None,
-    *,
-    gpus: int | None,
-    bound: int | None,
-    runs_dir: Path,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A search as its user asked for it. `reference` is a workload, or a run that has been measured here."""
+
+    reference: str
+    profile: str | None
+    sets: tuple[str, ...]
+    gpus: int | None
+    bound: int | None
+    runs_dir: Path
+    out: Path | None
+
+    @property
+    def command(self) -> str:
+        """To type it again."""
+        options: list[str] = []
+        for flag, value in (("--profile", self.profile), ("--gpus", self.gpus), ("--max-staleness", self.bound)):
+            options += [] if value is None else [flag, str(value)]
+        for entry in self.sets:
+            options += ["--set", entry]
+        if self.runs_dir != RUNS_DIR:
+            options += ["--runs-dir", str(self.runs_dir)]
+        return shlex.join(["asyncrl", "plan", "--tune", self.reference, *options])
+
+
+def print_tuned(asked: Asked, *, as_json: bool) -> None:
     """Search and print; stdout has the data, stderr the progress."""
     from dataclasses import asdict
 
     from asyncrl_cli.bench.tune import DEFAULT_PROFILE, tune
+    from asyncrl_cli.bench.tuned_profile import check_new, write_profile
     from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.simulate.references import residuals
 
-    workload, own_profile = workload_of(reference, runs_dir)
+    if asked.out is not None:
+        check_new(asked.out)
+    workload, own_profile = workload_of(asked.reference, asked.runs_dir)
     with Starting("auto", stderr()) as progress:
         fit = residuals(workload) if own_profile else []
         tuned = tune(
             workload,
-            profile or own_profile or DEFAULT_PROFILE,
-            sets or [],
-            gpus=gpus,
-            bound=bound,
-            on_progress=lambda done, planned: progress("SIMULATED: windows", done, planned),
+            asked.profile or own_profile or DEFAULT_PROFILE,
+            asked.sets,
+            gpus=asked.gpus,
+            bound=asked.bound,
+            on_progress=lambda done, planned: progress("SIMULATED: windows, at most", done, planned),
         )
+        progress(f"SIMULATED: {tuned.found.num_settings} settings tried in {tuned.found.windows} windows")
     for setting, reason in tuned.found.failed:
         warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets())})")
+    if asked.out is not None:
+        write_profile(tuned, asked.out, asked.command, is_run=own_profile is not None)
+        say(f"wrote {asked.out}")
     if as_json:
-        print_json(tuned.to_json() | {"residuals": [asdict(residual) for residual in fit]})
+        written = None if asked.out is None else str(asked.out)
+        print_json(tuned.to_json() | {"residuals": [asdict(residual) for residual in fit], "profile_file": written})
     else:
         _print_fit(fit)
         _print_table(tuned)
         _print_recommendation(tuned)
+        _print_how_to_try(tuned, asked, is_run=own_profile is not None)
         _print_limits(tuned)
 
 
@@ -82,11 +113,10 @@ def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
 def _print_table(tuned: Tuned) -> None:
     from rich.table import Table
 
-    bound = f"at most {tuned.bound} version{'' if tuned.bound == 1 else 's'} of staleness"
-    stdout().print(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {bound}", soft_wrap=True)
-    stdout().print(
-        f"{tuned.found.num_settings} settings tried; these had long runs or are on the front. {LEGEND}\n", soft_wrap=True
+    print_prose(
+        f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {_versions(tuned.bound)} of staleness"
     )
+    print_prose(f"{tuned.found.num_settings} settings tried; these had long runs, or are on the front.\n")
     table = Table(box=None, pad_edge=False)
     for header in HEADERS:
         table.add_column(header, justify="left" if header in ("split", "") else "right", no_wrap=True)
@@ -104,6 +134,7 @@ def _print_table(tuned: Tuned) -> None:
         }
         table.add_row(*_cells(row), " ".join(mark for mark, holds in marks.items() if holds))
     stdout().print(table)
+    print_text(LEGEND)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -122,30 +153,61 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _print_recommendation(tuned: Tuned) -> None:
-    best, current = tuned.best, tuned.found.current
-    text = f"\nrecommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.measured.window_time_s:.2f} s"
-    text += f" per {tuned.window_groups} prompts"
-    if current is not None:
-        text += f"; the current setting, {current.setting.split}, {current.measured.window_time_s:.2f} s ({tuned.speedup:.2f}x)"
-    stdout().print(text, soft_wrap=True)
-    print_text(" ".join(f"--set {entry}" for entry in tuned.recommended_sets))
+    """Every `--set` on a line of its own, so that all of them can be copied from a narrow terminal."""
+    best = tuned.best
+    print_prose(
+        f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.measured.window_time_s:.2f} s "
+        f"per {tuned.window_groups} groups"
+    )
+    print_prose(_against_current(tuned))
+    print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
+
+
+def _against_current(tuned: Tuned) -> str:
+    """What is won by it, or what the bound costs."""
+    best, current, speedup = tuned.best, tuned.found.current, tuned.speedup
+    if current is None or speedup is None:
+        return "the current setting could not be simulated: there is nothing to hold it against"
+    if best.setting == current.setting:
+        return "the current setting is the recommended one"
+    text = f"the current setting, {current.setting.split}, {current.measured.window_time_s:.2f} s ({speedup:.2f}x)"
+    if current.setting.max_staleness <= tuned.bound:
+        return text
+    text += f" is beyond the bound: {_versions(current.setting.max_staleness)} of staleness."
+    return f"{text} The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else text
+
+
+def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:
+    """`bench --set` would change the baseline, too: a profile changes one side only."""
+    if asked.out is None:
+        print_prose("\nto try it: the same search with --out my.toml writes a profile for `bench --profile` and `train --profile`")
+        return
+    compared = f"asyncrl bench --compare {shlex.quote(tuned.profile)}"
+    simulated = "" if is_run else f" \\\n    --simulate {shlex.quote(asked.reference)}"
+    own = f"--profile {shlex.quote(str(asked.out))}"
+    named = f"--name {shlex.quote(asked.out.stem)}"  # a run's profile may have that run's name
+    print_text(f"\n{asked.out} is a profile with these keys; to try it:")
+    print_text(f"  {compared} {own}{simulated}\n  asyncrl train {own} {named}")
 
 
 def _print_limits(tuned: Tuned) -> None:
     from asyncrl_cli.bench.tune import LIMITS
 
-    stdout().print("\nwhat this search cannot know")
+    print_prose("\nwhat this search cannot know")
     for limit in LIMITS:
-        stdout().print(f"- {limit}", soft_wrap=True)
+        print_prose(f"- {limit}")
     if len({row.setting.window_batches for row in tuned.found.rows}) > 1:
-        stdout().print(f"- {SHORTER}", soft_wrap=True)
+        print_prose(f"- {SHORTER}")
     if notes := tuned.workload.notes.strip():
-        stdout().print(f"\nnotes of the workload {tuned.workload.name}")
-        print_text(notes)
+        print_prose(f"\nnotes of the workload {tuned.workload.name}\n{notes}")
 
 
 def _print_fit(fit: Sequence[Residual]) -> None:
     """How well the run that a workload was calibrated on comes out of its own simulation."""
     for one in fit:
-        found = f"{one.measured_s:.4g} s measured, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
-        print_text(f"SIMULATED, the calibrated run itself: {one.part} {found}")
+        found = f"{one.part} {one.measured_s:.4g} s {one.known}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
+        print_prose(f"SIMULATED, the calibrated run itself: {found}")
+
+
+def _versions(bound: int) -> str:
+    return f"at most {bound} version{'' if bound == 1 else 's'}"

@@ -15,12 +15,12 @@ LIST_EXAMPLES = """[bold]Examples[/]
 
   asyncrl profiles show partial-rollout --origin
 
-  asyncrl profiles keys rollout                  every key of a section, and what it means
+  asyncrl profiles keys rollout           every key of a section, explained
 
-  asyncrl profiles show base > my.toml           a profile of your own that needs no other"""
+  asyncrl profiles show base > my.toml    a profile that needs no other"""
 SHOW_EXAMPLES = """[bold]Examples[/]
 
-  asyncrl profiles show stale-samples --origin   every value with the layer it comes from
+  asyncrl profiles show stale-samples --origin   where each value comes from
 
   asyncrl profiles show base --set run.seed=1 --json"""
 
@@ -72,7 +72,7 @@ def list_keys(
     section: Annotated[str, typer.Argument(metavar="[SECTION]", help="Only the keys of one section, e.g. rollout.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List every key of a profile: what it means, what it expects, its default."""
+    """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
     from asyncrl_cli.errors import ConfigError
     from asyncrl_cli.profile.keys import keys, sections
 
@@ -80,10 +80,10 @@ def list_keys(
         raise ConfigError(f"there is no section '{section}'", hint=f"sections: {', '.join(sections())}")
     rows = [_key_row(key, text) for key, text in keys().items() if key.startswith(section)]
     if as_json:
-        print_json([row | {"default": str(row["default"])} for row in rows])
+        print_json(rows)
         return
     for row in rows:
-        print_text(f"{row['key']} = {row['default']}    ({row['expects']})\n    {row['meaning']}")
+        print_text(_key_text(row))
 
 
 def _key_row(key: str, meaning: str) -> dict[str, Any]:
@@ -92,6 +92,15 @@ def _key_row(key: str, meaning: str) -> dict[str, Any]:
     section, _, name = key.partition(".")
     default = sections()[section].model_fields[name].get_default(call_default_factory=True)
     return {"key": key, "expects": expected(key), "default": default, "meaning": meaning}
+
+
+def _key_text(row: dict[str, Any]) -> str:
+    """As a profile would say it; a key that is not set by default is a comment."""
+    from asyncrl_cli.profile.resolved import toml_value
+
+    default = row["default"]
+    line = f"# {row['key']} is not set by default" if default is None else f"{row['key']} = {toml_value(default)}"
+    return f"{line}  # {row['expects']}\n    # {row['meaning']}"
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)

@@ -52,6 +52,10 @@ def command(
 
         print_plan(loaded, gpus=None, as_json=as_json)
         return
+    if address is None:
+        from asyncrl_cli.cli.plan_memory import refuse_what_cannot_fit
+
+        refuse_what_cannot_fit(loaded.profile)
     import asyncio
 
     from asyncrl_cli.job.process import collect_garbage_seldom

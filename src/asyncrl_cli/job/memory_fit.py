@@ -6,11 +6,13 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.memory import CACHE_SHARE_OF_MEMORY, MemoryEstimate, kv_cache_bytes
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30
+SMALLER = "a smaller model, more GPUs or larger ones"
 MACHINE = "machine"
 """The device of a job on CPUs: all its processes share one memory."""
 PROBE_TIMEOUT_S = 10.0
@@ -53,13 +55,41 @@ def memory_warnings(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, n
     for need in needs:
         if need.fits is False:
             assert need.available_bytes is not None
+            needed = f"{'needs' if len(need.roles) == 1 else 'need'} about {need.num_bytes / GIB:.1f} GiB"
             warnings.append(
-                f"{' and '.join(need.roles)} need about {need.num_bytes / GIB:.1f} GiB of a {need.device}'s "
-                f"{need.available_bytes / GIB:.1f} GiB; {_remedy(need, estimate)}"
+                f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: "
+                f"a run would start and may fail; {_remedy(need, estimate)}"
             )
         if ROLLOUT in need.roles and need.available_bytes is not None:
             warnings.extend(_cache_warning(profile, estimate, plan, need.available_bytes))
     return warnings
+
+
+def cannot_fit(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, available_bytes: int | None) -> PreflightError | None:
+    """What is no matter of estimation: a GPU that is too small for what one process holds on it all the time.
+
+    That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller than its slots want).
+    """
+    if plan.device == "cpu" or available_bytes is None:
+        return None
+    moments = estimate.always_bytes(TRAINER)
+    if moments > available_bytes:
+        ranks = -(-moments * plan.role(TRAINER).workers // available_bytes)
+        fewer = f"--set placement.trainer_workers={ranks}" if ranks < plan.gpus and not plan.colocate else SMALLER
+        return _too_small("a trainer rank's weights and moments", moments, available_bytes, fewer)
+    weights = sum(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
+    if weights > available_bytes:
+        halved = profile.model.dtype == "float32" and weights <= 2 * available_bytes
+        return _too_small(
+            "a rollout worker's weights", weights, available_bytes, "--set model.dtype=bfloat16" if halved else SMALLER
+        )
+    return None
+
+
+def _too_small(what: str, num_bytes: int, available_bytes: int, hint: str) -> PreflightError:
+    return PreflightError(
+        f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, which has {available_bytes / GIB:.1f} GiB: this cannot run", hint=hint
+    )
 
 
 def known_memory_bytes(device: str) -> int | None:

@@ -10,7 +10,9 @@
     part (task)        consumes              waits for                              unblocked by
     -----------------  --------------------  -------------------------------------  -----------------------------------
     admit              prompts (feed, again) admission open                         follow (slots), group (a drop),
-                                                                                    sync (a load), training (a publish)
+                                                                                    sync (a load; the slots that an eval,
+                                                                                    which it runs, gives back),
+                                                                                    training (a publish)
     group (one each)   a request             its worker's engine and rewards        the worker, rollout.call_timeout_s
     follow (a worker)  progress reports      the worker's next change               the worker, one second at most
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
@@ -23,9 +25,10 @@
     tick               -                     one second                             the clock
 
 Why nothing waits in a circle: training waits for groups; groups run on workers whatever training does; admission is closed
-by slots (freed by groups), by the window (reopened by training's publish, which needs only groups that are admitted already:
-`takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a load, which waits for a publish and, under
-`drain`, for running groups). A worker's failure stops the run in good order; the trainer's fails it at once.
+by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which needs
+only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a load,
+which waits for a publish and, under `drain`, for running groups). A worker's failure stops the run in good order; the trainer's
+fails it at once.
 """
 
 from __future__ import annotations

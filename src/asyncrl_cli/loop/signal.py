@@ -81,6 +81,7 @@ class Changes:
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
+        """Rises with every `notify`, and with every report that says that its worker computed."""
         self._sleepers: dict[Change, dict[int, _Sleeper]] = {change: {} for change in Change}
         self._num_waits = 0
 

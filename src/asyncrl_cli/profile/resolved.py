@@ -54,7 +54,7 @@ def _with_exact_eta(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
     """A profile file that needs no other: what some layer gave, or (`only_given=False`) every value that is set."""
-    lines = [f"name = {_toml(profile.name)}", f"purpose = {_toml(profile.purpose)}"]
+    lines = [f"name = {toml_value(profile.name)}", f"purpose = {toml_value(profile.purpose)}"]
     for section in sections():
         entries = list(_entries(profile, section, origins, only_given, with_origins))
         if entries:
@@ -67,7 +67,7 @@ def _entries(profile: Profile, section: str, origins: Mapping[str, str], only_gi
         key = f"{section}.{name}"
         if key == PARAMS:
             yield from (
-                _line(f"params.{_toml_key(entry)}", item, origins[f"{PARAMS}.{entry}"], with_origins)
+                _line(f"params.{toml_key(entry)}", item, origins[f"{PARAMS}.{entry}"], with_origins)
                 for entry, item in value.items()
             )
         elif value is not None and not (only_given and origins.get(key, DEFAULT) == DEFAULT):
@@ -75,22 +75,24 @@ def _entries(profile: Profile, section: str, origins: Mapping[str, str], only_gi
 
 
 def _line(name: str, value: Any, origin: str, with_origins: bool) -> str:
-    text = f"{name} = {_toml(value)}"
+    text = f"{name} = {toml_value(value)}"
     return f"{text:<48}  # {origin}" if with_origins else text
 
 
-def _toml_key(name: str) -> str:
+def toml_key(name: str) -> str:
+    """A key as TOML writes it: bare where that is possible."""
     bare = name.isascii() and name.replace("-", "_").isidentifier()
-    return name if bare else _toml(name)
+    return name if bare else toml_value(name)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML writes it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(_toml(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_toml_key(str(key))} = {_toml(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{toml_key(str(key))} = {toml_value(item)}' for key, item in value.items())}}}"
     return str(value)

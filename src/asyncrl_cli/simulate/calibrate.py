@@ -20,13 +20,14 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.observe.lines import Line, spent_s
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Layer, load
 from asyncrl_cli.profile.resolved import from_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sources import shipped_profiles
 from asyncrl_cli.simulate.fit import Fit, fit_line
-from asyncrl_cli.simulate.observed import Line, decode_points, lengths_of, old_logprob_s_per_token, spent, train_points, undisturbed
+from asyncrl_cli.simulate.observed import decode_points, lengths_of, old_logprob_s_per_token, train_points, undisturbed
 from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
@@ -88,7 +89,7 @@ def calibrate(run_directory: Path) -> Workload:
             s_per_token=train_fit.slope,
             old_logprob_s_per_token=scored_s or 0.0,
             reference_gpus=ranks,
-            step_overhead_s=max(0.0, median(spent(line, "other") for line in lines)),
+            step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
             interference_ratio=train_fit.interference,
         ),
         syncing=_syncing(_json_lines(run_directory / "events.jsonl"), lines),
@@ -183,8 +184,8 @@ def _reference(lines: Sequence[Line], profile: Profile, schedule: Schedule, run_
     return Reference(
         profile=name,
         set=_differing(profile, name),
-        window_time_s=sum(spent(line, "step") for line in lines) * per_window,
-        parts_s={part: sum(spent(line, part) for line in lines) * per_window for part in PARTS},
+        window_time_s=sum(spent_s(line, "step") for line in lines) * per_window,
+        parts_s={part: sum(spent_s(line, part) for line in lines) * per_window for part in PARTS},
         source="the calibrated run",
     )
 

@@ -28,12 +28,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """`error` is the mean squared relative one; `tells_interference`: the points could tell it at all."""
+    """`tells_interference`: the points could tell it at all."""
 
     constant: float
     slope: float
     interference: float
-    error: float
     tells_interference: bool
 
 
@@ -48,10 +47,10 @@ def fit_line(points: Sequence[Point]) -> Fit:
     shares = [point.shared for point in points]
     tells = max(shares) - min(shares) > LEAST_SHARED_RANGE
     ratios = [MAX_INTERFERENCE * step / INTERFERENCE_STEPS for step in range(INTERFERENCE_STEPS + 1)] if tells else [0.0]
-    constant, slope, error, ratio = min(
+    constant, slope, _, ratio = min(
         ((*_fit_with(points, ratio), ratio) for ratio in ratios), key=lambda candidate: (candidate[2], candidate[3])
     )
-    return Fit(constant=constant, slope=slope, interference=ratio, error=error, tells_interference=tells)
+    return Fit(constant=constant, slope=slope, interference=ratio, tells_interference=tells)
 
 
 def _fit_with(points: Sequence[Point], ratio: float) -> tuple[float, float, float]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any
 
+from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.fit import Fit, Point, rate
 from asyncrl_cli.simulate.workload import Lengths
@@ -27,8 +27,6 @@ NEEDED = (
 )
 """Keys that a line has unless some executor did not report in time: then it says too little."""
 
-Line = Mapping[str, Any]
-
 
 def undisturbed(lines: Sequence[Line]) -> list[Line]:
     """Train steps beside which nothing else was done, from the fifth one on and without the last."""
@@ -37,12 +35,8 @@ def undisturbed(lines: Sequence[Line]) -> list[Line]:
 
 def _is_whole(line: Line) -> bool:
     """Nothing but the loop's own work, and every executor has reported in time."""
-    beside_s = spent(line, "eval") + spent(line, "checkpoint")
-    return beside_s < 0.02 * spent(line, "step") and all(key in line for key in NEEDED)
-
-
-def spent(line: Line, part: str) -> float:
-    return float(line.get(f"timing/{part}_s", 0.0))
+    beside_s = spent_s(line, "eval") + spent_s(line, "checkpoint")
+    return beside_s < 0.02 * spent_s(line, "step") and all(key in line for key in NEEDED)
 
 
 def _busy(line: Line) -> tuple[float, float, float]:
@@ -64,11 +58,10 @@ def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
 
 
 def train_points(lines: Sequence[Line]) -> list[Point]:
-    tokens, seconds = map(_response_tokens, lines), (spent(line, "train") for line in lines)
     return [
-        Point(amount=amount, seconds=spent_s, shared=_shared_by_trainer(line))
-        for line, amount, spent_s in zip(lines, tokens, seconds, strict=True)
-        if amount > 0 and spent_s > 0
+        Point(amount=sampled_tokens(line), seconds=spent_s(line, "train"), shared=_shared_by_trainer(line))
+        for line in lines
+        if sampled_tokens(line) > 0 and spent_s(line, "train") > 0
     ]
 
 
@@ -81,13 +74,8 @@ def _shared_by_trainer(line: Line) -> float:
 def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
     """Seconds per scored token on a machine of its own; None if nothing was scored."""
     scored = sum(line.get("train/old_logprob_tokens", 0.0) for line in lines)
-    seconds = sum(spent(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines)
+    seconds = sum(spent_s(line, "old_logprob") * rate(_shared_by_trainer(line), fit.interference) for line in lines)
     return seconds / scored if scored else None
-
-
-def _response_tokens(line: Line) -> float:
-    """Trained by that step: mean length times trajectories (the histogram of staleness counts them all)."""
-    return float(line["response_tokens/mean"] * sum(line["staleness/histogram"]))
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
@@ -103,20 +91,11 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 def _step_lengths(line: Line, cap: int) -> list[int]:
     shares = [(index + 0.5) / LENGTHS_PER_STEP for index in range(LENGTHS_PER_STEP)]
     if "response_tokens/quantiles" in line:
-        quantile, count = _interpolated(line["response_tokens/quantiles"]), sum(line["staleness/histogram"])
+        points, count = line["response_tokens/quantiles"], trajectories(line)
         # Quantiles run from the shortest to the longest of `count`: each of them, the two as well, is 1 / count of all.
         places = [min(max((share * count - 0.5) / max(count - 1, 1), 0.0), 1.0) for share in shares]
-        return [max(1, min(round(quantile(place)), cap)) for place in places]
+        return [max(1, min(round(quantile(points, place)), cap)) for place in places]
     return _lognormal(line["response_tokens/median"], line["response_tokens/mean"], min(cap, line["response_tokens/max"]), shares)
-
-
-def _interpolated(values: Sequence[float]) -> Callable[[float], float]:
-    def quantile(share: float) -> float:
-        place = share * (len(values) - 1)
-        below = min(int(place), len(values) - 2)
-        return values[below] + (place - below) * (values[below + 1] - values[below])
-
-    return quantile
 
 
 def _lognormal(middle: float, mean: float, longest: int, shares: Sequence[float]) -> list[int]:

@@ -16,17 +16,25 @@ from asyncrl_cli.simulate.world import SimulatedRun, simulate
 WINDOW = "window"
 """The part that is the whole."""
 MEASURED_WINDOWS = 6
+PUBLISHED = "published"
+"""With this word begins the source of a row that somebody else measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """`part`: `window` (all of it) or a name of `timing/*_s`. `ratio` is predicted over measured."""
+    """`part`: `window` (all of it) or a name of `timing/*_s`. `ratio` is predicted over measured; `source` is the row's."""
 
     profile: str
     part: str
     measured_s: float
     predicted_s: float
     calibrated: bool
+    source: str = ""
+
+    @property
+    def known(self) -> str:
+        """What `measured_s` is: somebody published it, or it was measured here."""
+        return PUBLISHED if self.source.startswith(PUBLISHED) else "measured"
 
     @property
     def ratio(self) -> float:
@@ -69,6 +77,7 @@ def _of_row(workload: Workload, reference: Reference, windows: int, seed: int) -
             measured_s=seconds,
             predicted_s=predicted[part],
             calibrated=reference.calibrated,
+            source=reference.source,
         )
 
 

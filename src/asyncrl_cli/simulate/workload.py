@@ -120,7 +120,7 @@ class Reference(Section):
     calibrated: bool = True
     """Whether the parameters were fitted to this row (false: a prediction is held against it)."""
     source: str = ""
-    """Where it was published."""
+    """Where it comes from; begins with `published` if it was measured by somebody else."""
 
 
 class Workload(Section):

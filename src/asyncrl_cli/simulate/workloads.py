@@ -71,13 +71,16 @@ def profile_for(
 ) -> Loaded:
     """The profile NAME or FILE with the workload's keys laid over it, below environment and `--set`.
 
-    What a FILE that is not shipped says itself lies above the workload's keys: its user means it.
+    What a FILE that is not shipped says itself lies above the workload's keys: its user means it. The workload's [profiles.NAME]
+    holds for the shipped profile of that name and for files that extend it.
 
     It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
     """
     shipped = set(shipped_profiles().values())
-    own = [file_layer(file) for file in chain(profile_reference) if file.path not in shipped]
-    stack = [*layers_of(workload, Path(profile_reference).stem), *own]
+    files = chain(profile_reference)
+    own = [file_layer(file) for file in files if file.path not in shipped]
+    name = next((file.name for file in reversed(files) if file.path in shipped), files[-1].name)
+    stack = [*layers_of(workload, name), *own]
     wanted = groups if groups is not None else workload.windows * _baseline_window_groups(workload, sets, environ)
     one_step = Layer(origin="workload", values={"run.train_steps": 1})
     step_groups = Schedule.of(load(profile_reference, sets, environ=environ, layers=[*stack, one_step]).profile).step_groups
