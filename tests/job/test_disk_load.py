@@ -58,9 +58,10 @@ def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_
 def _worker(engine: TransformersEngine) -> Any:
     worker: Any = object.__new__(RolloutActor)
     worker._engine = engine
-    worker._settings = SimpleNamespace(transport="disk", load_bucket_size_bytes=10**6)
+    worker._settings = SimpleNamespace(transport="disk", load_bucket_size_bytes=10**6, dual_buffer=True, overlap=True)
     worker._meter = RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None)
     worker._received = None
+    worker._held = -1
     return worker
 
 

@@ -126,6 +126,15 @@ def test_the_kv_cache_is_that_of_the_slots_at_full_length(config: PretrainedConf
     assert sizes(estimate, ROLLOUT)["weights"] == num_bytes(model.parameters())
 
 
+def test_without_a_second_buffer_a_load_holds_one_slice() -> None:
+    weights = sizes(planned("builtin:tiny")[2], ROLLOUT)["weights"]
+    assert 2**20 < weights < 2**27
+    assert sizes(planned("builtin:tiny")[2], ROLLOUT)["load buffer"] == weights
+    small = planned("builtin:tiny", "weights.dual_buffer=false", "weights.load_bucket_size_mb=1")[2]
+    assert sizes(small, ROLLOUT)["load buffer"] == 2**20
+    assert sizes(planned("builtin:tiny", "weights.dual_buffer=false")[2], ROLLOUT)["load buffer"] == weights  # a slice of 128 MB
+
+
 def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
     alone, shared = (
         sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", "rollout.workers=1", gpus=9)[2], TRAINER)
@@ -175,7 +184,7 @@ def test_gpus_that_are_too_small_are_named_with_the_key_that_helps() -> None:
     needs = device_needs(estimate, plan, 80 * GIB)
     assert [(need.roles, need.fits) for need in needs] == [((TRAINER,), False), ((ROLLOUT,), True)]
     (warning,) = memory_warnings(profile, estimate, plan, needs)
-    assert "trainer need about" in warning
+    assert "trainer needs about" in warning
     assert "lower trainer.max_tokens_per_microbatch" in warning
     assert memory_warnings(profile, estimate, plan, device_needs(estimate, plan, None)) == []
 

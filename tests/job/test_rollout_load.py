@@ -1,21 +1,36 @@
-"""A load's stop includes its probe: in the actor itself, with an engine that only takes time."""
+"""Prefetch and load in the actor itself, without Ray: stalls with an engine that only takes time, every bit with a real one."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.job.rollout_actor import Received, RolloutActor
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.rollout.engine import PauseReport, Scores
+from asyncrl_cli.rollout.engine import OneBufferEngine, PauseReport, Scores
+from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack
+from tests.rollout import tiny
+
+WAIT_S = 30.0
+"""A bound on what takes milliseconds."""
+FIRST_VERSION = 3
 
 
-class SlowEngine:
+class SlowEngine(OneBufferEngine):
+    """Copying takes 1 s, interrupting 0.5 s, half of them not counted as a stop."""
+
     def __init__(self) -> None:
         self.now_s = 0.0
 
@@ -23,24 +38,231 @@ class SlowEngine:
         self.now_s += 2.0
         return PauseReport(load_s=1.0, pause_s=1.5)
 
+    async def load_in_place(
+        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
+    ) -> PauseReport:
+        began_s = self.now_s
+        fetch()
+        fetch_s = self.now_s - began_s
+        self.now_s += 2.0
+        return PauseReport(load_s=1.0, pause_s=1.5 + fetch_s, fetch_s=fetch_s)
+
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         self.now_s += 0.5
         return Scores(logprobs=[[-1.0, -3.0]], pause_s=0.25)
 
 
+class Actor(RolloutActor):
+    """A rollout actor without Ray: its buckets come from a list."""
+
+    def __init__(self, engine: Any, *, dual_buffer: bool = True, overlap: bool = True, load_bytes: int = 2**20) -> None:
+        self._name = "rollout-0"
+        self._engine = engine
+        settings: Any = SimpleNamespace(dual_buffer=dual_buffer, overlap=overlap, load_bucket_size_bytes=load_bytes)
+        self._settings = settings
+        self._held = FIRST_VERSION - 1
+        self._received = None
+        self.now_s: Callable[[], float] = lambda: getattr(engine, "now_s", 0.0)
+        self._meter = RolloutMeter("rollout-0", 8, lambda: self.now_s(), lambda: None)
+
+    def _get(self, manifest: Manifest, bucket_ref: Any) -> Bucket:
+        bucket: Bucket = bucket_ref() if callable(bucket_ref) else bucket_ref
+        return bucket
+
+
+def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
+    fingerprints = tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None)
+    return Manifest(version=version, num_bytes=0, fingerprints=fingerprints, temperature=1.0)
+
+
+def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**17) -> tuple[Manifest, list[Bucket]]:
+    """As it comes out of an object store: read-only."""
+    buckets = pack(weights, bucket_bytes)
+    for bucket in buckets:
+        bucket.data.flags.writeable = False
+    return manifest_of(buckets, version), buckets
+
+
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
 def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt) -> None:
     manifest: Any = SimpleNamespace(version=3, probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), temperature=1.0)
-    actor, engine = object.__new__(RolloutActor), SlowEngine()
-    actor._engine = engine  # type: ignore[assignment]
-    actor._meter = RolloutMeter("rollout-0", 8, lambda: engine.now_s, lambda: None)
-    actor._received = Received(manifest=manifest, weights={}, send_s=0.0)
+    engine = SlowEngine()
+    actor = Actor(engine)
+    actor._received = Received(manifest=manifest, weights={})
     actor._meter.running(4)
 
     report = asyncio.run(actor.load(3, interrupt))
 
-    assert (report.load_s, report.pause_s, report.logprob_abs_diff) == (1.0, 1.75, pytest.approx(0.5))
+    assert (report.send_s, report.load_s, report.pause_s, report.logprob_abs_diff) == (0.0, 1.0, 1.75, pytest.approx(0.5))
     state_s = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
     drained_s = 2.0 if interrupt == "drain" else 0.0  # sequences that a drain waits for are busy
     assert state_s.get(State.BUSY, 0.0) == drained_s
     assert state_s[State.LOADING] == 2.5 - drained_s
+
+
+def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
+    engine = SlowEngine()
+    actor = Actor(engine, dual_buffer=False)
+    manifest, buckets = sent({"a": torch.ones(4), "b": torch.zeros(4)}, 3, 16)
+
+    def comes_late(bucket: Bucket) -> Callable[[], Bucket]:
+        def get() -> Bucket:
+            engine.now_s += 4.0
+            return bucket
+
+        return get
+
+    async def main() -> tuple[float, Any]:
+        actor._meter.running(4)
+        return await actor.prefetch(manifest, [comes_late(bucket) for bucket in buckets]), await actor.load(3, "keep-kv")
+
+    _, report = asyncio.run(main())
+    assert len(buckets) == 2
+    assert (report.send_s, report.load_s, report.pause_s) == (8.0, 1.0, 9.5)
+    state_s = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
+    assert state_s[State.LOADING] == 10.0
+    assert State.BUSY not in {state for state, seconds in state_s.items() if seconds}
+
+
+def test_late_and_repeated_manifests_are_refused() -> None:
+    async def main() -> None:
+        weights = {"a": torch.ones(4)}
+        actor = Actor(SlowEngine())
+        actor._engine.receive = lambda buckets, load_bytes: {"n": len(list(buckets))}  # type: ignore
+        with pytest.raises(ValueError, match="version 2 of the weights came late or again: after version 2"):
+            await actor.prefetch(*sent(weights, FIRST_VERSION - 1))
+        await actor.prefetch(*sent(weights, FIRST_VERSION))  # the very version of the first weights: it verifies them
+        with pytest.raises(ValueError, match="version 3 of the weights came late or again: after version 3"):
+            await actor.prefetch(*sent(weights, FIRST_VERSION))
+        await actor.load(FIRST_VERSION, "keep-kv")
+        with pytest.raises(ValueError, match="version 3 of the weights came late or again: after version 3"):
+            await actor.prefetch(*sent(weights, FIRST_VERSION))
+        await actor.prefetch(*sent(weights, 7))  # who missed 4, 5 and 6 takes the newest
+        with pytest.raises(ValueError, match="asked to load version 6, which was not received"):
+            await actor.load(6, "keep-kv")
+        assert (await actor.load(7, "keep-kv")).version == 7
+
+    asyncio.run(main())
+
+
+def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
+    async def main() -> None:
+        actor, newer_is_here = Actor(SlowEngine()), threading.Event()
+        actor._engine.receive = lambda buckets, load_bytes: {"bucket": next(iter(buckets))}  # type: ignore
+        manifest, (bucket,) = sent({"a": torch.ones(4)}, 5)
+
+        def get() -> Bucket:
+            assert newer_is_here.wait(WAIT_S)
+            return bucket
+
+        older = asyncio.create_task(actor.prefetch(manifest, [get]))
+        await asyncio.sleep(0)
+        newer = sent({"a": torch.zeros(4)}, 6)
+        await actor.prefetch(*newer)
+        newer_is_here.set()
+        with pytest.raises(ValueError, match="version 5 of the weights came late or again: after version 6"):
+            await older
+        assert actor._received is not None
+        assert actor._received.manifest.version == 6
+        assert actor._received.weights == {"bucket": newer[1][0]}
+
+    asyncio.run(main())
+
+
+# --- a real engine
+
+
+@asynccontextmanager
+async def started(model_dir: Path) -> AsyncIterator[TransformersEngine]:
+    engine = TransformersEngine(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=64)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def bits(engine: TransformersEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine._model.state_dict().items()}
+
+
+def assert_holds(engine: TransformersEngine, weights: dict[str, torch.Tensor]) -> None:
+    held = bits(engine)
+    assert held.keys() == weights.keys()
+    assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
+
+
+KNOBS = list(itertools.product((True, False), (True, False), (2**12, 2**24), (2**17, 2**24)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> None:
+    """One engine loads a version per combination: dual_buffer, overlap, load bucket, gather bucket."""
+    model = tiny.make_model(tied=tied)
+    model_dir = tiny.save(model, tmp_path)
+
+    async def main() -> None:
+        async with started(model_dir) as engine:
+            held = FIRST_VERSION - 1
+            for version, (dual_buffer, overlap, load_bytes, gather_bytes) in enumerate(KNOBS, FIRST_VERSION):
+                actor = Actor(engine, dual_buffer=dual_buffer, overlap=overlap, load_bytes=load_bytes)
+                actor._held = held
+                weights = tiny.weights_after(model, version)
+                interrupts: list[Interrupt] = ["keep-kv", "recompute-kv", "drain"]
+                await actor.prefetch(*sent(weights, version, gather_bytes))
+                report = await actor.load(version, interrupts[version % 3])
+                assert_holds(engine, weights)
+                assert engine.version == report.version == actor._held == version
+                assert (report.send_s > 0) == (not dual_buffer)
+                assert report.pause_s >= report.send_s + report.load_s > 0
+                held = version
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dual_buffer", [True, False])
+def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool, overlap: bool, tmp_path: Path) -> None:
+    model = tiny.make_model()
+    model_dir = tiny.save(model, tmp_path)
+    manifest, buckets = sent(tiny.weights_after(model, 1), 4)
+    assert len(buckets) > 2
+    buckets[-1].data.flags.writeable = True
+    buckets[-1].data[5] ^= 1
+
+    async def main() -> None:
+        async with started(model_dir) as engine:
+            actor, before = Actor(engine, dual_buffer=dual_buffer, overlap=overlap), bits(engine)
+            if not dual_buffer:
+                await actor.prefetch(manifest, buckets)
+            arrives = actor.prefetch(manifest, buckets) if dual_buffer else actor.load(4, "recompute-kv")
+            with pytest.raises(DamagedWeights, match=f"bucket {len(buckets) - 1} of {len(buckets)}"):
+                await arrives
+            assert_holds(engine, before)
+            assert engine.version == 0
+            [answer] = (await engine.score([[2, 3, 4]], 1.0)).logprobs
+            assert answer == pytest.approx(tiny.plain_logprobs(model, dict(model.state_dict()), [2, 3, 4]), abs=1e-4)
+            buckets[-1].data[5] ^= 1
+            await actor.prefetch(manifest, buckets)  # what was refused as damaged may come again whole
+            await actor.load(4, "drain")
+            assert_holds(engine, tiny.weights_after(model, 1))
+
+    asyncio.run(main())
+
+
+def test_without_a_second_buffer_weights_that_do_not_fit_change_nothing(tmp_path: Path) -> None:
+    model = tiny.make_model()
+    model_dir = tiny.save(model, tmp_path)
+    weights = tiny.weights_after(model, 1)
+    weights["model.norm.weight"] = weights["model.norm.weight"][:-1]
+
+    async def main() -> None:
+        async with started(model_dir) as engine:
+            actor, before = Actor(engine, dual_buffer=False), bits(engine)
+            await actor.prefetch(*sent(weights, 4))
+            with pytest.raises(ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"):
+                await actor.load(4, "keep-kv")
+            assert_holds(engine, before)
+            assert engine.version == 0
+
+    asyncio.run(main())

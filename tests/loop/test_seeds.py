@@ -15,6 +15,7 @@ from asyncrl_cli.loop.signal import Change, Changes
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.sync import WeightSync
+from asyncrl_cli.loop.training import Training
 from asyncrl_cli.simulate.books import in_time
 from asyncrl_cli.simulate.clock import DeadlockError
 from asyncrl_cli.simulate.drawing import MODES, draw
@@ -68,6 +69,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {scenario.mode for scenario in trained} == set(MODES)
     assert {float(entry.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
     assert {entry.on_stale for entry in settings} == {"wait", "accept", "drop", "requeue"}
+    assert {entry.weights_mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
 
@@ -168,6 +170,10 @@ def finish_that_forgets_waste(groups, result, original=Groups.finish):
     groups.tokens_discarded = discarded
 
 
+async def go_on_at_once(training):
+    """As with weights.mode = "async"."""
+
+
 MISTAKES = {
     "deadlines count from the trainer's version": (Admission, "deadline_on", deadline_from_the_trainer, {"deadlines", "admission"}),
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
@@ -181,6 +187,7 @@ MISTAKES = {
     "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
     "waste is not counted": (Groups, "finish", finish_that_forgets_waste, {"waste"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
+    "a synchronous trainer does not wait": (Training, "_held_by_all", go_on_at_once, {"sync"}),
 }
 
 

@@ -49,6 +49,18 @@ CONFLICTS = [
         ["use_rollout_log_probs = false", 'old_logprobs = "rollout"'],
         "one of the two",
     ),
+    (
+        "base",
+        ["rollout.engine=vllm", "weights.dual_buffer=false"],
+        ["weights.dual_buffer = false", 'rollout.engine = "vllm"'],
+        "weights.dual_buffer=true",
+    ),
+    (
+        "base",
+        ["weights.transport=disk", "weights.dual_buffer=false"],
+        ["weights.dual_buffer = false", 'weights.transport = "disk"'],
+        "weights.transport=object-store",
+    ),
 ]
 
 

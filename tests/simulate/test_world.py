@@ -90,6 +90,26 @@ def test_apart_the_trainer_has_its_share_of_the_gpus() -> None:
     assert parts["wait_data"] == pytest.approx(1.0 + 0.5 + 0.2, abs=0.06)  # the response, after send and load
 
 
+def test_a_synchronous_trainer_waits_for_send_and_load_in_its_gather() -> None:
+    work = workload()
+    run = simulate(profile("on-policy-pipeline", work, "weights.mode=sync"), work)
+    parts = window_parts(run)
+    assert parts["gather"] == pytest.approx(0.1 + 0.5 + 0.2, abs=0.01)
+    assert parts["wait_data"] == pytest.approx(1.0, abs=0.06)  # the response alone
+    assert parts["train"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("dual_buffer", "pause_s"), [("true", 0.2), ("false", 0.7)])
+def test_without_a_second_buffer_workers_stand_still_for_the_send_too(dual_buffer: str, pause_s: float) -> None:
+    work = workload()
+    name = "partial-rollout"  # rollouts run while weights arrive
+    run = simulate(profile(name, work, f"weights.dual_buffer={dual_buffer}"), work, keep_spans=True)
+    keys = ("sync/send_s", "sync/load_s", "sync/pause_s")
+    assert {tuple(round(line[key], 6) for key in keys) for line in run.lines[1:]} == {(0.5, 0.2, pause_s)}
+    loading = [end_s - start_s for state, start_s, end_s in run.spans["rollout-0"] if state == "loading"]
+    assert max(loading) == pytest.approx(pause_s)  # a span ends where a report cuts it
+
+
 def test_capacities_are_those_of_full_workers_and_of_the_trainer_alone() -> None:
     work = workload()
     capacities = simulate(profile("partial-rollout", work), work).capacities

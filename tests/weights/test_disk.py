@@ -19,8 +19,8 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.transports import HeldFiles, clear, receiver_for, sender_for
 from asyncrl_cli.weights import disk
-from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack, unpack
-from asyncrl_cli.weights.transports import receive, send
+from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack, unpack, verified
+from asyncrl_cli.weights.transports import send
 from tests.train.train_samples import save_tiny_model
 
 BUCKET_BYTES = 400_000
@@ -29,6 +29,10 @@ BUCKET_BYTES = 400_000
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def model_dir(request, tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), tied=request.param)
+
+
+def receive(receiver, manifest, refs):
+    return list(verified((receiver.get(manifest, ref) for ref in refs), manifest))
 
 
 def published(model_dir: Path, version: int, bucket_bytes: int = BUCKET_BYTES):
@@ -128,7 +132,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, model_dir, damage):
     worker: Any = object.__new__(RolloutActor)
-    worker._settings = SimpleNamespace(transport="disk", load_bucket_size_bytes=10**9)
+    worker._settings = SimpleNamespace(transport="disk", load_bucket_size_bytes=10**9, overlap=True, dual_buffer=True)
     worker._engine = SimpleNamespace(receive=lambda buckets, size: {k: v for b in buckets for k, v in unpack(b).items()})
     worker._received = None
     tensors, buckets, manifest = published(model_dir, 7)

@@ -10,7 +10,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
-                   host     the second buffer eP: the version that waits for its load
+                   host     the second buffer eP: the version that waits for its load; with weights.dual_buffer = false one slice
 
 A process's peak is what it always has and the most expensive of its phases. Not counted: Python, torch and a GPU's context
 (about 1 GiB per process), and fragmentation.
@@ -201,5 +201,9 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[Mem
     yield item("prefill", "device", "step", prefill // gpus, f"{batch_tokens} tokens in one pass")
     sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
     yield item("sampling", "device", "step", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
-    slices = f"received weights, copied in slices of {profile.weights.load_bucket_size_mb} MB"
-    yield item("load buffer", "host", "sync", weights, slices)
+    slice_mb = profile.weights.load_bucket_size_mb
+    if profile.weights.dual_buffer:
+        yield item("load buffer", "host", "sync", weights, f"received weights, copied in slices of {slice_mb} MB")
+    else:
+        in_place = f"one slice of the weights of at most {slice_mb} MB (weights.dual_buffer = false)"
+        yield item("load buffer", "host", "sync", min(weights, slice_mb * BYTES_PER_MB), in_place)

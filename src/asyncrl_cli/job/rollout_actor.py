@@ -3,6 +3,9 @@
     generate ─> GroupRunner ─> Engine (slots) ─> RewardPool (child process) ─> (GroupResult, GroupPayload)
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
+Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them within
+the interrupt. Versions only rise: what is not newer than the version that is held, or waits for its load, is refused.
+
 Who waits for whom: `generate` for slots, the engine and rewards; `prefetch` for the transport, in a thread; `load`
 for the engine's interrupt (with `drain`: for running sequences); `progress` for a change, one second at most.
 """
@@ -12,8 +15,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +42,23 @@ from asyncrl_cli.samples.trajectory import GroupPayload
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.weights.buckets import Manifest
+    from asyncrl_cli.rollout.engine import PauseReport
+    from asyncrl_cli.weights.buckets import Bucket, Manifest
+
+GETS_AHEAD = 2
+"""Buckets that come while an earlier one is looked at."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """The second buffer: one version's weights, checked, waiting for their load."""
+    """One version that waits for its load: `weights` are the second buffer, checked; without one, `bucket_refs` say where the
+    buckets are."""
 
     manifest: Manifest
     weights: Mapping[str, torch.Tensor]
-    send_s: float
+    bucket_refs: Sequence[Any] = ()
 
 
 class RolloutActor:
@@ -58,6 +68,7 @@ class RolloutActor:
         set_up_process(threads=settings.threads, log_path=log_path)
         self._name = name
         self._settings = settings
+        self._held = settings.version - 1  # a first load may bring the very version of the first weights: it verifies them
         self._received: Received | None = None
         self._finished: dict[AttemptKey, int] = {}
 
@@ -113,12 +124,19 @@ class RolloutActor:
         return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
-        """Fetch, check and unpack the buckets off the event loop; generation goes on."""
+        """Fetch, check and unpack the buckets off the event loop; generation goes on. Without a second buffer: only note them.
+
+        ValueError for a version that is not newer than what this worker holds or has received; also if a newer one came meanwhile.
+        """
         began_s = time.monotonic()
-        weights = await asyncio.to_thread(self._receive, manifest, bucket_refs)
-        send_s = time.monotonic() - began_s
-        self._received = Received(manifest=manifest, weights=weights, send_s=send_s)
-        return send_s
+        self._check_newer(manifest.version)
+        if self._settings.dual_buffer:
+            weights = await asyncio.to_thread(self._receive, manifest, bucket_refs)
+            self._check_newer(manifest.version)
+            self._received = Received(manifest=manifest, weights=weights)
+        else:
+            self._received = Received(manifest=manifest, weights={}, bucket_refs=bucket_refs)
+        return time.monotonic() - began_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """Swap the received weights in. Raises, with the old version still loaded, if there are none of `version`."""
@@ -127,16 +145,19 @@ class RolloutActor:
             raise ValueError(f"asked to load version {version}, which was not received")
         self._meter.load_begins(interrupt)
         try:
-            pause = await self._engine.load(received.weights, version, interrupt)
-            if self._received is received:
-                self._received = None
+            try:
+                pause = await self._load(received, interrupt)
+            finally:
+                if self._received is received:
+                    self._received = None  # also if it failed: the version may come again
+            self._held = version
             self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
             logprob_abs_diff, probe_pause_s = await self._probe(received.manifest)
         finally:
             self._meter.load_ended()
         return LoadReport(
             version=version,
-            send_s=received.send_s,
+            send_s=pause.fetch_s,
             load_s=pause.load_s,
             pause_s=pause.pause_s + probe_pause_s,
             logprob_abs_diff=logprob_abs_diff,
@@ -172,13 +193,41 @@ class RolloutActor:
         scores = await self._engine.score(probes, manifest.temperature)
         return mean_abs_diff(scores.logprobs, manifest.probe_logprobs), scores.pause_s
 
-    def _receive(self, manifest: Manifest, bucket_refs: list[Any]) -> Mapping[str, torch.Tensor]:
-        """In a thread."""
-        from asyncrl_cli.job.transports import receiver_for
-        from asyncrl_cli.weights.transports import receive
+    def _check_newer(self, version: int) -> None:
+        newest = self._held if self._received is None else max(self._held, self._received.manifest.version)
+        if version <= newest:
+            raise ValueError(f"version {version} of the weights came late or again: after version {newest}; versions only rise")
 
-        buckets = receive(receiver_for(self._settings.transport), manifest, bucket_refs)
+    async def _load(self, received: Received, interrupt: Interrupt) -> PauseReport:
+        version, size_bytes = received.manifest.version, self._settings.load_bucket_size_bytes
+        if self._settings.dual_buffer:
+            return await self._engine.load(received.weights, version, interrupt)
+        from asyncrl_cli.rollout.engine import OneBufferEngine
+
+        assert isinstance(self._engine, OneBufferEngine), "profile/check.py refuses other engines"
+        fetch = partial(self._fetch, received.manifest, received.bucket_refs)
+        return await self._engine.load_in_place(fetch, version, interrupt, size_bytes)
+
+    def _fetch(self, manifest: Manifest, bucket_refs: Sequence[Any]) -> list[Bucket]:
+        """In a thread."""
+        return list(self._arriving(manifest, bucket_refs))
+
+    def _receive(self, manifest: Manifest, bucket_refs: Sequence[Any]) -> Mapping[str, torch.Tensor]:
+        """In a thread. Overlapped, a bucket is copied while the next ones come; nothing counts before all are verified."""
+        buckets = self._arriving(manifest, bucket_refs) if self._settings.overlap else self._fetch(manifest, bucket_refs)
         return self._engine.receive(buckets, self._settings.load_bucket_size_bytes)
+
+    def _arriving(self, manifest: Manifest, bucket_refs: Sequence[Any]) -> Iterator[Bucket]:
+        """In a thread: the buckets in the order in which they were sent, each verified. From the object store they are mapped."""
+        from asyncrl_cli.weights.buckets import verified
+
+        with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
+            yield from verified(gets.map(partial(self._get, manifest), bucket_refs), manifest)
+
+    def _get(self, manifest: Manifest, bucket_ref: Any) -> Bucket:
+        from asyncrl_cli.job.transports import receiver_for
+
+        return receiver_for(self._settings.transport).get(manifest, bucket_ref)
 
     def _eval_sampling(self) -> Any:
         from asyncrl_cli.job.engines import sampling_of

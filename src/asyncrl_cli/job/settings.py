@@ -38,6 +38,8 @@ class RolloutSettings:
     load_bucket_size_bytes: int
     takes_turns_on_gpu: bool = False
     transport: str = "object-store"
+    overlap: bool = True
+    dual_buffer: bool = True
     vllm: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -72,6 +74,8 @@ class RolloutSettings:
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
             takes_turns_on_gpu=plan.colocate and plan.device == "cuda",
             transport=profile.weights.transport,
+            overlap=profile.weights.overlap,
+            dual_buffer=profile.weights.dual_buffer,
             vllm=_vllm_options(profile, plan),
         )
 

@@ -1,7 +1,7 @@
 """The trainer actor: one rank of the policy trainer, in threads.
 
     group main     one thread: start, load, train, gather, snapshot. All ranks get the same calls in the same order
-    group publish  rank 0: fingerprints of what gather copied, and its way into the transport, beside training
+    group publish  rank 0: fingerprints of what gather copied, and its way into the transport, beside training (or beside gather)
     group write    the snapshot and dumps of samples to disk, beside training
     group control  report, addresses: answered at once, whatever else runs
 
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
@@ -87,7 +88,8 @@ class TrainerActor:
         self._trainer = PolicyTrainer(
             self._settings, rank=self._rank, world_size=self._world_size, device=device, init_method=init_method
         )
-        self._sender = sender_for(self._weights_dir, Path(self._settings.model_dir))
+        sender = sender_for(self._weights_dir, Path(self._settings.model_dir))
+        self._sending = Sending(sender, overlap=self._settings.overlap)
         logger.info("trainer-%d of %d started: %s", self._rank, self._world_size, self._settings)
 
     @ray.method(concurrency_group="main")
@@ -119,7 +121,7 @@ class TrainerActor:
     def gather(self, version: int) -> tuple[float, ExecutorReport]:
         """Seconds, and this rank's report: with the answer, because a further call would cost the loop its delay."""
         with self._in(State.SYNCING, "weights to be gathered"):
-            gather_s = self._trainer.gather(version)
+            gather_s = self._trainer.gather(version, self._sending.of(version))
         with self._lock:
             return gather_s, self._clock.report()
 
@@ -132,10 +134,9 @@ class TrainerActor:
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:
         """Rank 0: the gathered buckets, put into the transport, as refs for the workers."""
         from asyncrl_cli.weights.kept import keep
-        from asyncrl_cli.weights.transports import send
 
         manifest, buckets = self._trainer.published(version)
-        refs = send(self._sender, manifest, buckets)
+        refs = self._sending.sent(manifest, buckets)
         if self._kept is not None:
             keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
         return manifest, refs

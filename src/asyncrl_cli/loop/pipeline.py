@@ -19,16 +19,18 @@
                                                                                     load and eval, each bounded
     training           R finished groups     R takeable groups                      groups; colocate: also the eval's end
                        -                     one older version in loading at most   sync (before a gather)
+                       -                     weights.mode = "sync": all workers to  sync (every worker's load)
+                                             hold what was just published
                        -                     the previous checkpoint written        checkpoint
     publish            gathered buckets      the trainer's publish                  the trainer, weights.timeout_s
     checkpoint         a cut                 the writer                             disk, weights.timeout_s
     tick               -                     one second                             the clock
 
-Why nothing waits in a circle: training waits for groups; groups run on workers whatever training does; admission is closed
-by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which needs
-only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a load,
-which waits for a publish and, under `drain`, for running groups). A worker's failure stops the run in good order; the trainer's
-fails it at once.
+Why nothing waits in a circle: training waits for groups and loads; groups run on workers whatever training does; admission is
+closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
+needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
+load, which waits for a publish and, under `drain`, for running groups). A worker's failure stops the run in good order; the
+trainer's fails it at once.
 """
 
 from __future__ import annotations

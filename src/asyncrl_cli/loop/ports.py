@@ -122,7 +122,8 @@ class Published:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One worker's load. `pause_s`: how long no sequence ran; `logprob_abs_diff`: of the probe sequences, if scored."""
+    """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were fetched (0 with a
+    second buffer, filled before); `logprob_abs_diff`: of the probe sequences, if scored."""
 
     version: int
     send_s: float
@@ -175,7 +176,11 @@ class RolloutWorker(Protocol):
         """Return when something changed since `seen` (at most every 50 ms), or after one second at the latest."""
 
     async def prefetch(self, published: Published) -> float:
-        """Receive and check the buckets into the second buffer while generation goes on. Returns seconds."""
+        """Receive and check the buckets into the second buffer while generation goes on. Returns seconds.
+
+        A version that is not newer than what the worker holds, or has received, is refused. Without a second buffer
+        (`weights.dual_buffer = false`) the buckets are only noted, and `load` fetches them.
+        """
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """Interrupt, copy the prefetched weights in, resume, score the probes. The old version stays on failure."""

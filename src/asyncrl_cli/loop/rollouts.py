@@ -122,6 +122,7 @@ class Rollouts:
 
     def _loaded(self, name: str, report: LoadReport, send_s: float) -> None:
         board = self._board
+        send_s += report.send_s  # what was fetched within the load
         report = LoadReport(
             version=report.version,
             send_s=send_s,

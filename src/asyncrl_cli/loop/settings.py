@@ -34,6 +34,7 @@ class LoopSettings:
     eval_every_versions: int = 0
     eval_timeout_s: float = 300.0
     sync_timeout_s: float = 300.0
+    weights_mode: Literal["async", "sync"] = "async"
     stop_grace_s: float = 60.0
     stall_timeout_s: float = 300.0
 

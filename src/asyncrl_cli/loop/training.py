@@ -57,16 +57,14 @@ class Training:
             gathered = await board.trainer.gather(board.version)
             board.sync.gathered(gathered.version, gathered.gather_s)
         self._publish_beside()
+        await self._held_by_all()
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
         """Waits for R takeable groups, which workers finish; None on a stop."""
         board, settings = self._board, self._board.settings
-        began_s, eval_began_s = board.now_s(), board.evaluator.active_s
         may_take = (Change.GROUPS, Change.LOADED)
-        await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
-        eval_s = board.evaluator.active_s - eval_began_s
-        self._spent_s["eval"] += eval_s
-        self._spent_s["wait_data"] += board.now_s() - began_s - eval_s
+        with self._waiting("wait_data"):
+            await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
         if board.stopping:
             return None
         if settings.colocate and self._step_in_window == 0:
@@ -160,6 +158,8 @@ class Training:
         if board.sync.room:  # a stop does not wait for room: the workers end with what they have, a resume publishes first
             self._publish_beside()
         board.changes.notify()
+        with self._waiting("gather"):
+            await self._held_by_all()
 
     async def _room_to_publish(self) -> None:
         """At most two published versions exist: waits for the last publish, and for a load of the one before it."""
@@ -179,6 +179,23 @@ class Training:
         older_loads = "workers to finish older loads"
         await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", older_loads, (Change.LOADED,))
 
+    async def _held_by_all(self) -> None:
+        """weights.mode = "sync": waits until every worker has loaded the version that was just published."""
+        board, settings = self._board, self._board.settings
+        if settings.weights_mode == "async":
+            return
+
+        def missing() -> str:
+            behind = [f"{worker} holds {held}" for worker, held in board.sync.held.items() if held != board.version]
+            return f"every worker to load version {board.version}: {', '.join(behind)}" if behind else ""
+
+        limit_s = settings.sync_timeout_s + (settings.eval_timeout_s if board.evaluator.items else 0)
+        try:
+            async with bounded(limit_s):
+                await board.changes.until(lambda: board.stopping or not missing(), "trainer (sync)", missing, (Change.LOADED,))
+        except TimeoutError:
+            board.stop(StallError(f"the trainer has waited {limit_s:g} s for {missing()}"))
+
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
 
@@ -197,7 +214,6 @@ class Training:
         """The run ends when every worker holds the last version and its eval has ended (also in a run resumed there)."""
         board = self._board
         board.phase, board.last_version = "evaluating", board.version
-        began_s, eval_began_s = board.now_s(), board.evaluator.active_s
         held, evaluator = board.sync.held, board.evaluator
 
         def ended() -> bool:
@@ -207,12 +223,11 @@ class Training:
 
         limit_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
         try:
-            async with bounded(limit_s):
-                await board.changes.until(ended, "run", f"every worker to load and score version {board.last_version}")
+            with self._waiting("gather"):
+                async with bounded(limit_s):
+                    await board.changes.until(ended, "run", f"every worker to load and score version {board.last_version}")
         except TimeoutError:
             raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None
-        self._spent_s["eval"] += board.evaluator.active_s - eval_began_s
-        self._spent_s["gather"] += board.now_s() - began_s - (board.evaluator.active_s - eval_began_s)
 
     def _record(self, window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         board, now_s = self._board, self._board.now_s()
@@ -251,3 +266,14 @@ class Training:
             yield
         finally:
             self._spent_s[part] += self._board.now_s() - began_s
+
+    @contextmanager
+    def _waiting(self, part: str) -> Iterator[None]:
+        """As `_spending`, without the time in which an eval ran: that is its own part."""
+        board, eval_began_s, began_s = self._board, self._board.evaluator.active_s, self._board.now_s()
+        try:
+            yield
+        finally:
+            eval_s = board.evaluator.active_s - eval_began_s
+            self._spent_s["eval"] += eval_s
+            self._spent_s[part] += board.now_s() - began_s - eval_s

@@ -151,6 +151,21 @@ def _vllm_sampling(profile: Profile) -> Iterator[ConfigError]:
             )
 
 
+def _one_buffer(profile: Profile) -> Iterator[ConfigError]:
+    if profile.rollout.engine == "vllm" and not profile.weights.dual_buffer:
+        yield ConfigError(
+            'weights.dual_buffer = false with rollout.engine = "vllm": vLLM\'s processes read new weights from memory that the '
+            "worker shares with them, all of a version at once, so there is always a second buffer",
+            hint="--set weights.dual_buffer=true, or rollout.engine=transformers",
+        )
+    if profile.weights.transport == "disk" and not profile.weights.dual_buffer:
+        yield ConfigError(
+            'weights.dual_buffer = false with weights.transport = "disk": what is read from files takes memory until it is loaded, '
+            "so it is a second buffer",
+            hint="--set weights.dual_buffer=true, or weights.transport=object-store",
+        )
+
+
 RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _length,
     _partial_rollout,
@@ -161,6 +176,7 @@ RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _vllm_keys,
     _vllm_sizes,
     _vllm_sampling,
+    _one_buffer,
 )
 
 

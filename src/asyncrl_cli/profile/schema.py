@@ -258,6 +258,14 @@ class WeightsSection(Section):
     """Bucket size on the trainer's side."""
     load_bucket_size_mb: PositiveInt = 128
     """Bucket size on the rollout side: a load's extra memory."""
+    mode: Literal["async", "sync"] = "async"
+    """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
+    overlap: bool = True
+    """Bucket by bucket: one is sent while the next is gathered, one is copied while the next arrives; false: one phase
+    after the other."""
+    dual_buffer: bool = True
+    """Rollout workers receive the next version beside generation, into a second buffer, and only swap; false: no second buffer,
+    so weights arrive while generation stands still."""
     probe_sequences: NonNegativeInt = 4
     """Fixed sequences scored by trainer and worker after each load; 0 turns the check off."""
     max_logprob_diff: PositiveFloat = 1e-3

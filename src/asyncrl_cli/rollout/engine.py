@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from asyncrl_cli.loop.ports import Interrupt
 
@@ -50,10 +50,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseReport:
-    """`load_s`: copying the weights; `pause_s`: how long no sequence ran."""
+    """`load_s`: copying the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of that in which weights arrived."""
 
     load_s: float
     pause_s: float
+    fetch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +143,8 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None:
         """Its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
 
-    def receive(self, buckets: Sequence[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
-        """Copy arrived buckets to where `load` takes them from, beside generation. In any thread; may take long."""
+    def receive(self, buckets: Iterable[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
+        """Copy buckets, as they arrive, to where `load` takes them from, beside generation. In any thread; may take long."""
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         """Swap the weights in place. Always resumes.
@@ -165,3 +166,17 @@ class Engine(Protocol):
 
     async def wake(self) -> None:
         """The device is back, with the weights that were there before."""
+
+
+@runtime_checkable
+class OneBufferEngine(Engine, Protocol):
+    """An engine that can also do without a second buffer (`weights.dual_buffer = false`)."""
+
+    async def load_in_place(
+        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
+    ) -> PauseReport:
+        """As `load`, with nothing held beside the model but one slice of at most `load_bucket_size_bytes`.
+
+        `fetch` is called in a thread while no sequence runs. It returns all buckets, verified; what it raises is raised, and
+        the old version goes on.
+        """

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +44,7 @@ from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket, split, unpack
+from asyncrl_cli.weights.in_place import announced, copy_into
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -184,7 +185,7 @@ class TransformersEngine:
             track.done.set_result("abort")
             self._gate.give_up(request_id)
 
-    def receive(self, buckets: Sequence[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
+    def receive(self, buckets: Iterable[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
         """Copies: the buckets' memory may be read-only. Slices, so that no copy is larger than a load bucket."""
         weights: dict[str, torch.Tensor] = {}
         for bucket in buckets:
@@ -195,19 +196,29 @@ class TransformersEngine:
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             check_fit(self._model, weights, version)
+            return await self._load(partial(self._copy, weights), version, interrupt)
+
+    async def load_in_place(
+        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
+    ) -> PauseReport:
+        async with self._weights_lock:
+            return await self._load(partial(self._fetch_and_copy, fetch, version, load_bucket_size_bytes), version, interrupt)
+
+    async def _load(self, copy: Callable[[], float], version: int, interrupt: Interrupt) -> PauseReport:
+        """`copy` puts the weights in, in a pause; it returns the seconds for which it waited for them."""
+        if interrupt == "drain":
+            self._gate.close()
+        try:
             if interrupt == "drain":
-                self._gate.close()
-            try:
-                if interrupt == "drain":
-                    await self._gate.idle()
-                report, interrupted = await asyncio.to_thread(self._swap, weights, version, interrupt)
-                for track in interrupted:
-                    if not track.done.done():
-                        self._submit(track)
-                return report
-            finally:
-                if not self._closed:
-                    self._gate.open()
+                await self._gate.idle()
+            report, interrupted = await asyncio.to_thread(self._swap, copy, version, interrupt)
+            for track in interrupted:
+                if not track.done.done():
+                    self._submit(track)
+            return report
+        finally:
+            if not self._closed:
+                self._gate.open()
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         async with self._weights_lock:
@@ -271,19 +282,34 @@ class TransformersEngine:
         """In the generation thread: a stop string is nothing that continuous batching knows of."""
         self._loop.call_soon_threadsafe(_finish, track, "stop")
 
-    def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[Track]]:
+    def _swap(self, copy: Callable[[], float], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[Track]]:
         """In a worker thread. Returns the responses that have to be submitted again."""
         with self._manager.pause():
             paused_s = time.perf_counter()
             with torch.no_grad():
-                own = self._model.state_dict()
-                for name, tensor in weights.items():
-                    own[name].copy_(tensor)
+                fetch_s = copy()
             self._sampler.version = version
             loaded_s = time.perf_counter()
             interrupted = self._interrupt() if interrupt == "recompute-kv" else []
         ended_s = time.perf_counter()
-        return PauseReport(load_s=loaded_s - paused_s, pause_s=ended_s - paused_s), interrupted
+        load_s = loaded_s - paused_s - fetch_s
+        return PauseReport(load_s=load_s, pause_s=ended_s - paused_s, fetch_s=fetch_s), interrupted
+
+    def _copy(self, weights: Mapping[str, torch.Tensor]) -> float:
+        own = self._model.state_dict()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+        return 0.0
+
+    def _fetch_and_copy(self, fetch: Callable[[], Sequence[Bucket]], version: int, load_bucket_size_bytes: int) -> float:
+        began_s = time.perf_counter()
+        buckets = fetch()
+        fetch_s = time.perf_counter() - began_s
+        check_fit(self._model, announced(buckets), version)
+        own = self._model.state_dict()
+        for bucket in buckets:
+            copy_into(own, bucket, load_bucket_size_bytes)
+        return fetch_s
 
     def _interrupt(self) -> list[Track]:
         """Inside a pause: end all unfinished requests in continuous batching, so that their cache is freed.

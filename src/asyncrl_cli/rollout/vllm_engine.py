@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,9 +136,9 @@ class VllmEngine:
             self._gate.give_up(request_id)
             await self._running_llm().abort(request_id)
 
-    def receive(self, buckets: Sequence[Bucket], load_bucket_size_bytes: int) -> SharedWeights:
+    def receive(self, buckets: Iterable[Bucket], load_bucket_size_bytes: int) -> SharedWeights:
         """One copy, into memory that the engine's processes map. (They read it there, so no load bucket is needed.)"""
-        return SharedWeights.of_buckets(buckets)
+        return SharedWeights.of_buckets(list(buckets))
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:

@@ -92,7 +92,7 @@ def calibrate(run_directory: Path) -> Workload:
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
             interference_ratio=train_fit.interference,
         ),
-        syncing=_syncing(_json_lines(run_directory / "events.jsonl"), lines),
+        syncing=_syncing(_json_lines(run_directory / "events.jsonl"), lines, sends_in_pause=not profile.weights.dual_buffer),
         references=(_reference(lines, profile, schedule, run_directory),),
     )
 
@@ -157,8 +157,11 @@ def _common(profile: Profile, device: str) -> dict[str, Any]:
     return tables
 
 
-def _syncing(events: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> Syncing:
-    """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing."""
+def _syncing(events: Sequence[Mapping[str, Any]], lines: Sequence[Line], *, sends_in_pause: bool) -> Syncing:
+    """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing.
+
+    `sends_in_pause`: the run had no second buffer, so its pauses contain its sends.
+    """
     published = [event for event in events if event["event"] == "published"]
     loaded = [event for event in events if event["event"] == "loaded"]
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
@@ -172,7 +175,7 @@ def _syncing(events: Sequence[Mapping[str, Any]], lines: Sequence[Line]) -> Sync
         gather_bytes_per_s=num_bytes / max(gather_s, 1e-6),
         send_bytes_per_s=num_bytes / max(publish_s + send_s, 1e-6),
         load_bytes_per_s=num_bytes / max(load_s, 1e-6),
-        pause_s=max(0.0, pause_s - load_s),
+        pause_s=max(0.0, pause_s - load_s - (send_s if sends_in_pause else 0.0)),
         colocated_s=gather_s + publish_s + send_s + load_s,
     )
 

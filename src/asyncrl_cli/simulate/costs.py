@@ -21,7 +21,7 @@ from asyncrl_cli.simulate.engine import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
 from asyncrl_cli.simulate.trainer import TrainerTimes
 from asyncrl_cli.simulate.workers import WorkerTimes
-from asyncrl_cli.simulate.workload import Decoding, Syncing, Training, Workload
+from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 _PROGRESS_RATIO = 0.2
 """Workers report at most once in this share of a mean response's time. Finer only takes longer to simulate: from 0.05 to 0.5, times
@@ -115,9 +115,11 @@ def trainer_times(workload: Workload, costs: TrainCosts, *, colocate: bool) -> T
 def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTimes:
     """Colocate has its weights where they are needed: sending and loading cost nothing (`colocated_s` is in the gather).
 
-    Its workers fill the machine: see `_slowdown`.
+    Its workers fill the machine: see `_slowdown`. `weights.overlap` changes nothing here: what it saves of a send is part of the
+    workload's `send_bytes_per_s`.
     """
     colocate, syncing, decoding = profile.placement.colocate, workload.syncing, workload.decoding
+    send_s = 0.0 if colocate else syncing.parameter_bytes / syncing.send_bytes_per_s
     prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
     slowdown = _slowdown(decoding, workers, fills_machine=colocate)
     max_tokens = profile.rollout.max_response_tokens
@@ -132,7 +134,8 @@ def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTi
         prompt_tokens=prompt_tokens,
         max_response_tokens=max_tokens,
         reward_s=_spread(workload.rewarding.latency_s, workload.rewarding.latency_spread),
-        prefetch_s=_constant(0.0 if colocate else _send_s(syncing)),
+        prefetch_s=_constant(send_s if profile.weights.dual_buffer else 0.0),
+        fetch_s=0.0 if profile.weights.dual_buffer else send_s,
         load_s=_constant(0.0 if colocate else syncing.parameter_bytes / syncing.load_bytes_per_s),
         pause_s=0.0 if colocate else syncing.pause_s,
         speed_spread=decoding.speed_spread,
@@ -141,10 +144,6 @@ def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTi
         call_timeout_s=profile.rollout.call_timeout_s,
         weights_timeout_s=profile.weights.timeout_s,
     )
-
-
-def _send_s(syncing: Syncing) -> float:
-    return syncing.parameter_bytes / syncing.send_bytes_per_s
 
 
 def _spread(mean_s: float, spread: float) -> Callable[[random.Random], float]:

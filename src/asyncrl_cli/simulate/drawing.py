@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from typing import Literal
 
 from asyncrl_cli.loop.settings import LoopSettings, OnStale
 from asyncrl_cli.simulate.faults import Fault, draw_faults
@@ -58,7 +59,7 @@ LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
 def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     mode = rng.choice(MODES)
-    settings = _draw_settings(rng, mode)
+    settings = replace(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
     train_s = rng.choice((0.0, 0.2, 0.7, 2.0))
     expected_s = settings.train_steps * (train_s + 0.5)
     num_workers = rng.randint(1, 4)
@@ -113,6 +114,11 @@ def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:
         eval_every_versions=rng.choice((0, 1, 2)),
         eval_timeout_s=rng.choice((0.5, 60.0)),
     )
+
+
+def _draw_weights_mode(seed: int) -> Literal["async", "sync"]:
+    """From a generator of its own: what is drawn beside it stays as it is."""
+    return random.Random(f"weights {seed}").choice(("async", "async", "sync"))
 
 
 def _draw_faults(rng: random.Random, settings: LoopSettings, num_workers: int, expected_s: float) -> tuple[Fault, ...]:

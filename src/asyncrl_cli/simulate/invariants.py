@@ -8,6 +8,7 @@ hears every call to an executor. From both it keeps books of its own (`simulate.
     takes        finish order as far as deadlines allow; R groups; never more than the window holds
     staleness    strict bound unless `on_stale = "accept"`; 0 if eta is 0; versions never fall within a trajectory
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
+    sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
     ends         at the right number of groups, with nothing left over, within the limits of a stop
 """

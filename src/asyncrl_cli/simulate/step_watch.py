@@ -33,6 +33,7 @@ class StepWatch:
         self._check(step == self.number + 1, "steps", f"step {step} after {self.number}")
         self._check(window == books.version, "steps", f"trained in window {window}, the version is {books.version}")
         self._check(step_in_window == (step - 1) % settings.window_steps, "steps", f"step {step} is {step_in_window} in its window")
+        self._check_held(window)
         taken = [key for key, attempt in books.live.items() if attempt.account == "training"]
         keys = [group.key for group in groups]
         self._check(sorted(keys) == sorted(taken), "ledger", f"the trainer got {keys}, the ledger says {taken}")
@@ -59,6 +60,12 @@ class StepWatch:
         windows = record.step // settings.window_steps + is_short
         self._check(record.version == windows == books.version, "version", f"version {record.version} after step {record.step}")
         self._times.check_record(record)
+
+    def _check_held(self, window: int) -> None:
+        """weights.mode = "sync": nothing is trained before every worker holds the weights that the last window made."""
+        held = {name: worker.version for name, worker in self._books.workers.items()}
+        is_in_step = self._settings.weights_mode == "async" or set(held.values()) == {window}
+        self._check(is_in_step, "sync", f"the trainer goes on in window {window} and the workers hold {held}")
 
     def _check_staleness(self, groups: tuple[GroupResult, ...], window: int) -> None:
         settings = self._settings

@@ -46,7 +46,8 @@ class WorkerTimes:
 
     `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
     from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
-    `prefetch_s(rng)`, `load_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load itself.
+    `prefetch_s(rng)`, `load_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load itself; `fetch_s`:
+    receiving weights within the interrupt, where there is no second buffer.
     `speed_spread`: the worker's decoding takes 1 +- this, uniform. Progress is reported `progress_s` after the last report at the
     earliest, and after `poll_s` even if nothing has changed: long runs of many workers want both longer than the real worker's.
     """
@@ -60,6 +61,7 @@ class WorkerTimes:
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
     pause_s: float = 0.0
+    fetch_s: float = 0.0
     speed_spread: float = 0.0
     progress_s: float = DEBOUNCE_S
     poll_s: float = POLL_S
@@ -176,11 +178,12 @@ class SimulatedWorker:
         slow = self._faults.meets(FaultKind.SLOW_LOAD)
         load_s = times.load_s(self._rng) + (slow.seconds if slow else 0.0)
         self._engine.freeze()
-        await calls.sleep(load_s + times.pause_s, limit)
+        stopped_s = times.fetch_s + load_s + times.pause_s
+        await calls.sleep(stopped_s, limit)
         self._engine.thaw(version, recompute=interrupt == "recompute-kv")
         self._meter.load_ended()
         self.loads.append(version)
-        return LoadReport(version=version, send_s=0.0, load_s=load_s, pause_s=load_s + times.pause_s, logprob_abs_diff=0.0)
+        return LoadReport(version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         times = self._times

@@ -7,14 +7,15 @@
 
 Threads. `train`, `gather`, `score`, `snapshot` and `load` belong to one thread (the trainer's). `published` and `write`
 may run in another one beside them: they touch only what gather and snapshot have copied, and `write` talks to the other
-ranks through a process group of its own. One `write` at a time, in the same order on all ranks.
+ranks through a process group of its own. One `write` at a time, in the same order on all ranks. What `gather` tells of a
+full bucket may be used by any thread at once: nothing writes to that bucket again.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -87,18 +88,19 @@ class PolicyTrainer:
         ends = itertools.accumulate((len(tokens) - 1 for tokens in sequences), initial=0)
         return [logprobs[start:end] for start, end in itertools.pairwise(ends)]
 
-    def gather(self, version: int) -> float:
+    def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
         """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
 
-        Returns seconds. A collective. Rank 0 holds the newest version only: a gather replaces the one before.
+        Returns seconds. A collective. Rank 0 holds the newest version only: a gather replaces the one before. There,
+        `on_full(packing, index)` is called for each bucket as soon as it is full, in this thread: it should return at once.
         """
         started_s = time.monotonic()
         packing = Packing(self._layout) if self.ranks.rank == 0 else None
         with torch.no_grad():
             for spec in self.model.specs():
                 full = self.model.full(spec)
-                if packing is not None:
-                    packing.put(spec.name, full)
+                if packing is not None and (index := packing.put(spec.name, full)) is not None:
+                    on_full(packing, index)
         probe_logprobs = tuple(tuple(row) for row in self.score(self._probes))
         if packing is not None:
             self._publication = Publication(

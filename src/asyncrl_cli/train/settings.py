@@ -35,6 +35,7 @@ class TrainerSettings:
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     total_optimizer_steps: int = 1
     gather_bucket_size_bytes: int = 2048 * BYTES_PER_MB
+    overlap: bool = True
     probe_sequences: int = 4
     seed: int = 0
     threads: int = 1
@@ -62,6 +63,7 @@ class TrainerSettings:
             lr_schedule=trainer.lr_schedule,
             total_optimizer_steps=total_optimizer_steps,
             gather_bucket_size_bytes=profile.weights.gather_bucket_size_mb * BYTES_PER_MB,
+            overlap=profile.weights.overlap,
             probe_sequences=profile.weights.probe_sequences,
             seed=profile.run.seed,
             threads=profile.placement.cpus_per_worker,

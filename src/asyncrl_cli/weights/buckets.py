@@ -1,7 +1,7 @@
 """Buckets: flat host buffers in which full parameters travel, their layout, and the fingerprints that verify them.
 
-    trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal() -> Bucket...     (gather, publish)
-    worker    verify(buckets, manifest) -> split(bucket, load size)... -> unpack(bucket)            (prefetch, load)
+    trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket   (gather, publish)
+    worker    verified(buckets, manifest) -> split(bucket, load size)... -> unpack(bucket)            (prefetch, load)
 
 A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once, under the
 first of their names; the others are recorded as `aliases`.
@@ -10,6 +10,7 @@ first of their names; the others are recorded as `aliases`.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -112,28 +113,41 @@ class Packing:
         self.layout = tuple(layout)
         self._buffers = [np.zeros(entries[-1].end_bytes, dtype=np.uint8) for entries in layout]
         self._places = {e.spec.name: (i, e) for i, entries in enumerate(layout) for e in entries}
-        self._missing = set(self._places)
+        self._missing = [{entry.spec.name for entry in entries} for entries in layout]
+        self._sealed: dict[int, Bucket] = {}
+        self._sealing = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
         return sum(len(buffer) for buffer in self._buffers)
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy a full tensor (any device, any dtype: it is cast to the wire's) to its place."""
+    def put(self, name: str, tensor: torch.Tensor) -> int | None:
+        """Copy a full tensor (any device, any dtype: it is cast to the wire's) to its place.
+
+        Returns the index of its bucket if that is full now: from then on nothing writes to it.
+        """
         index, entry = self._places[name]
         assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
         view_of(self._buffers[index], entry).copy_(tensor)
-        self._missing.discard(name)
+        self._missing[index].discard(name)
+        return None if self._missing[index] else index
 
     def seal(self) -> list[Bucket]:
         """The filled buckets with their fingerprints. Reads all bytes once: call it beside training."""
-        return [
-            Bucket(data=data, entries=entries, fingerprint=fingerprint(data))
-            for data, entries in zip(self.filled(), self.layout, strict=True)
-        ]
+        return [self.seal_bucket(index) for index in range(len(self.layout))]
+
+    def seal_bucket(self, index: int) -> Bucket:
+        """A filled bucket with its fingerprint, while others may still be filled. Any thread; read once, however often called."""
+        assert not self._missing[index], f"never put: {sorted(self._missing[index])}"
+        with self._sealing:
+            if index not in self._sealed:
+                data = self._buffers[index]
+                self._sealed[index] = Bucket(data=data, entries=self.layout[index], fingerprint=fingerprint(data))
+            return self._sealed[index]
 
     def filled(self) -> list[NDArray[np.uint8]]:
-        assert not self._missing, f"never put: {sorted(self._missing)}"
+        missing = sorted(set().union(*self._missing))
+        assert not missing, f"never put: {missing}"
         return self._buffers
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -181,23 +195,40 @@ def fingerprint(data: NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def verify(buckets: Sequence[Bucket], manifest: Manifest) -> None:
+def verify(buckets: Iterable[Bucket], manifest: Manifest) -> None:
     """Compare the fingerprint of every received bucket with the manifest's.
 
     Raises:
         DamagedWeights: naming the version and the first bucket that differs.
     """
-    if len(buckets) != len(manifest.fingerprints):
+    for _ in verified(buckets, manifest):
+        pass
+
+
+def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
+    """The buckets as they arrive, each behind the comparison of its fingerprint; `verify` says what it raises.
+
+    Only when the last one has come is the version known to be whole: load nothing before.
+    """
+    count = len(manifest.fingerprints)
+    arrived = 0
+    for bucket in buckets:
+        if arrived < count:
+            _compare(bucket, arrived, manifest)
+            yield bucket
+        arrived += 1
+    if arrived != count:
+        raise DamagedWeights(f"weights of version {manifest.version}: {arrived} buckets arrived, {count} were sent")
+
+
+def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
+    expected = manifest.fingerprints[index]
+    if (found := fingerprint(bucket.data)) != expected:
         raise DamagedWeights(
-            f"weights of version {manifest.version}: {len(buckets)} buckets arrived, {len(manifest.fingerprints)} were sent"
+            f"weights of version {manifest.version}: bucket {index} of {len(manifest.fingerprints)} ({len(bucket.data)} bytes) "
+            f"arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
+            hint="the transport changed or mixed bytes; the worker keeps its old weights",
         )
-    for index, (bucket, expected) in enumerate(zip(buckets, manifest.fingerprints, strict=True)):
-        if (found := fingerprint(bucket.data)) != expected:
-            raise DamagedWeights(
-                f"weights of version {manifest.version}: bucket {index} of {len(buckets)} ({len(bucket.data)} bytes) "
-                f"arrived damaged: fingerprint {found:016x}, published as {expected:016x}",
-                hint="the transport changed or mixed bytes; the worker keeps its old weights",
-            )
 
 
 def parameter_dtype(buckets: Iterable[Bucket]) -> str | None:

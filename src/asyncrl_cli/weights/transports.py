@@ -2,7 +2,7 @@
 
     rank 0   send(sender, manifest, buckets):        begin(version) -> put(bucket) -> ref ... -> finish(manifest)
     driver   carries (manifest, refs) to every worker
-    worker   receive(receiver, manifest, refs):      get(manifest, ref) -> bucket ..., fingerprints compared
+    worker   Receiver.get(manifest, ref) -> bucket ..., and `buckets.verified` compares fingerprints
 
 `object-store` lives in job/transports.py (its refs are Ray's), `disk` in weights/disk.py.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncrl_cli.weights.buckets import Bucket, Manifest, verify
+from asyncrl_cli.weights.buckets import Bucket, Manifest
 
 
 class Sender(Protocol):
@@ -44,10 +44,3 @@ def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[
     refs = [sender.put(bucket) for bucket in buckets]
     sender.finish(manifest)
     return refs
-
-
-def receive(receiver: Receiver, manifest: Manifest, refs: Sequence[Any]) -> list[Bucket]:
-    """Raises DamagedWeights unless the very bytes arrive that were published."""
-    buckets = [receiver.get(manifest, ref) for ref in refs]
-    verify(buckets, manifest)
-    return buckets

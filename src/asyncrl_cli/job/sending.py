@@ -1,0 +1,57 @@
+"""Rank 0's sending: each gathered bucket gets its fingerprint and goes to the transport.
+
+    overlap       gather | bucket 0 | bucket 1 | bucket 2 | probes |
+                                    | send 0   | send 1   | send 2 |    (a thread)        publish: waits for the rest
+    no overlap    gather | bucket 0 | bucket 1 | bucket 2 | probes |                      publish: send 0, send 1, send 2
+
+Either way the same buckets arrive, in the same order. A failed send is raised by the publish of its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing
+    from asyncrl_cli.weights.transports import Sender
+
+    OnFull = Callable[[Packing, int], None]
+
+
+class Sending:
+    """`sender`: the transport's end. Its calls come in a thread, in the order begin, put ..., finish."""
+
+    def __init__(self, sender: Sender, *, overlap: bool) -> None:
+        self._sender = sender
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send") if overlap else None
+        self._begun: dict[int, list[Future[Any]]] = {}
+
+    def of(self, version: int) -> OnFull:
+        """What to call with each bucket of `version` that a gather has filled, in their order.
+
+        A version that was begun and never published (a run that stops) is let go of.
+        """
+        self._begun.clear()
+        if self._thread is None:
+            return lambda packing, index: None
+        sends, thread = self._begun.setdefault(version, []), self._thread
+        return lambda packing, index: sends.append(thread.submit(self._seal_and_put, version, packing, index))
+
+    def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
+        """What the sender returned for each of the version's `buckets`; puts those that no gather has begun (a resumed version)."""
+        sends = self._begun.pop(manifest.version, None)
+        if sends is None:
+            from asyncrl_cli.weights.transports import send
+
+            return send(self._sender, manifest, buckets)
+        assert len(sends) == len(buckets), f"{len(sends)} of {len(buckets)} buckets of version {manifest.version} were sent"
+        refs = [one.result() for one in sends]
+        self._sender.finish(manifest)
+        return refs
+
+    def _seal_and_put(self, version: int, packing: Packing, index: int) -> Any:
+        if index == 0:
+            self._sender.begin(version)
+        return self._sender.put(packing.seal_bucket(index))

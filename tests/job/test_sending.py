@@ -1,0 +1,160 @@
+"""Rank 0's sending, with and without overlap: what is sent when, and that the same arrives."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from asyncrl_cli.job.sending import Sending
+from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, fingerprint, plan_layout, specs_of, unpack, verify
+from tests.job.crew import make_model
+
+WAIT_S = 30.0
+"""A bound on what takes milliseconds."""
+TENSORS = {name: torch.full((16,), float(number)) for number, name in enumerate("abcde")}
+
+
+class Transport:
+    """Keeps copies, as an object store does; `held` stops its puts until it is set."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.threads: list[str] = []
+        self.put_one = threading.Semaphore(0)
+        self.held = threading.Event()
+        self.held.set()
+        self.versions: list[str] = []
+
+    def begin(self, version: int) -> None:
+        self.versions.append(f"begin {version}")
+
+    def finish(self, manifest: Manifest) -> None:
+        self.versions.append(f"finish {manifest.version}")
+
+    def put(self, bucket: Bucket) -> int:
+        assert self.held.wait(WAIT_S)
+        self.buckets.append(Bucket(data=bucket.data.copy(), entries=bucket.entries, fingerprint=bucket.fingerprint))
+        self.threads.append(threading.current_thread().name)
+        self.put_one.release()
+        return len(self.buckets) - 1
+
+
+def published(version: int, gathered: Packing) -> tuple[Manifest, list[Bucket]]:
+    buckets = gathered.seal()
+    fingerprints = tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None)
+    return Manifest(version=version, num_bytes=gathered.num_bytes, fingerprints=fingerprints, temperature=1.0), buckets
+
+
+def packing() -> Packing:
+    """One tensor per bucket."""
+    return Packing(plan_layout(specs_of(TENSORS), 64))
+
+
+def test_overlapped_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
+    transport, gathered = Transport(), packing()
+    sending = Sending(transport, overlap=True)
+    on_full = sending.of(1)
+    for number, (name, tensor) in enumerate(TENSORS.items()):
+        index = gathered.put(name, tensor)
+        assert index == number
+        on_full(gathered, index)
+        assert transport.put_one.acquire(timeout=WAIT_S)  # and the next tensor was not even read yet
+        assert len(transport.buckets) == number + 1
+    assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
+    assert {name.split("_")[0] for name in transport.threads} == {"send"}
+    assert transport.versions == ["begin 1", "finish 1"]
+
+
+def test_a_slow_transport_does_not_hold_up_the_gather() -> None:
+    transport, gathered = Transport(), packing()
+    transport.held.clear()
+    sending = Sending(transport, overlap=True)
+    on_full = sending.of(1)
+    for name, tensor in TENSORS.items():
+        index = gathered.put(name, tensor)
+        assert index is not None
+        on_full(gathered, index)
+    assert transport.buckets == []
+    transport.held.set()
+    assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
+
+
+def test_without_overlap_nothing_is_sent_before_the_publish() -> None:
+    transport, gathered = Transport(), packing()
+    sending = Sending(transport, overlap=False)
+    on_full = sending.of(1)
+    for name, tensor in TENSORS.items():
+        index = gathered.put(name, tensor)
+        assert index is not None
+        on_full(gathered, index)
+    assert transport.buckets == []
+    assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
+    assert set(transport.threads) == {threading.current_thread().name}
+
+
+def test_a_version_that_no_gather_brought_is_sent_by_its_publish() -> None:
+    transport, gathered = Transport(), packing()
+    for name, tensor in TENSORS.items():
+        gathered.put(name, tensor)
+    assert Sending(transport, overlap=True).sent(*published(5, gathered)) == [0, 1, 2, 3, 4]
+
+
+def test_a_failed_send_is_the_error_of_its_publish() -> None:
+    class Full(Transport):
+        def put(self, bucket: Bucket) -> int:
+            raise OSError("the object store is full")
+
+    gathered = packing()
+    sending = Sending(Full(), overlap=True)
+    on_full = sending.of(1)
+    for name, tensor in TENSORS.items():
+        index = gathered.put(name, tensor)
+        assert index is not None
+        on_full(gathered, index)
+    with pytest.raises(OSError, match="the object store is full"):
+        sending.sent(*published(1, gathered))
+
+
+def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of() -> None:
+    transport, gathered = Transport(), packing()
+    sending = Sending(transport, overlap=True)
+    on_full = sending.of(1)
+    index = gathered.put("a", TENSORS["a"])
+    assert index is not None
+    on_full(gathered, index)
+    sending.of(2)
+    assert list(sending._begun) == [2]
+
+
+@pytest.mark.parametrize("gather_bytes", [100_000, 2**24], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap: bool, gather_bytes: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.policy_trainer import PolicyTrainer
+    from asyncrl_cli.train.settings import TrainerSettings
+
+    model_dir = make_model(tmp_path / "model")
+    settings = TrainerSettings(model_dir=str(model_dir), gather_bucket_size_bytes=gather_bytes, overlap=overlap)
+    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{tmp_path}/meet")
+    transport = Transport()
+    try:
+        sending = Sending(transport, overlap=settings.overlap)
+        trainer.gather(3, sending.of(3))
+        for shard in trainer.model.locals().values():
+            shard.zero_()  # training goes on
+        manifest, buckets = trainer.published(3)
+        refs = sending.sent(manifest, buckets)
+    finally:
+        trainer.close()
+    arrived = [transport.buckets[ref] for ref in refs]
+    verify(arrived, manifest)
+    assert manifest.fingerprints == tuple(fingerprint(bucket.data) for bucket in arrived)
+    assert (len(arrived) > 1) == (gather_bytes < 2**20)
+    received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}
+    expected = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    assert received.keys() == expected.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())

@@ -1,0 +1,118 @@
+"""weights.mode: when the trainer goes on after a gather, and what that costs. On a virtual clock, to the second."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
+from tests.loop.worlds import MODES, Ran, run_world, settings
+
+EXACT = {"response_tokens": lambda rng: 50, "prefetch_s": lambda rng: 0.5, "load_s": lambda rng: 0.3}
+"""A response takes 1 s; the trainer trains 0.7 s, gathers 0.1 s and publishes 0.05 s."""
+
+
+def run_sync(mode: str, *, times=EXACT, **changes) -> Ran:
+    kept = {key: changes.pop(key) for key in ("faults", "stop_at_s", "workers", "evals") if key in changes}
+    return run_world(settings(mode, weights_mode="sync", checkpoint_every_steps=0, **changes), times=times, **kept)
+
+
+def parts(ran: Ran, step: int) -> dict[str, float]:
+    return {part: round(seconds, 6) for part, seconds in ran.recorder.steps[step - 1].timing_s.items() if seconds > 1e-9}
+
+
+def test_async_goes_on_after_the_gather_and_sync_after_the_last_load() -> None:
+    """Nothing is admitted ahead: the trainer waits for the new version's rollouts either way, but by another name."""
+    is_async = run_world(settings("on-policy-pipeline", checkpoint_every_steps=0), times=EXACT)
+    assert parts(is_async, 5) == {"wait_data": 1.85, "train": 0.7, "gather": 0.1, "step": 2.65}
+    is_sync = run_sync("on-policy-pipeline")
+    assert parts(is_sync, 5) == {"wait_data": 1.0, "train": 0.7, "gather": 0.95, "step": 2.65}
+    assert is_async.error is is_sync.error is None
+    assert is_async.trained == is_sync.trained
+
+
+def test_the_first_wait_is_before_the_first_step() -> None:
+    ran = run_sync("on-policy-pipeline")
+    assert parts(ran, 1) == {"wait_data": 1.0, "train": 0.7, "gather": 0.95, "step": 2.65}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_window_is_trained_before_every_worker_holds_its_version(mode: str) -> None:
+    ran = run_sync(mode, times=None, workers=3)
+    assert ran.error is None
+    loaded: dict[int, list[float]] = {}
+    for event in ran.recorder.named("loaded"):
+        loaded.setdefault(event.version, []).append(event.time_s)
+    begins = {}
+    for before, record in pairwise(ran.recorder.steps):
+        if before.version != before.window:
+            begins[record.window] = before.ended_s  # the record is written once the trainer may go on
+    assert begins
+    for window, began_s in begins.items():
+        assert len(loaded[window]) == 3
+        assert max(loaded[window]) <= began_s
+
+
+def test_a_synchronous_run_skips_no_version_and_has_one_on_its_way() -> None:
+    times = {"prefetch_s": lambda rng: rng.random() * 9, "load_s": lambda rng: 0.1}
+    ran = run_sync("partial-rollout", times=times, workers=4, eta=Fraction(3), window_steps=1, train_steps=20)
+    assert ran.error is None
+    assert [worker.loads for worker in ran.workers] == [list(range(21))] * 4
+
+
+def test_a_worker_that_missed_a_version_takes_the_newest() -> None:
+    late = Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-1", nth=3, seconds=8.0)
+    changes = {"window_steps": 1, "eta": Fraction(3), "train_steps": 12, "checkpoint_every_steps": 0}
+    ran = run_world(settings("partial-rollout", **changes), times=EXACT, faults=Faults([late]))
+    assert ran.error is None
+    assert ran.workers[0].loads == list(range(13))
+    assert ran.workers[1].loads[:3] == [0, 1, 2]
+    assert ran.workers[1].loads[3] > 3
+    assert ran.workers[1].loads == sorted(set(ran.workers[1].loads))
+    assert ran.workers[1].loads[-1] == 12
+
+
+def test_a_transfer_that_arrives_again_changes_nothing() -> None:
+    again = [Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=nth, seconds=0.7) for nth in (2, 4, 5)]
+    plain, repeated = (run_sync("partial-rollout", train_steps=12, faults=Faults(faults)) for faults in ([], again))
+    assert repeated.error is None
+    assert [worker.loads for worker in repeated.workers] == [worker.loads for worker in plain.workers]
+
+
+def test_who_does_not_load_is_named_after_a_bounded_wait() -> None:
+    stuck = Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-1", nth=3, seconds=250.0)
+    ran = run_sync("stale-samples", faults=Faults([stuck]), sync_timeout_s=20.0)
+    assert isinstance(ran.error, StallError)
+    assert str(ran.error) == "the trainer has waited 20 s for every worker to load version 2: rollout-1 holds 1"
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == 4
+
+
+def test_a_worker_that_dies_in_the_wait_ends_it_with_its_own_error() -> None:
+    lost = Fault(kind=FaultKind.LOST_PREFETCH, executor="rollout-1", nth=3)
+    ran = run_sync("stale-samples", faults=Faults([lost]))
+    assert isinstance(ran.error, ExecutorFailed)
+    assert str(ran.error).startswith("rollout-1 failed: simulated loss of version 2")
+    assert ran.checkpoints.cuts[-1][0].step == 4
+
+
+def test_a_stop_does_not_wait_for_the_loads() -> None:
+    slow = EXACT | {"prefetch_s": lambda rng: 60.0}
+    undisturbed = run_sync("on-policy-pipeline", times=slow)
+    first_ends_s = undisturbed.recorder.steps[0].ended_s - 60.0
+    ran = run_sync("on-policy-pipeline", times=slow, stop_at_s=first_ends_s)
+    assert isinstance(ran.error, Interrupted)
+    assert len(ran.recorder.steps) == 1
+    assert ran.elapsed_s == pytest.approx(first_ends_s + 0.4, abs=1.0)  # and the checkpoint is written
+
+
+def test_an_eval_that_defers_the_loads_is_its_own_part() -> None:
+    ran = run_sync("partial-rollout", window_steps=1, evals=40, eval_every_versions=1)
+    assert ran.error is None
+    spent = [record.timing_s for record in ran.recorder.steps]
+    assert any(timing["eval"] > 0.5 for timing in spent)
+    for timing in spent:
+        assert sum(seconds for part, seconds in timing.items() if part != "step") == pytest.approx(timing["step"])
+        assert min(timing.values()) > -1e-9
