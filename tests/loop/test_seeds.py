@@ -11,6 +11,8 @@ from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ledger import Account
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.loop.reports import ReportBook
+from asyncrl_cli.loop.restarts import Restarts
 from asyncrl_cli.loop.signal import Change, Changes
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
@@ -72,6 +74,16 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {entry.weights_mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
+
+
+def test_runs_whose_workers_are_restarted_are_completed():
+    """Every invariant held (above); here: the faults that restarts mend ended no run, in any mode."""
+    ran = [outcome for first in range(0, NUM_SEEDS, CHUNK_SEEDS) for outcome in outcomes(first) if outcome.counts["restarted"]]
+    whole = [outcome for outcome in ran if not outcome.errors]
+    assert {outcome.scenario.mode for outcome in whole} == set(MODES)
+    assert len(whole) > NUM_SEEDS // 10
+    assert sum(outcome.counts["restarted"] for outcome in whole) > len(whole), "some have more than one"
+    assert max(outcome.counts["lost"] - outcome.counts["restarted"] for outcome in ran) > 0, "some restart fails, or comes too late"
 
 
 @pytest.mark.parametrize("seed", [874])
@@ -174,6 +186,27 @@ async def go_on_at_once(training):
     """As with weights.mode = "async"."""
 
 
+def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
+    original(slots, is_down)
+    slots.loading = is_down
+
+
+def begin_without_a_base(book, report, arrived_s):
+    del book._awaited[report.name]
+    return float("-inf")
+
+
+def use_none(restarts, name, error, original=Restarts._use_one):
+    original(restarts, name, error)
+    restarts._left[name] += 1
+
+
+def lost_for_good(groups, worker):
+    for key in [key for key, name in groups._workers.items() if name == worker]:
+        groups._end(key, Account.REQUEUED, "worker lost")
+    return 0
+
+
 MISTAKES = {
     "deadlines count from the trainer's version": (Admission, "deadline_on", deadline_from_the_trainer, {"deadlines", "admission"}),
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
@@ -186,6 +219,12 @@ MISTAKES = {
     "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
     "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
     "waste is not counted": (Groups, "finish", finish_that_forgets_waste, {"waste"}),
+    "a dead worker keeps its groups": (Groups, "lost", lambda *_: 0, {"restarts"}),
+    "the prompts of a dead worker never start again": (Groups, "lost", lost_for_good, {"ledger"}),
+    "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),
+    "a restarted executor's sums begin anew": (ReportBook, "_begin_anew", begin_without_a_base, {"time"}),
+    "restarts have no limit": (Restarts, "_use_one", use_none, {"restarts"}),
+    "a dead worker's tokens are forgotten": (ReportBook, "lost", lambda *_: 0, {"waste", "time"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
     "a synchronous trainer does not wait": (Training, "_held_by_all", go_on_at_once, {"sync"}),
 }

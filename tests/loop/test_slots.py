@@ -13,7 +13,7 @@ N, PREFETCH, SLOTS, WORKERS = 3, 2, 10, 4
 
 changes = st.lists(
     st.tuples(
-        st.sampled_from(("set", "free", "evals", "load", "loaded")),
+        st.sampled_from(("set", "free", "evals", "load", "loaded", "down", "up")),
         st.integers(0, WORKERS - 1),
         st.integers(0, 3),
         st.integers(0, N),
@@ -33,15 +33,19 @@ def change(worker: WorkerSlots, what: str, group: int, amount: int) -> None:
         worker.free(key(group))
     elif what == "evals":
         worker.change_evals(amount if worker.eval_sequences < 4 else -worker.eval_sequences)
+    elif what in ("down", "up"):
+        worker.set_down(what == "down")
     else:
-        worker.loading = what == "load"
+        worker.loading = what == "load" or worker.down
         worker.version += what == "loaded"
 
 
 def searched(workers: list[WorkerSlots]) -> list[WorkerSlots]:
-    """By the definition: those with free slots for a whole group; if no worker has these, those whose queue has room."""
-    free = [worker for worker in workers if worker.slots - worker.used >= N]
-    room = free or [worker for worker in workers if worker.slots - worker.used + N * PREFETCH >= N]
+    """By the definition: those with free slots for a whole group; if no worker has these, those whose queue has room. A worker
+    that is down has neither."""
+    up = [worker for worker in workers if not worker.down]
+    free = [worker for worker in up if worker.slots - worker.used >= N]
+    room = free or [worker for worker in up if worker.slots - worker.used + N * PREFETCH >= N]
     ranked = sorted(
         (worker for worker in room if not worker.loading), key=lambda w: (-w.version, w.used - w.slots, workers.index(w))
     )
@@ -56,7 +60,9 @@ def test_who_may_start_a_group_is_what_a_search_through_all_workers_finds(change
         change(workers[index], what, group, amount)
         assert fleet.candidates() == searched(workers)
         assert fleet.is_awake() == (not all(worker.loading for worker in workers))
-        assert (fleet.room_on(workers[index]) is Room.IN_SLOTS) == (SLOTS - workers[index].used >= N)
+        has_room = SLOTS - workers[index].used >= N and not workers[index].down
+        assert (fleet.room_on(workers[index]) is Room.IN_SLOTS) == has_room
+        assert fleet.is_whole() == (not any(worker.down for worker in workers))
 
 
 @given(st.lists(st.tuples(st.integers(0, WORKERS - 1), st.integers(1, 3)), max_size=40))

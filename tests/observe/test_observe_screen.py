@@ -121,11 +121,14 @@ def test_plain_lines_are_few_and_close_with_the_totals(status):
         plain.line({"step": step, "version": step, "time_s": float(step), "reward/mean": 0.5})
     plain.event({"time_s": 21.0, "event": "running"})
     plain.event({"time_s": 21.0, "event": "eval", "version": 20, "reward_mean": 0.61})
+    plain.event({"time_s": 22.0, "event": "lost", "worker": "rollout-1", "error": "its warning says it"})
+    plain.event({"time_s": 23.0, "event": "restarted", "worker": "rollout-1", "restart_s": 12.3})
     plain.close(status)
     lines = stream.getvalue().splitlines()
     steps = [line.split("step ")[1].split("/")[0] for line in lines if "  step " in line]
     assert steps == ["1", "6", "11", "16", "20"]
     assert "0:00:21  eval of version 20: 0.610" in lines
+    assert "0:00:23  rollout-1 was restarted in 12 s" in lines
     assert any(line.startswith("ledger     admitted 1,912") for line in lines)
 
 

@@ -37,8 +37,13 @@ PAGES = 50
 def there(model: Qwen3ForCausalLM, model_dir: Path) -> Iterator[World]:
     config = model.config
     kv_bytes_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
-    cache = {"block_size": PAGE_TOKENS, "kv_cache_memory_bytes": PAGES * PAGE_TOKENS * kv_bytes_per_token}
-    options = VllmOptions(engine_args=cache | {"max_num_batched_tokens": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS})
+    cache = {
+        "block_size": PAGE_TOKENS,
+        "kv_cache_memory_bytes": PAGES * PAGE_TOKENS * kv_bytes_per_token,
+        # Room for one whole response in a pass, and not for all: where prefills were cut to fit, seeded requests would end vLLM.
+        "max_num_batched_tokens": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS,
+    }
+    options = VllmOptions(engine_args=cache)
     with world(model, model_dir, options=options) as running:
         yield running
 
@@ -345,9 +350,30 @@ def test_partial_responses_know_their_versions_while_they_run(there: World) -> N
         known = there.engine.so_far("watched")
         assert known is not None
         assert set(known.versions) == {before, version}
+        well_formed(known)
+        assert there.engine.tokens_of("watched") == len(known.tokens)
         await there.engine.abort("watched")
         assert (await running).versions[: len(known.versions)] == known.versions
         assert there.engine.so_far("watched") is None
+
+    there.run(body)
+
+
+def test_partial_responses_are_known_to_the_last_token_though_they_come_in_lots(there: World) -> None:
+    """Each pass of a lone request samples one token: all that were sampled are told, not whole lots only."""
+
+    async def body() -> None:
+        running = asyncio.create_task(there.engine.generate("lots", [5, 6], sampling(100, temperature=0.1), 0))
+        known: dict[int, Completion] = {}
+        while not running.done():
+            if (so_far := there.engine.so_far("lots")) is not None:
+                known[len(so_far.tokens)] = so_far
+            await asyncio.sleep(0)
+        whole = await running
+        assert len(known) > len(whole.tokens) / 4
+        for count, so_far in known.items():
+            well_formed(so_far)
+            assert (so_far.tokens, so_far.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
 
     there.run(body)
 

@@ -74,6 +74,7 @@ def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_pa
     kv_bytes_per_token = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
     assert arguments["block_size"] == 32
     assert arguments["enforce_eager"] is True
+    assert arguments["enable_chunked_prefill"] is False
     assert arguments["kv_cache_memory_bytes"] >= 8 * 300 * kv_bytes_per_token
     assert arguments["logprobs_mode"] == "processed_logprobs"
 

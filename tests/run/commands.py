@@ -95,6 +95,14 @@ def wait_until_gone(pids: set[int], limit_s: float) -> set[int]:
     return alive(pids)
 
 
+def command_line(pid: int) -> bytes:
+    """Of a process, b"" if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def kill(process: subprocess.Popen[str], number: signal.Signals) -> None:
     os.kill(process.pid, number)
 

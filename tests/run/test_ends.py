@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from tests.run.commands import SMALL, alive, descendants, finish, kill, lines, start, wait_for_steps, wait_until_gone
+from tests.run.commands import SMALL, alive, command_line, descendants, finish, kill, lines, start, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +87,7 @@ def test_a_dead_rollout_worker_fails_the_run_with_its_own_error_after_a_checkpoi
     run = tmp_path / "runs" / "dead"
     wait_for_steps(process, run, 3)
     family = descendants(process.pid)
-    worker = next(pid for pid in family if b"RolloutActor" in _command_line(pid))
+    worker = next(pid for pid in family if b"RolloutActor" in command_line(pid))
     os.kill(worker, signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
@@ -103,18 +103,10 @@ def test_a_dead_vllm_engine_fails_the_run_with_its_own_error(tmp_path):
     process = start(tmp_path, "train", *words, sets=(*LONG, "rollout.engine=vllm"))
     wait_for_steps(process, tmp_path / "runs" / "engine", 2)
     family = descendants(process.pid)
-    os.kill(next(pid for pid in family if b"VLLM::EngineCore" in _command_line(pid)), signal.SIGKILL)
+    os.kill(next(pid for pid in family if b"VLLM::EngineCore" in command_line(pid)), signal.SIGKILL)
     killed_s = time.monotonic()
     code, _, err = finish(process)
     assert code == 1
     assert time.monotonic() - killed_s < 30
     assert err.splitlines()[-1] == "error: rollout-0 failed: vLLM's engine process has ended (EngineCore with SIGKILL)"
     assert not wait_until_gone(family, 10.0)
-
-
-def _command_line(pid):
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""

@@ -289,6 +289,43 @@ def test_transfers_may_lag_repeat_themselves_or_get_lost():
     assert sum(together.happened.values()) == 4
 
 
+def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_one_does_not_reach():
+    faults = [
+        Fault(kind=FaultKind.REPEATED_PREFETCH, executor="rollout-0", nth=2, seconds=30.0),
+        Fault(kind=FaultKind.WORKER_DIES, executor="rollout-0", at_s=5.0),
+        Fault(kind=FaultKind.WORKER_DIES, executor="rollout-0", at_s=60.0),
+    ]
+
+    async def main():
+        machine = SharedMachine(training_ratio=1.0)
+        worker = make(
+            faults=Faults(faults),
+            machine=machine,
+            restart_s=lambda rng: 4.0,
+            reward_s=lambda rng: 9.0,
+            response_tokens=lengths(2, 90),
+        )
+        await load(worker, 0)
+        await load(worker, 1)
+        running = asyncio.create_task(worker.generate(group()))
+        with pytest.raises(ExecutorFailed, match="death at 5 s"):
+            await running
+        await asyncio.sleep(1.0)
+        await worker.restart()
+        back_s, version = now_s(), worker.version
+        report = (await worker.progress(0)).reports[0]
+        assert await machine.compute(1.0) == 1.0, "the old engine still slows the machine down"
+        await load(worker, 0)
+        await asyncio.sleep(30.0)
+        with pytest.raises(AssertionError, match="has received 0"):
+            await worker.load(1, "keep-kv")
+        with pytest.raises(ExecutorFailed, match="death at 60 s"):
+            await worker.generate(group(1))
+        return back_s, version, report.sums["idle_s"], report.sums["running_sequence_s"], report.gauges["running_sequences"]
+
+    assert run_virtual(keep_busy(main())) == (10.0, -1, 5.0, 0.0, 0)
+
+
 def test_a_reward_that_raises_costs_one_trajectory():
     faults = Faults([Fault(kind=FaultKind.REWARD_RAISES, executor="rollout-0", nth=2)])
 

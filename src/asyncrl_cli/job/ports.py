@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,13 @@ WEIGHTS_KEY = "weights.timeout_s"
 class RayRolloutWorker:
     """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays."""
 
-    def __init__(self, name: str, actor: Any, profile: Profile) -> None:
+    def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, restart_timeout_s: float) -> None:
+        """`make_actor()` makes the worker's actor in its bundle, now and at every restart."""
         self.name = name
         self.slots = profile.rollout.slots
-        self.actor = actor
+        self.actor = make_actor()
+        self._make_actor = make_actor
+        self._restart_timeout_s = restart_timeout_s
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
 
@@ -97,6 +100,16 @@ class RayRolloutWorker:
 
     async def resume(self) -> None:
         await self._answer(self.actor.resume.remote(), "a resume", self._call_timeout_s, CALL_KEY)
+
+    async def restart(self) -> None:
+        """Kill the actor, whatever is left of it, and start another in its bundle, which takes it once the old one is gone.
+
+        The engine's processes and the reward process end with the actor that started them. Arrays of finished groups stay: the
+        driver owns their references, and the node's object store has the bytes.
+        """
+        ray.kill(self.actor)
+        self.actor = self._make_actor()
+        await self.start(self._restart_timeout_s)
 
     async def start(self, timeout_s: float) -> None:
         await self._answer(self.actor.start.remote(), "its start", timeout_s, CALL_KEY)

@@ -34,6 +34,7 @@ def loop_settings(profile: Profile) -> LoopSettings:
         max_requeues=training.max_requeues,
         on_exhausted=training.on_exhausted,
         prefetch_groups=profile.rollout.prefetch_groups,
+        max_restarts=profile.rollout.max_restarts,
         max_failed_ratio=profile.task.max_failed_ratio,
         max_logprob_diff=profile.weights.max_logprob_diff,
         checkpoint_every_steps=profile.checkpoint.every_steps,

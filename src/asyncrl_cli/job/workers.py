@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ async def started_workers(
         crew = _Crew(plan=plan, profile=profile, model_dir=model_dir, run_dir=run_dir, log_dir=log_dir)
         clear(run_dir / WEIGHTS_DIR)
         trainer = RayTrainer(_trainer_actors(crew, placement), profile, samples_dir=run_dir / "samples")
-        workers = _rollout_workers(crew, placement, reward, checkpoint.version if checkpoint else 0)
+        workers = _rollout_workers(crew, placement, reward, checkpoint.version if checkpoint else 0, timeout_s)
         try:
             progress(f"starting {plan}")
             starts = [_started(trainer.start(plan.device, timeout_s), "trainer", progress)]
@@ -138,7 +139,9 @@ def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
     ]
 
 
-def _rollout_workers(crew: _Crew, placement: Placement, reward: RewardSpec, version: int) -> list[RayRolloutWorker]:
+def _rollout_workers(
+    crew: _Crew, placement: Placement, reward: RewardSpec, version: int, timeout_s: float
+) -> list[RayRolloutWorker]:
     settings = RolloutSettings.from_profile(
         crew.profile, crew.plan, model_dir=crew.model_dir.absolute(), reward=reward, version=version
     )
@@ -146,6 +149,6 @@ def _rollout_workers(crew: _Crew, placement: Placement, reward: RewardSpec, vers
     workers = []
     for index in range(crew.plan.role(ROLLOUT).workers):
         name = f"rollout-{index}"
-        actor = actor_class.options(**placement.options(ROLLOUT, index)).remote(name, settings, crew.log_path(name))
-        workers.append(RayRolloutWorker(name, actor, crew.profile))
+        make_actor = partial(actor_class.options(**placement.options(ROLLOUT, index)).remote, name, settings, crew.log_path(name))
+        workers.append(RayRolloutWorker(name, make_actor, crew.profile, restart_timeout_s=timeout_s))
     return workers

@@ -43,6 +43,7 @@ class Board:
     checkpoint: str = ""
     last_version: int | None = None
     stopping: bool = False
+    restarts: int = 0
     failure: AsyncrlError | None = None
 
     @property

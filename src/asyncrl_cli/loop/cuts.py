@@ -63,6 +63,7 @@ def freeze(board: Board) -> Cut:
         "time_s": board.time_before_s + board.now_s(),
         "groups": board.groups.state(),
         "running_tokens": int(running_tokens),
+        "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
         "evals_ended": [asdict(summary) for summary in board.evals_ended],
         "observers": board.observer_states(),
@@ -85,6 +86,7 @@ def thaw(board: Board, state: Mapping[str, Any], payloads: Sequence[Any]) -> Non
         )
     board.step = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
+    board.restarts = state.get("restarts", 0)
     board.evaluator.last_version = state["last_eval_version"]
     board.evals_ended = [EvalSummary(**summary) for summary in state["evals_ended"]]
     board.restore_observers(state["observers"])

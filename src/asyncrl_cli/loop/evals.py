@@ -1,7 +1,7 @@
 """Evals: one version, held-out prompts, on the workers that hold it.
 
 A worker that has loaded a version whose eval is due helps until its prompts are gone; its next load waits meanwhile. Evals
-take slots but no window budget.
+take slots but no window budget. Prompts of a worker whose process dies go back to the queue.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Evaluator:
         self._on_freed = on_freed
         self._on_end = on_end
         self._ended_s = 0.0
+        self._version_before: int | None = None
 
     @property
     def active_s(self) -> float:
@@ -64,7 +65,7 @@ class Evaluator:
         """Called by a worker's sync loop when the worker holds `slots.version`: run or help its eval."""
         if self.running is None and self.due(slots.version, is_last):
             self.running = _Eval(slots.version, self.items, self._now())
-            self.last_version = slots.version
+            self._version_before, self.last_version = self.last_version, slots.version
         current = self.running
         if current is None or current.version != slots.version:
             return
@@ -82,16 +83,31 @@ class Evaluator:
         if current.helpers == 0 and self.running is current:
             self._end(current)
 
+    def worker_lost(self) -> int | None:
+        """A worker's process is gone, and its calls have ended: their prompts are back in the queue, for the other helpers.
+
+        If there are none, the eval is given up, and due again on the next version that a worker loads. Returns its version then.
+        """
+        current = self.running
+        if current is None or current.helpers:
+            return None
+        self.running, self.last_version = None, self._version_before
+        self._ended_s += self._now() - current.started_s
+        return current.version
+
     async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
         while current.queue and not current.timed_out:
             items = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
             slots.change_evals(len(items))
+            request, result = EvalRequest(version=current.version, items=items, seed=self.seed), None
             try:
-                request = EvalRequest(version=current.version, items=items, seed=self.seed)
-                current.results.append(await worker.evaluate(request))
+                result = await worker.evaluate(request)
             finally:
                 slots.change_evals(-len(items))
                 self._on_freed()
+                if result is None:
+                    current.queue.extendleft(reversed(items))
+            current.results.append(result)
 
     def _end(self, current: _Eval) -> None:
         self.running = None

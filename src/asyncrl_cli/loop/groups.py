@@ -127,6 +127,18 @@ class Groups:
             )
         return aborts
 
+    def lost(self, worker: str) -> int:
+        """The worker's process is gone: the prompts that ran there start again, before new ones. Returns how many.
+
+        `max_requeues` does not count these attempts: they say something about the worker, nothing about the prompt.
+        """
+        keys = [key for key, name in self._workers.items() if name == worker]
+        for key in keys:
+            attempt = self._tries[key]
+            self._end(key, Account.REQUEUED, "worker lost")
+            self._again.append(_next_attempt(attempt, requeues=attempt.requeues))
+        return len(keys)
+
     def state(self) -> dict[str, Any]:
         """JSON of everything but payloads; the order of `finished` is that of `payloads()`."""
         admission = self.admission

@@ -15,6 +15,7 @@
                                                                                     training (a publish)
     group (one each)   a request             its worker's engine and rewards        the worker, rollout.call_timeout_s
     follow (a worker)  progress reports      the worker's next change               the worker, one second at most
+    restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
                                                                                     load and eval, each bounded
     training           R finished groups     R takeable groups                      groups; colocate: also the eval's end
@@ -29,8 +30,8 @@
 Why nothing waits in a circle: training waits for groups and loads; groups run on workers whatever training does; admission is
 closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
 needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
-load, which waits for a publish and, under `drain`, for running groups). A worker's failure stops the run in good order; the
-trainer's fails it at once.
+load, which waits for a publish and, under `drain`, for running groups). A worker's failure is mended by a restart (restarts.py)
+while it has any left, else it stops the run in good order; the trainer's fails it at once.
 """
 
 from __future__ import annotations
@@ -205,10 +206,12 @@ class Pipeline:
             if board.feed_clock.state is State.BLOCKED:
                 board.feed_clock.enter(State.BLOCKED, f"admission: {board.groups.admission.closed()}")
             board.reports.add(board.feed_clock.report(), board.now_s())
+            board.reports.advance_lost(board.now_s())
             snapshot = board.snapshot()
             for observer in board.observers:
                 observer.tick(snapshot)
-            if board.changes.progress != progress or "trainer" not in board.changes.waits:
+            is_busy = "trainer" not in board.changes.waits or not board.groups.admission.fleet.is_whole()
+            if board.changes.progress != progress or is_busy:
                 progress, moved_s = board.changes.progress, board.now_s()
             if board.now_s() - moved_s > settings.stall_timeout_s:
                 board.stop(self._stall())

@@ -197,6 +197,12 @@ class RolloutWorker(Protocol):
     async def resume(self) -> None:
         """Colocate: take the resources back."""
 
+    async def restart(self) -> None:
+        """End this worker for good and start another in its place: same name and slots, nothing runs, nothing is paused.
+
+        Calls to the old one fail. The new one holds weights of its start, which the loop replaces before it asks for anything.
+        """
+
 
 class Trainer(Protocol):
     """All trainer ranks as one."""
@@ -256,7 +262,7 @@ class Cut:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of events.jsonl. `name` is a ledger state or one of: published, loaded, checkpointed, failed, resumed,
-    warning, eval. `fields` are further JSON values."""
+    warning, eval, lost, restarted. `fields` are further JSON values."""
 
     time_s: float
     name: str
@@ -294,7 +300,7 @@ class StepRecord:
 
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
     executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
-    the driver's clock. `ended_s` is the driver's clock.
+    the driver's clock. `ended_s` is the driver's clock. `restarts` of workers count from the run's beginning.
     """
 
     step: int
@@ -312,6 +318,7 @@ class StepRecord:
     tokens_discarded: int
     groups_trained: int
     tokens_trained: int
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

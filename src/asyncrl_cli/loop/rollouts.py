@@ -1,6 +1,7 @@
 """The rollout side of the loop: admitting, running groups, following progress, keeping workers in sync.
 
-Failures of a worker end the run in good order (`Board.stop`): the trainer finishes its step and checkpoints.
+Failures of a worker restart it (restarts.py), or end the run in good order (`Board.stop`): the trainer finishes its step and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, Progress, RolloutWorker
+from asyncrl_cli.loop.restarts import Restarts
 from asyncrl_cli.loop.signal import Change
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State
@@ -22,37 +24,66 @@ class Rollouts:
     def __init__(self, board: Board, tasks: asyncio.TaskGroup) -> None:
         self._board = board
         self._tasks = tasks
-        self._started: dict[asyncio.Task[None], None] = {}
+        self._started: dict[asyncio.Task[None], str] = {}
         self._by_name = {worker.name: worker for worker in board.workers}
+        self._restarts = Restarts(board, end=self._end_life, spawn=self._spawn, begin=self._begin_life)
 
     def start(self) -> None:
         self._spawn(self._admit, "admit")
         for worker in self._board.workers:
-            self._spawn(partial(self._follow, worker), f"progress of {worker.name}")
-            self._spawn(partial(self._keep_in_sync, worker), f"sync of {worker.name}")
+            self._begin_life(worker)
 
     def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
         for name, key in aborts:
-            self._spawn(partial(self._by_name[name].abort, key), f"abort of {key}")
+            if not self._board.groups.admission.workers[name].down:
+                worker = self._by_name[name]
+                self._spawn(partial(worker.abort, key), f"abort of {key}", worker)
+
+    async def hand_over(self, *, to_trainer: bool) -> None:
+        """Colocate: the resources change hands. A worker that is down is not asked; it is restarted when it may have them."""
+        board = self._board
+        self._restarts.are_lent = True
+        up = [worker for worker in board.workers if not board.groups.admission.workers[worker.name].down]
+        calls = [self._guard(worker.pause if to_trainer else worker.resume, worker) for worker in up]
+        await asyncio.gather(*calls)
+        self._restarts.are_lent = to_trainer
+        board.changes.notify()
 
     def cancel(self) -> None:
         for task in list(self._started):
             task.cancel()
 
-    def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> None:
-        """A task of its own. It makes its coroutine when it begins: one that is cancelled before leaves none behind."""
-        task = self._tasks.create_task(self._guard(work), name=name)
-        self._started[task] = None
+    def _begin_life(self, worker: RolloutWorker) -> None:
+        self._spawn(partial(self._follow, worker), f"progress of {worker.name}", worker)
+        self._spawn(partial(self._keep_in_sync, worker), f"sync of {worker.name}", worker)
+
+    def _end_life(self, worker: RolloutWorker) -> list[asyncio.Task[None]]:
+        """Cancel all that waits for the worker, but the task that says so. Returns what ends now."""
+        mine = [task for task, name in self._started.items() if name == worker.name and task is not asyncio.current_task()]
+        for task in mine:
+            task.cancel()
+        return mine
+
+    def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str, worker: RolloutWorker | None = None) -> None:
+        """A task of its own; with `worker`, one that waits for that worker, and ends when its process does.
+
+        It makes its coroutine when it begins: one that is cancelled before leaves none behind.
+        """
+        task = self._tasks.create_task(self._guard(work, worker), name=name)
+        self._started[task] = "" if worker is None else worker.name
         task.add_done_callback(self._started.pop)
 
-    async def _guard(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _guard(self, work: Callable[[], Coroutine[None, None, None]], worker: RolloutWorker | None = None) -> None:
         try:
             await work()
         except (AsyncrlError, ExceptionGroup) as error:
             found = own_error(error)
             if found is None:
                 raise
-            self._board.stop(found)
+            if worker is not None and isinstance(found, ExecutorFailed):
+                self._restarts.failed(worker, found)
+            else:
+                self._board.stop(found)
 
     async def _admit(self) -> None:
         """Consumes prompts; waits for admission, which groups, loads and publishes reopen."""
@@ -61,7 +92,7 @@ class Rollouts:
             clock.enter(State.BUSY)
             while (started := board.groups.start()) is not None:
                 name, request = started
-                self._spawn(partial(self._run_group, self._by_name[name], request), f"group {request.key}")
+                self._spawn(partial(self._run_group, self._by_name[name], request), f"group {request.key}", self._by_name[name])
             clock.enter(State.BLOCKED, f"admission: {admission.closed()}")
             await board.changes.until(admission.is_open, "feed", lambda: f"admission ({admission.closed()})")
 
@@ -77,7 +108,7 @@ class Rollouts:
             progress = await worker.progress(seen)
             seen = progress.seen
             arrived_s = board.now_s()
-            active = [board.reports.add(report, arrived_s) for report in progress.reports]
+            active = [board.reports.add(report, arrived_s, worker.name) for report in progress.reports]
             warned = warned or self._warned_of_preemption(progress)
             freed = board.groups.admission.sequences_finished(worker.name, progress.finished_sequences)
             if freed:

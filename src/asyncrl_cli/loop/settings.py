@@ -28,6 +28,7 @@ class LoopSettings:
     max_requeues: int = 2
     on_exhausted: Literal["fail", "drop"] = "drop"
     prefetch_groups: int = 0
+    max_restarts: int = 0
     max_failed_ratio: float = 0.1
     max_logprob_diff: float = 1e-3
     checkpoint_every_steps: int = 0

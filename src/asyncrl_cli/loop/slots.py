@@ -19,12 +19,16 @@ class Room(IntEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """What admission knows of one worker. `unfinished` counts sequences per running group; evals take slots too."""
+    """What admission knows of one worker. `unfinished` counts sequences per running group; evals take slots too.
+
+    `loading`: nothing may start on it now; `down`: its process is gone, so it has no room either.
+    """
 
     name: str
     slots: int
     version: int = 0
     loading: bool = False
+    down: bool = False
     eval_sequences: int = 0
     unfinished: dict[AttemptKey, int] = field(default_factory=dict)
     unfinished_sequences: int = 0
@@ -50,6 +54,11 @@ class WorkerSlots:
         self.eval_sequences += sequences
         self._changed()
 
+    def set_down(self, is_down: bool) -> None:
+        """Its process is gone, or (false) another has taken its place: that one loads before anything starts on it."""
+        self.down, self.loading = is_down, True
+        self._changed()
+
     def _changed(self) -> None:
         if self.fleet is not None:
             self.fleet.place(self)
@@ -69,6 +78,8 @@ class Fleet:
             self.place(worker)
 
     def room_on(self, worker: WorkerSlots) -> Room:
+        if worker.down:
+            return Room.NONE
         missing = worker.used + self._n - worker.slots
         return Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
 
@@ -84,6 +95,10 @@ class Fleet:
     def is_awake(self) -> bool:
         """Whether any worker does not load."""
         return any(not worker.loading for worker in self.by_name.values())
+
+    def is_whole(self) -> bool:
+        """Whether every worker has a process."""
+        return not any(worker.down for worker in self.by_name.values())
 
     def are_current(self, version: int) -> bool:
         return all(not worker.loading and worker.version == version for worker in self.by_name.values())

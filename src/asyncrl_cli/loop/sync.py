@@ -69,6 +69,12 @@ class WeightSync:
         self.held[worker] = version
         self._holders[version] += 1
 
+    def lost(self, worker: str) -> None:
+        """The worker's process is gone, and what it held or had begun with it. Its next one begins with the newest version:
+        `newest` keeps the handle, or a newer one is about to be offered (`reserve`)."""
+        self.begun.pop(worker, None)
+        self.hold(worker, -1)
+
     def _summarise(self) -> None:
         """The last version that every worker loaded or skipped; figures are the worst over the workers that loaded it."""
         complete = [version for version in self._reports if version <= min(self._holders)]

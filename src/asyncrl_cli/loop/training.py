@@ -15,7 +15,7 @@ from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.signal import Change, bounded
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 _PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval")
 
@@ -68,17 +68,10 @@ class Training:
         if board.stopping:
             return None
         if settings.colocate and self._step_in_window == 0:
-            await self._hand_over(worker.pause() for worker in board.workers)
+            await self._rollouts.hand_over(to_trainer=True)
         groups = board.groups.take(settings.step_groups)
         self._warn_of_stale(groups)
         return groups
-
-    async def _hand_over(self, calls: Iterable[Coroutine[None, None, None]]) -> None:
-        """The lease changes hands. A worker that cannot answer ends the run in good order: the trainer is whole."""
-        try:
-            await asyncio.gather(*calls)
-        except AsyncrlError as error:
-            self._board.stop(error)
 
     def _warn_of_stale(self, groups: Sequence[GroupResult]) -> None:
         """on_stale = "accept" lets groups pass the bound, but not in silence: once per window."""
@@ -94,7 +87,8 @@ class Training:
         board, settings, admission = self._board, self._board.settings, self._board.groups.admission
         if settings.colocate and self._step_in_window == 0:
             whole_window = len(admission.finished) == admission.window_size
-            return whole_window and board.evaluator.running is None and not board.sync.begun
+            is_current = admission.fleet.are_current(board.version)
+            return whole_window and board.evaluator.running is None and is_current
         return board.groups.takeable(settings.step_groups)
 
     def _missing(self) -> str:
@@ -154,7 +148,7 @@ class Training:
         except AsyncrlError as error:
             board.stop(error)
         if board.settings.colocate and not board.stopping:  # nothing starts any more, and a hung worker would hold up the end
-            await self._hand_over(worker.resume() for worker in board.workers)
+            await self._rollouts.hand_over(to_trainer=False)
         if board.sync.room:  # a stop does not wait for room: the workers end with what they have, a resume publishes first
             self._publish_beside()
         board.changes.notify()
@@ -191,10 +185,17 @@ class Training:
 
         limit_s = settings.sync_timeout_s + (settings.eval_timeout_s if board.evaluator.items else 0)
         try:
-            async with bounded(limit_s):
-                await board.changes.until(lambda: board.stopping or not missing(), "trainer (sync)", missing, (Change.LOADED,))
+            await self._until(lambda: board.stopping or not missing(), "trainer (sync)", missing, limit_s)
         except TimeoutError:
             board.stop(StallError(f"the trainer has waited {limit_s:g} s for {missing()}"))
+
+    async def _until(self, ended: Callable[[], bool], who: str, what: Callable[[], str], limit_s: float) -> None:
+        """Waits for what every worker has to do: TimeoutError after `limit_s` with all of them up; a restart has its own bound."""
+        changes, fleet = self._board.changes, self._board.groups.admission.fleet
+        while not ended():
+            await changes.until(lambda: ended() or fleet.is_whole(), who, "a worker to be restarted")
+            async with bounded(limit_s):
+                await changes.until(lambda: ended() or not fleet.is_whole(), who, what)
 
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
@@ -224,8 +225,7 @@ class Training:
         limit_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
         try:
             with self._waiting("gather"):
-                async with bounded(limit_s):
-                    await board.changes.until(ended, "run", f"every worker to load and score version {board.last_version}")
+                await self._until(ended, "run", lambda: f"every worker to load and score version {board.last_version}", limit_s)
         except TimeoutError:
             raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None
 
@@ -255,6 +255,7 @@ class Training:
             tokens_discarded=board.groups.tokens_discarded,
             groups_trained=board.groups.admission.trained_groups,
             tokens_trained=board.groups.tokens_trained,
+            restarts=board.restarts,
         )
         for observer in board.observers:
             observer.step(record)

@@ -25,14 +25,14 @@ class Stretch:
 
 
 def stretches(before: Mapping[str, ExecutorReport], now: Mapping[str, ExecutorReport]) -> list[Stretch]:
-    """One per executor that has reported since `before`; one that is new (or restarted) counts from its start."""
+    """One per executor that has reported since `before`; one that is new (or of a resumed run) counts from its start."""
     made = (_stretch(before.get(name), report) for name, report in now.items())
     return [stretch for stretch in made if stretch.elapsed_s > 0]
 
 
 def _stretch(before: ExecutorReport | None, now: ExecutorReport) -> Stretch:
     if before is not None and sum(now.state_s.values()) < sum(before.state_s.values()):
-        before = None  # its integrals started anew: it was restarted
+        before = None  # its integrals started anew
     old_state_s = before.state_s if before else {}
     old_sums = before.sums if before else {}
     state_s = {state: amount - old_state_s.get(state, 0.0) for state, amount in now.state_s.items()}

@@ -195,6 +195,7 @@ class LiveStatus:
 _TEXTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "warning": lambda event: str(event.get("message", "")),
     "failed": lambda event: f"failed: {event.get('error', '')}",
+    "restarted": lambda event: f"{event.get('worker')} was restarted in {event.get('restart_s', 0.0):.0f} s",
     "resumed": lambda event: f"resumed from step {event.get('from_step')}",
     "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
     "eval": lambda event: (

@@ -103,6 +103,7 @@ class StepMetrics:
         values |= step_staleness_values(record.step - 1, self._window_steps, trajectories)
         values |= stale_counts(record.window, record.groups) | partial_values(trajectories)
         values |= sync_values(record)
+        values["rollouter/restarts"] = Last(record.restarts)
         values["waste/tokens_discarded"] = Last(record.tokens_discarded)
         values |= {key: Last(amount) for key, amount in record.train.metrics.items()}
         values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}

@@ -15,6 +15,7 @@ EVERY_S = 5.0
 SHOWN_EVENTS = {
     "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
     "checkpointed": lambda event: f"checkpoint of step {event.get('step')} written",
+    "restarted": lambda event: f"{event.get('worker')} was restarted in {event.get('restart_s', 0.0):.0f} s",
     "resumed": lambda event: f"resumed from step {event.get('from_step')}",
     "warning": lambda event: f"warning: {event.get('message', '')}",
     "failed": lambda event: f"failed: {event.get('error', '')}",

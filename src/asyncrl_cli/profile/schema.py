@@ -202,6 +202,9 @@ class RolloutSection(Section):
     """vllm: further arguments of its `AsyncEngineArgs`, by its own names."""
     call_timeout_s: PositiveFloat = 600.0
     """Longest time one call to a worker may take."""
+    max_restarts: NonNegativeInt = 0
+    """How often each worker may be restarted after a failure (its process or its engine's died, or a call took too long);
+    at 0 the first failure ends the run. A resumed run counts anew."""
 
 
 class AsyncTrainingSection(Section):

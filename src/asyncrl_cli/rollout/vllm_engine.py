@@ -85,13 +85,11 @@ class VllmEngine:
 
     def tokens_of(self, request_id: str) -> int:
         track = self._tracks.get(request_id)
-        return len(track.before.tokens) + len(track.tokens) if track is not None else 0
+        return vllm_requests.num_tokens_so_far(self._running_llm(), track) if track is not None else 0
 
     def so_far(self, request_id: str) -> Completion | None:
         track = self._tracks.get(request_id)
-        if track is None:
-            return None
-        return track.completion(vllm_requests.versions_so_far(self._running_llm(), request_id, len(track.tokens)), "abort")
+        return vllm_requests.completion_so_far(self._running_llm(), track) if track is not None else None
 
     async def start(self) -> None:
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""

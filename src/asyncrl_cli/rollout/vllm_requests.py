@@ -103,13 +103,31 @@ def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
     return versions
 
 
-def versions_so_far(llm: AsyncLLM, request_id: str, num_tokens: int) -> list[int]:
-    """Of the tokens that have arrived from a running request: vLLM reports spans at the end, and notes their starts until then."""
-    states = llm.output_processor.request_states
-    internal_ids = llm.output_processor.external_req_ids.get(request_id, [])
-    starts = next((states[name].weight_version_starts for name in internal_ids if name in states), [])
-    ends = [start for _, start in starts[1:]] + [num_tokens]
-    return [int(version) for (version, start), end in zip(starts, ends, strict=False) for _ in range(start, min(end, num_tokens))]
+def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
+    state = _state_of(llm, track.request_id)
+    return len(track.before.tokens) + (len(track.tokens) if state is None else state.detokenizer.num_output_tokens())
+
+
+def completion_so_far(llm: AsyncLLM, track: VllmTrack) -> Completion:
+    """Of a running request, with the tokens that vLLM has not handed over yet; all of it is in this process already.
+
+    vLLM reports the spans of versions at the end, and notes their starts until then.
+    """
+    if (state := _state_of(llm, track.request_id)) is None:
+        return track.completion([], "abort")
+    tokens, starts = list(state.detokenizer.output_token_ids), state.weight_version_starts
+    ends = [start for _, start in starts[1:]] + [len(tokens)]
+    versions = [int(version) for (version, start), end in zip(starts, ends, strict=False) for _ in range(start, end)]
+    logprobs = list(state.logprobs_processor.logprobs.logprobs)
+    known = VllmTrack(request_id=track.request_id, before=track.before, tokens=tokens, logprobs=logprobs)
+    return known.completion(versions, "abort")
+
+
+def _state_of(llm: AsyncLLM, request_id: str) -> Any:
+    """vLLM's own account of a request; None before it knows of it and after its end."""
+    processor = llm.output_processor
+    internal_ids = processor.external_req_ids.get(request_id, [])
+    return next((processor.request_states[name] for name in internal_ids if name in processor.request_states), None)
 
 
 async def score(llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temperature: float) -> list[list[float]]:

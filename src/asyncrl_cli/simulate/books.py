@@ -44,12 +44,21 @@ class WorkerBook:
     slots: int
     version: int = -1
     loading: bool = True
+    down: bool = False
+    was_lost: bool = False
+    running_tokens: int = 0
     unfinished: dict[AttemptKey, int] = field(default_factory=dict)
     eval_sequences: int = 0
 
     @property
     def used(self) -> int:
         return sum(self.unfinished.values()) + self.eval_sequences
+
+    def lost(self) -> int:
+        """Its process is gone. Returns the tokens of what ran there, as last reported."""
+        lost_tokens = self.running_tokens
+        self.version, self.loading, self.down, self.was_lost, self.running_tokens = -1, True, True, True, 0
+        return lost_tokens
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +136,7 @@ class Books:
     def room_on(self, worker: WorkerBook) -> bool:
         """In its slots; in its queue only while nobody, not even a worker that loads, has room in its slots."""
         n = self.settings.n
-        all_full = all(other.slots - other.used < n for other in self.workers.values())
+        all_full = all(other.down or other.slots - other.used < n for other in self.workers.values())
         return worker.slots - worker.used + (n * self.settings.prefetch_groups if all_full else 0) >= n
 
     def start_in_time(self, worker: WorkerBook) -> bool:

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 from asyncrl_cli.loop.settings import LoopSettings, OnStale
-from asyncrl_cli.simulate.faults import Fault, draw_faults
+from asyncrl_cli.simulate.faults import Fault, draw_faults, draw_worker_faults
 
 MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
 MAX_TOKENS = 300
@@ -40,6 +40,7 @@ class Scenario:
     stop_at_s: float | None
     resume_at: float | None
     shuffle_seed: int | None
+    restart_s: float = 0.0
 
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
@@ -63,7 +64,7 @@ def draw(seed: int) -> Scenario:
     train_s = rng.choice((0.0, 0.2, 0.7, 2.0))
     expected_s = settings.train_steps * (train_s + 0.5)
     num_workers = rng.randint(1, 4)
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         mode=mode,
         settings=settings,
@@ -86,6 +87,24 @@ def draw(seed: int) -> Scenario:
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
+    return _with_restarts(scenario, expected_s)
+
+
+def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
+    """Workers may be restarted in a third of the scenarios, and then there is some reason for it."""
+    rng = random.Random(f"restarts {scenario.seed}")
+    if rng.random() < 2 / 3:
+        return scenario
+    settings = replace(scenario.settings, max_restarts=rng.randint(1, 3))
+    faults = draw_worker_faults(
+        rng,
+        workers=worker_names(scenario.num_workers),
+        at_most=settings.max_restarts,
+        until_s=expected_s,
+        loads=settings.train_steps // settings.window_steps,
+    )
+    restart_s = rng.choice((0.0, 1.0, 20.0))
+    return replace(scenario, settings=settings, faults=(*scenario.faults, *faults), restart_s=restart_s)
 
 
 def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:

@@ -34,7 +34,8 @@ class FaultKind(StrEnum):
 
 
 FATAL = frozenset({FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH, FaultKind.STEP_FAILS})
-"""Faults that fail a run: with the executor's own error, after a checkpoint if the trainer is whole."""
+"""Faults that fail a run: with the executor's own error, after a checkpoint if the trainer is whole. Where restarts are allowed, a
+worker's are mended by them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,3 +99,13 @@ def draw_faults(
         executor = trainer if kind is FaultKind.STEP_FAILS else rng.choice(workers)
         drawn.append(Fault(kind=kind, executor=executor, at_s=rng.random() * until_s, nth=nth))
     return Faults(drawn)
+
+
+def draw_worker_faults(rng: random.Random, *, workers: Sequence[str], at_most: int, until_s: float, loads: int) -> list[Fault]:
+    """Up to `at_most` fatal faults of each worker: what `max_restarts` of as many is for."""
+    kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH)
+    return [
+        Fault(kind=rng.choice(kinds), executor=worker, at_s=rng.random() * until_s, nth=rng.randint(1, max(1, loads)))
+        for worker in workers
+        for _ in range(rng.randint(0, at_most))
+    ]

@@ -10,6 +10,7 @@ hears every call to an executor. From both it keeps books of its own (`simulate.
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
+    restarts     as many as allowed, of workers that are down; their groups go back first, and nothing starts before a load
     ends         at the right number of groups, with nothing left over, within the limits of a stop
 """
 
@@ -54,6 +55,8 @@ class Invariants:
         self.trace: list[tuple[float, str]] = []
         self.ledger = LedgerWatch(settings, self.books, self.check)
         self.published = -1
+        self.lost: Counter[str] = Counter()
+        self.is_lent = False
         self.failed_with: list[str] = []
         self.last_tick: Snapshot | None = None
         self.stop_s: float | None = None
@@ -163,7 +166,7 @@ class Invariants:
 
     def gathered(self, version: int) -> None:
         """The version rises now: only the first publish of a run repeats the version it was at."""
-        books = self.books
+        self.is_lent, books = False, self.books
         if version == books.version and self.published < 0:
             return
         self.check(version == books.version + 1, "version", f"version {version} after {books.version}")
@@ -197,6 +200,19 @@ class Invariants:
         self.books.stopping = True
         if self.stop_s is None:
             self.stop_s = self._now()
+
+    def _on_lost(self, event: Event) -> None:
+        name, allowed = event.fields["worker"], self.settings.max_restarts
+        self.lost[name] += 1
+        self.check(self.lost[name] <= allowed, "restarts", f"{name} is restarted {self.lost[name]} times, {allowed} are allowed")
+        left = event.fields["restarts_left"]
+        self.check(left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left")
+        self.ledger.discarded_tokens += self.books.workers[name].lost()
+
+    def _on_restarted(self, event: Event) -> None:
+        book = self.books.workers[event.fields["worker"]]
+        self.check(book.down and book.loading, "restarts", f"{event.fields['worker']} is back, and was not down")
+        book.down = False
 
     def _on_resumed(self, event: Event) -> None:
         self.check(event.fields["from_step"] == self.steps.number, "cut", f"resumed from step {event.fields['from_step']}")

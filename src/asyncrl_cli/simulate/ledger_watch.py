@@ -157,6 +157,10 @@ class LedgerWatch:
             self.has_exhausted |= count > self.settings.max_requeues
             may_exhaust = not self.has_exhausted or self.settings.on_exhausted == "fail"
             self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
+        elif reason == "worker lost":
+            self._expect(key, "running")
+            worker = self.books.live[key].worker
+            self.check(self.books.workers[worker].down, "restarts", f"{key} is requeued, and {worker} is not down")
         else:
             self.check(self.is_resuming, "ledger", f"{key} is requeued ({reason}) in the middle of a run")
         self._ends(key, "requeued")

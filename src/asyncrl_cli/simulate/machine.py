@@ -17,9 +17,14 @@ class SharedMachine:
         self._engines: list[SimulatedEngine] = []
         self._num_generating = 0
         self._changed: asyncio.Future[None] | None = None
+        self._slowdown = 1.0
 
     def add(self, engine: SimulatedEngine) -> None:
         self._engines.append(engine)
+        engine.slow_down(self._slowdown)
+
+    def remove(self, engine: SimulatedEngine) -> None:
+        self._engines.remove(engine)
 
     def generating(self, change: int) -> None:
         """An engine has begun (+1) or stopped (-1) to generate."""
@@ -53,6 +58,7 @@ class SharedMachine:
         return 0.0 if is_done else seconds - (loop.time() - began_s) / factor
 
     def _slow_engines(self, slowdown: float) -> None:
+        self._slowdown = slowdown
         if self._generation_ratio:
             for engine in self._engines:
                 engine.slow_down(slowdown)

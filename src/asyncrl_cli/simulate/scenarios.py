@@ -134,11 +134,12 @@ def _stop_limit_s(scenario: Scenario, happened: Sequence[Fault]) -> float:
 
 
 def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlError | None, happened: Sequence[Fault]) -> None:
-    """Nothing fails without a fault, and what a fatal fault ends says whose fault it is."""
-    fatal = [fault for fault in happened if fault.kind in FATAL]
-    settings, message = scenario.settings, f"{type(error).__name__}: {error}, after {happened}"
+    """Nothing fails without a fault that no restart can mend, and what such a fault ends says whose fault it is."""
+    settings = scenario.settings
+    fatal = _not_mended(happened, settings.max_restarts)
+    message = f"{type(error).__name__}: {error}, after {happened}"
     if error is None or isinstance(error, Interrupted):
-        is_quiet = all(fault.kind is FaultKind.WORKER_HANGS for fault in fatal)
+        is_quiet = all(fault.kind is FaultKind.WORKER_HANGS or invariants.lost[fault.executor] for fault in fatal)
         invariants.check(is_quiet or error is not None, "ends", f"no error after {fatal}")
         holds = error is None or (invariants.stop_s is not None and not invariants.failed_with)
     elif isinstance(error, ExecutorFailed):
@@ -148,6 +149,13 @@ def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlE
     else:
         holds = "requeued" in str(error) and (settings.on_stale, settings.on_exhausted) == ("requeue", "fail")
     invariants.check(holds, "ends", f"nothing explains {message}")
+
+
+def _not_mended(happened: Sequence[Fault], max_restarts: int) -> list[Fault]:
+    """Fatal faults of executors that had more of them than restarts. (Two that come together cost a worker one restart.)"""
+    fatal = [fault for fault in happened if fault.kind in FATAL]
+    counts = Counter(fault.executor for fault in fatal)
+    return [fault for fault in fatal if fault.kind is FaultKind.STEP_FAILS or counts[fault.executor] > max_restarts]
 
 
 def _check_last_cut(invariants: Invariants, steps: Sequence[int], *, is_resumed: bool) -> None:
@@ -189,6 +197,7 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
         failure_ratio=scenario.failed_rewards,
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
+        restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
         speed_spread=scenario.speed_spread,
         call_timeout_s=_CALL_TIMEOUT_S,
         weights_timeout_s=_WEIGHTS_TIMEOUT_S,

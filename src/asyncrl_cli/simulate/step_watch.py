@@ -62,9 +62,13 @@ class StepWatch:
         self._times.check_record(record)
 
     def _check_held(self, window: int) -> None:
-        """weights.mode = "sync": nothing is trained before every worker holds the weights that the last window made."""
-        held = {name: worker.version for name, worker in self._books.workers.items()}
-        is_in_step = self._settings.weights_mode == "async" or set(held.values()) == {window}
+        """weights.mode = "sync": nothing is trained before every worker holds the weights that the last window made.
+
+        One that was lost since holds none, and loads them beside training.
+        """
+        workers = self._books.workers.items()
+        held = {name: worker.version for name, worker in workers if worker.version >= 0 or not worker.was_lost}
+        is_in_step = self._settings.weights_mode == "async" or set(held.values()) <= {window}
         self._check(is_in_step, "sync", f"the trainer goes on in window {window} and the workers hold {held}")
 
     def _check_staleness(self, groups: tuple[GroupResult, ...], window: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Mapping
 
@@ -13,23 +14,31 @@ _ROUNDING_S = 1e-6
 
 
 class Timesheets:
-    """`slots` by rollout worker. All executors are made at `began_s`."""
+    """`slots` by rollout worker. All executors are made at `began_s`, and made again when `restarted` says so."""
 
     def __init__(self, slots: Mapping[str, int], began_s: float, check: Check) -> None:
         self.check = check
         self._slots = slots
-        self._began_s = began_s
+        self._began_s = dict.fromkeys(slots, began_s)
+        self._run_began_s = began_s
         self._last_reports: dict[str, ExecutorReport] = {}
+        self._unseen_s: dict[str, float] = {}
+        self._last_recorded: Mapping[str, ExecutorReport] = {}
         self._step_ended_s: float | None = None
+
+    def restarted(self, name: str) -> None:
+        self._began_s[name] = asyncio.get_running_loop().time()
+        self._last_reports.pop(name, None)
 
     def check_report(self, report: ExecutorReport) -> None:
         """An executor's states sum to the time since it was made; nothing it counts ever falls; no second is left out."""
-        elapsed_s = report.now_s - self._began_s
+        began_s = self._began_s.get(report.name, self._run_began_s)
+        elapsed_s = report.now_s - began_s
         states_s = sum(report.state_s.values())
         self.check(abs(states_s - elapsed_s) < _ROUNDING_S, "time", f"{report.name}: states sum to {states_s} s of {elapsed_s} s")
         before = self._last_reports.get(report.name)
         self._last_reports[report.name] = report
-        since_s = before.now_s if before else self._began_s
+        since_s = before.now_s if before else began_s
         for span in report.spans:
             self.check(abs(span.start_s - since_s) < _ROUNDING_S, "time", f"{report.name}: nothing between {since_s} and {span}")
             self.check(span.end_s > span.start_s, "time", f"{report.name}: an empty {span}")
@@ -53,6 +62,20 @@ class Timesheets:
             elapsed_s = record.ended_s - self._step_ended_s
             self.check(abs(elapsed_s - step_s) < _ROUNDING_S, "time", f"step {record.step}: {step_s} s of {elapsed_s} s")
         self._step_ended_s = record.ended_s
+        for name, report in record.reports.items():
+            self._check_goes_on(report, self._last_recorded.get(name))
+        self._last_recorded = dict(record.reports)
         for name, spans in record.spans.items():
             gaps = [pair for pair in itertools.pairwise(spans) if abs(pair[0].end_s - pair[1].start_s) > _ROUNDING_S]
             self.check(not gaps, "time", f"{name}: a gap in the timeline of step {record.step}: {gaps}")
+
+    def _check_goes_on(self, report: ExecutorReport, before: ExecutorReport | None) -> None:
+        """Whatever becomes of its process, its sums in the loop's books cover all time since its first report, and never fall."""
+        unseen_s = report.now_s - self._run_began_s - sum(report.state_s.values())
+        was_lost = self._began_s.get(report.name, self._run_began_s) > self._run_began_s
+        most_s = self._unseen_s.setdefault(report.name, unseen_s if was_lost else 0.0)
+        is_covered = most_s > -_ROUNDING_S and abs(unseen_s - most_s) < _ROUNDING_S
+        self.check(is_covered, "time", f"{report.name}: {unseen_s} s of the run are in no state, before it were {most_s} s")
+        for now, earlier in ((report.sums, before.sums), (report.state_s, before.state_s)) if before else ():
+            fallen = [name for name, amount in earlier.items() if now.get(name, 0.0) < amount - _ROUNDING_S]
+            self.check(not fallen, "time", f"{report.name}: {fallen} fell from {earlier} to {now}")

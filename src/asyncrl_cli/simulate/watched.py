@@ -55,6 +55,7 @@ class WatchedWorker:
         is_mine = attempt is not None and attempt.worker == self.name
         check(is_mine or self._invariants.books.stopping, "ledger", f"{request.key} was never admitted to {self.name}")
         check(not self._paused, "colocate", f"{request.key} starts while {self.name} is paused")
+        check(not self._book.down, "restarts", f"{request.key} starts on {self.name}, which is down")
         result = await self._worker.generate(request)
         check(result.key == request.key, "ledger", f"{self.name} was asked for {request.key} and gave {result.key}")
         self._invariants.ledger.generated(self.name, result)
@@ -68,6 +69,7 @@ class WatchedWorker:
         progress = await self._worker.progress(seen)
         for report in progress.reports:
             self._invariants.times.check_report(report)
+            self._book.running_tokens = int(report.gauges["running_tokens"])
         unfinished, n = self._book.unfinished, self._invariants.settings.n
         for key, finished in progress.finished_sequences.items():
             if key in unfinished:
@@ -81,7 +83,8 @@ class WatchedWorker:
         self._on_the_way[version] += 1
         versions = sorted(+self._on_the_way)
         check(len(versions) <= 2, "loads", f"versions {versions} are on their way at once")
-        send_s = await self._worker.prefetch(published)
+        with self._sent_or_lost(version):
+            send_s = await self._worker.prefetch(published)
         self._prefetched = version
         self._book.loading = True
         return send_s
@@ -92,7 +95,8 @@ class WatchedWorker:
         check(version == self._prefetched, "loads", f"{self.name} loads {version} and has prefetched {self._prefetched}")
         check(self._book.eval_sequences == 0, "evals", f"{self.name} loads {version} during an eval")
         began_s = loop.time()
-        report = await self._worker.load(version, interrupt)
+        with self._sent_or_lost(version):
+            report = await self._worker.load(version, interrupt)
         took_s = loop.time() - began_s
         check(took_s <= self._load_limit_s, "drain", f"{self.name} took {took_s} s to load, more than {self._load_limit_s} s")
         check(report.version == version > self._book.version, "loads", f"{self.name} holds {self._book.version}, loaded {version}")
@@ -118,12 +122,32 @@ class WatchedWorker:
     async def pause(self) -> None:
         left = {key: count for key, count in self._book.unfinished.items() if count}
         self._invariants.check(not left, "colocate", f"{self.name} is paused with sequences running: {left}")
+        self._invariants.is_lent = True
         await self._worker.pause()
         self._paused = True
 
     async def resume(self) -> None:
         await self._worker.resume()
         self._paused = False
+
+    async def restart(self) -> None:
+        check, book = self._invariants.check, self._book
+        self._invariants.note(f"{self.name} is restarted")
+        check(book.down, "restarts", f"{self.name} is restarted, and has not failed")
+        check(not book.unfinished, "restarts", f"{self.name} is restarted with {list(book.unfinished)} on it")
+        check(not self._invariants.is_lent, "restarts", f"{self.name} is restarted while the trainer has the resources")
+        self._prefetched, self._paused = -1, False
+        self._invariants.times.restarted(self.name)
+        await self._worker.restart()
+
+    @contextmanager
+    def _sent_or_lost(self, version: int) -> Iterator[None]:
+        """A version that is lost on its way, or with its worker, is on its way no more."""
+        try:
+            yield
+        except BaseException:
+            self._on_the_way[version] -= 1
+            raise
 
 
 class WatchedTrainer:

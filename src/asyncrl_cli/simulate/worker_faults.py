@@ -11,12 +11,14 @@ from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
 
 
 class WorkerFaults:
-    """Call inside the running loop. `freeze` stops the worker's engine, when the worker dies or hangs."""
+    """Call inside the running loop. `freeze()` stops the worker's engine, when the worker dies or hangs, and returns its calls.
 
-    def __init__(self, name: str, faults: Faults, calls: Calls, freeze: Callable[[], None]) -> None:
+    It stays when the worker is restarted: what is still to happen then happens to the next process.
+    """
+
+    def __init__(self, name: str, faults: Faults, freeze: Callable[[], Calls]) -> None:
         self._name = name
         self._faults = faults
-        self._calls = calls
         self._freeze = freeze
         self._counts = dict.fromkeys(FaultKind, 0)
         happens = {FaultKind.WORKER_DIES: self._die, FaultKind.WORKER_HANGS: self._hang}
@@ -33,10 +35,8 @@ class WorkerFaults:
 
     def _die(self, fault: Fault) -> None:
         self._faults.happens(fault)
-        self._freeze()
-        self._calls.die(f"{self._name} failed: simulated death at {fault.at_s:g} s")
+        self._freeze().die(f"{self._name} failed: simulated death at {fault.at_s:g} s")
 
     def _hang(self, fault: Fault) -> None:
         self._faults.happens(fault)
-        self._freeze()
-        self._calls.hang()
+        self._freeze().hang()

@@ -46,8 +46,8 @@ class WorkerTimes:
 
     `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
     from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
-    `prefetch_s(rng)`, `load_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load itself; `fetch_s`:
-    receiving weights within the interrupt, where there is no second buffer.
+    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load
+    itself; `fetch_s`: receiving weights within the interrupt, where there is no second buffer.
     `speed_spread`: the worker's decoding takes 1 +- this, uniform. Progress is reported `progress_s` after the last report at the
     earliest, and after `poll_s` even if nothing has changed: long runs of many workers want both longer than the real worker's.
     """
@@ -59,6 +59,7 @@ class WorkerTimes:
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
+    restart_s: Callable[[random.Random], float] = lambda rng: 0.0
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
     pause_s: float = 0.0
     fetch_s: float = 0.0
@@ -88,20 +89,24 @@ class SimulatedWorker:
         self._rng = random.Random(f"{seed}/{name}")
         self.speed = 1 + times.speed_spread * self._rng.uniform(-1, 1)
         self._loop = asyncio.get_running_loop()
-        self._calls = Calls(name)
-        self._poll = LongPoll(self._calls, times.progress_s, times.poll_s)
-        self._meter = RolloutMeter(name, slots, self._loop.time, self._poll.note)
-        self._engine = SimulatedEngine(slots, times.decoding, speed=self.speed, on_running=self._running)
         self._machine = machine
-        if machine is not None:
-            machine.add(self._engine)
+        self._begin()
+        self._faults = WorkerFaults(name, faults or Faults(), self._freeze)
+
+    def _begin(self) -> None:
+        """All that a process has, and takes along when it ends."""
+        self._calls = Calls(self.name)
+        self._poll = LongPoll(self._calls, self._times.progress_s, self._times.poll_s)
+        self._meter = RolloutMeter(self.name, self.slots, self._loop.time, self._poll.note)
+        self._engine = SimulatedEngine(self.slots, self._times.decoding, speed=self.speed, on_running=self._running)
+        if self._machine is not None:
+            self._machine.add(self._engine)
         self._was_running = False
         self._groups: dict[AttemptKey, Sampled] = {}
         self._finished: dict[AttemptKey, int] = {}
         self._ended_tokens = 0
         self._evals: dict[Sampled, None] = {}
-        self._prefetched = -1
-        self._faults = WorkerFaults(name, faults or Faults(), self._calls, self._engine.freeze)
+        self._received = _SecondBuffer()
 
     @property
     def version(self) -> int:
@@ -157,10 +162,10 @@ class SimulatedWorker:
         if lost is not None:
             self._calls.die(f"{self.name} failed: simulated loss of version {version} on its way")
             self._calls.check()
-        self._receive(version)
+        self._received.receive(version)
         if again is not None:
             with background():
-                self._loop.call_later(again.seconds, self._receive, version)
+                self._loop.call_later(again.seconds, self._received.receive, version)
         return send_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
@@ -170,7 +175,8 @@ class SimulatedWorker:
         )
         limit = calls.limit(f"the load of version {version} ({interrupt})", seconds, key)
         await calls.arrive(limit)
-        assert version == self._prefetched, f"{self.name} loads version {version} and has received {self._prefetched}"
+        received = self._received.version
+        assert version == received, f"{self.name} loads version {version} and has received {received}"
         assert version > self.version, f"{self.name} goes from version {self.version} to {version}"
         self._meter.load_begins(interrupt)
         if interrupt == "drain":
@@ -219,6 +225,20 @@ class SimulatedWorker:
         await self._calls.arrive(self._calls.limit("a resume", self._times.call_timeout_s, CALL_KEY))
         self._meter.pause(False)
 
+    async def restart(self) -> None:
+        self._freeze().die(f"{self.name} failed: it was ended, and another takes its place")
+        for sampled in [*self._groups.values(), *self._evals]:
+            sampled.abort()
+        if self._machine is not None:
+            self._machine.remove(self._engine)
+        self._begin()
+        limit = self._calls.limit("its start", self._times.call_timeout_s, CALL_KEY)
+        await self._calls.sleep(self._times.restart_s(self._rng), limit)
+
+    def _freeze(self) -> Calls:
+        self._engine.freeze()
+        return self._calls
+
     def _sequence_ended(self, key: AttemptKey, sequence: SimulatedSequence) -> None:
         self._finished[key] += 1
         self._ended_tokens += sequence.tokens
@@ -241,6 +261,12 @@ class SimulatedWorker:
             self._machine.generating(+1 if is_running else -1)
         self._was_running = is_running
 
-    def _receive(self, version: int) -> None:
-        """The second buffer holds the newest version that has arrived; what comes again, or late, changes nothing."""
-        self._prefetched = max(self._prefetched, version)
+
+class _SecondBuffer:
+    """Holds the newest version that has arrived; what comes again, or late, changes nothing."""
+
+    def __init__(self) -> None:
+        self.version = -1
+
+    def receive(self, version: int) -> None:
+        self.version = max(self.version, version)

@@ -1,0 +1,47 @@
+"""A worker extension of vLLM (`worker_extension_cls`): what a weight load costs in vLLM's own worker process.
+
+vLLM mixes `ReloadTimes` into its worker class; its methods are called by `AsyncLLM.collective_rpc`. CPU seconds are those of the
+one thread that loads: they mean the same on a busy machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+_seconds: dict[str, float] = {}
+
+
+class ReloadTimes:
+    def watch_loads(self) -> None:
+        """From now on, time whole loads, and of them what CPU layers do to new weights: a second layout, made by oneDNN."""
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+        from asyncrl_cli.weights.vllm_bucket_engine import BucketEngine
+
+        for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            _time(method, "process_weights_after_loading", "packing")
+        for step in ("start_weight_update", "update_weights", "finish_weight_update"):
+            _time(BucketEngine, step, "worker_load")
+
+    def load_seconds(self) -> dict[str, float]:
+        """Since it was asked last: `packing` and `worker_load`, and both with `_cpu`."""
+        taken = dict(_seconds)
+        _seconds.clear()
+        return taken
+
+
+def _time(owner: Any, name: str, key: str) -> None:
+    inner: Callable[..., Any] = getattr(owner, name)
+
+    def timed(*arguments: Any) -> Any:
+        began_s, began_cpu_s = time.perf_counter(), time.thread_time()
+        try:
+            return inner(*arguments)
+        finally:
+            _seconds[key] = _seconds.get(key, 0.0) + time.perf_counter() - began_s
+            _seconds[f"{key}_cpu"] = _seconds.get(f"{key}_cpu", 0.0) + time.thread_time() - began_cpu_s
+
+    setattr(owner, name, timed)

@@ -1,0 +1,312 @@
+"""Workers that die and are restarted, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.groups import Groups
+from asyncrl_cli.loop.pipeline import ResumeFrom
+from asyncrl_cli.loop.ports import Published
+from asyncrl_cli.loop.reports import ReportBook
+from asyncrl_cli.loop.slots import WorkerSlots
+from asyncrl_cli.loop.states import ExecutorReport, Span, State
+from asyncrl_cli.loop.sync import WeightSync
+from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
+from asyncrl_cli.simulate.feed import NumberedFeed
+from asyncrl_cli.simulate.workers import SimulatedWorker
+from tests.loop.worlds import MODES, run_world, settings
+
+LONG = {"response_tokens": lambda rng: 60}
+SLOW_START = {"restart_s": lambda rng: 5.0}
+
+
+def death(at_s, executor="rollout-1", kind=FaultKind.WORKER_DIES):
+    return Fault(kind=kind, executor=executor, at_s=at_s)
+
+
+def run_with(faults, mode="partial-rollout", *, times=None, evals=0, workers=2, stop_at_s=None, resume_from=None, **changes):
+    return run_world(
+        settings(mode, **({"max_restarts": 1} | changes)),
+        faults=Faults(faults),
+        times=SLOW_START | (times or {}),
+        evals=evals,
+        workers=workers,
+        stop_at_s=stop_at_s,
+        resume_from=resume_from,
+    )
+
+
+def assert_whole(ran, train_steps=12):
+    assert ran.error is None
+    prompts = [key.uid for key in ran.trained]
+    assert len(prompts) == len(set(prompts)) == 4 * train_steps
+    totals = ran.recorder.steps[-1].ledger
+    assert (totals["trained"], totals["dropped"]) == (4 * train_steps, 0)
+    assert totals["admitted_total"] == totals["trained"] + totals["requeued"]
+    assert {worker.version for worker in ran.workers} == {ran.pipeline.board.version}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS])
+@pytest.mark.parametrize("at_s", [0.05, 2.0, 5.1])
+def test_a_run_whose_worker_dies_or_hangs_trains_every_group_once_and_within_the_bound(mode, kind, at_s):
+    ran = run_with([death(at_s, kind=kind)], mode, times={"call_timeout_s": 40.0, "weights_timeout_s": 30.0})
+    assert_whole(ran)
+    assert max(ran.staleness()) <= settings(mode).max_staleness
+    assert [event.fields["worker"] for event in ran.recorder.named("restarted")] == ["rollout-1"]
+
+
+def test_all_workers_may_die_at_once_and_nobody_calls_it_a_stall():
+    slow = {"restart_s": lambda rng: 1000.0, "call_timeout_s": 5000.0}
+    ran = run_with([death(3.0, "rollout-0"), death(3.0, "rollout-1")], times=slow, stall_timeout_s=50.0)
+    assert_whole(ran)
+    assert ran.elapsed_s > 1000
+    assert ran.recorder.steps[-1].restarts == 2
+
+
+def test_many_calls_that_fail_together_are_one_failure():
+    ran = run_with([death(3.0)], times=LONG, eta=Fraction(2))
+    lost, restarted, warnings = (ran.recorder.named(name) for name in ("lost", "restarted", "warning"))
+    groups = [event for event in ran.recorder.named("requeued") if event.fields["reason"] == "worker lost"]
+    assert len(groups) > 1
+    assert [event.fields for event in lost] == [
+        {"worker": "rollout-1", "error": "rollout-1 failed: simulated death at 3 s", "restarts_left": 0}
+    ]
+    assert [event.fields for event in restarted] == [{"worker": "rollout-1", "restart_s": 5.0, "restarts_left": 0}]
+    message = "rollout-1 failed: simulated death at 3 s; it is restarted (1 of rollout.max_restarts = 1)"
+    assert [event.fields["message"] for event in warnings] == [message]
+    assert [record.restarts for record in ran.recorder.steps if record.ended_s > 3.0] == [1] * (12 - before(ran, 3.0))
+
+
+def before(ran, time_s):
+    return sum(record.ended_s <= time_s for record in ran.recorder.steps)
+
+
+def test_the_prompts_of_a_dead_worker_start_again_before_new_ones():
+    ran = run_with([death(3.0)], times=LONG, eta=Fraction(2))
+    events = [event for event in ran.recorder.events if event.name in ("requeued", "running")]
+    last = max(place for place, event in enumerate(events) if event.name == "requeued")
+    again = [event.key._replace(attempt=1) for event in events if event.name == "requeued"]
+    assert [event.key for event in events[last + 1 :]][: len(again)] == again
+
+
+def test_a_restarted_worker_generates_nothing_before_it_has_loaded_the_newest_version():
+    ran = run_with([death(6.0)])
+    events = ran.recorder.events
+    lost, back = (next(i for i, event in enumerate(events) if event.name == name) for name in ("lost", "restarted"))
+    newest = max(event.version for event in events[:back] if event.name == "published")
+    assert newest >= 1
+    own = [
+        event for event in events[lost + 1 :] if event.fields.get("worker") == "rollout-1" and event.name in ("running", "loaded")
+    ]
+    assert own[0].name == "loaded"
+    assert own[0].version >= newest
+    assert any(event.name == "running" for event in own)
+    assert events.index(own[0]) > back
+
+
+def test_a_worker_that_dies_more_often_than_allowed_fails_the_run_with_its_own_error_after_a_checkpoint():
+    ran = run_with([death(3.0), death(12.0)], train_steps=200, checkpoint_every_steps=0)
+    assert isinstance(ran.error, ExecutorFailed)
+    assert str(ran.error) == "rollout-1 failed: simulated death at 12 s"
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
+    assert len(ran.recorder.named("restarted")) == 1
+
+
+def test_the_limit_is_one_per_worker():
+    ran = run_with([death(3.0, "rollout-0"), death(4.0, "rollout-1")], train_steps=30)
+    assert_whole(ran, train_steps=30)
+
+
+def test_a_restart_that_fails_is_tried_again_while_any_is_left():
+    ran = run_with([death(3.0), death(5.0)], max_restarts=2, train_steps=30)
+    assert_whole(ran, train_steps=30)
+    assert [event.fields["restarts_left"] for event in ran.recorder.named("lost")] == [1, 0]
+    assert len(ran.recorder.named("restarted")) == 1
+    failed = run_with([death(3.0), death(5.0)], max_restarts=1, train_steps=30)
+    assert str(failed.error) == "rollout-1 failed: simulated death at 5 s"
+
+
+def test_an_attempt_that_was_lost_with_its_worker_does_not_count_as_stale():
+    """max_requeues = 1: lost twice and stale once is within it, stale twice is not."""
+    changes = {"on_stale": "requeue", "on_exhausted": "fail", "max_requeues": 1, "eta": Fraction(1), "max_staleness": 0}
+    loop_settings = settings("partial-rollout", **changes)
+    worker = WorkerSlots(name="w", slots=2)
+    admission = Admission(
+        window_groups=8, total_groups=48, eta=Fraction(1), max_staleness=0, on_stale="requeue", n=2, workers=[worker]
+    )
+    told = []
+    groups = Groups(
+        loop_settings, admission, NumberedFeed(), lambda key, account, fields: told.append((key.attempt, account.value))
+    )
+    for _ in range(2):
+        groups.start()
+        assert groups.lost("w") == 1
+    groups.start()
+    groups.publish()
+    worker.version = admission.version
+    groups.start()
+    assert told == [
+        (0, "running"),
+        (0, "requeued"),
+        (1, "running"),
+        (1, "requeued"),
+        (2, "running"),
+        (2, "requeued"),
+        (3, "running"),
+    ]
+    with pytest.raises(AsyncrlError, match="requeued 1 times for staleness"):
+        groups.publish()
+
+
+def test_the_tokens_of_a_dead_worker_are_waste():
+    ran = run_with([death(6.0)], times={"response_tokens": lambda rng: 100})
+    calm = run_with([], times={"response_tokens": lambda rng: 100})
+    assert calm.recorder.steps[-1].tokens_discarded == 0
+    lost = ran.recorder.named("requeued")
+    assert 0 < ran.recorder.steps[-1].tokens_discarded <= 2 * 100 * len(lost)
+
+
+def test_an_eval_whose_only_worker_dies_is_done_again():
+    calm = run_with([], evals=40, train_steps=4, workers=1)
+    in_the_last_eval_s = calm.recorder.named("loaded")[-1].time_s + 0.05
+    ran = run_with([death(in_the_last_eval_s, "rollout-0")], evals=40, train_steps=4, workers=1)
+    assert ran.error is None
+    assert [event.version for event in ran.recorder.named("eval")] == [event.version for event in calm.recorder.named("eval")]
+    assert {event.fields["num_prompts"] for event in ran.recorder.named("eval")} == {40}
+    assert any(
+        "the eval of version 2 was lost with rollout-0" in event.fields["message"] for event in ran.recorder.named("warning")
+    )
+
+
+def test_an_eval_with_another_helper_scores_every_prompt():
+    calm = run_with([], evals=80, train_steps=4)
+    in_the_last_eval_s = calm.recorder.named("loaded")[-1].time_s + 0.05
+    ran = run_with([death(in_the_last_eval_s)], evals=80, train_steps=4)
+    assert ran.error is None
+    assert [(event.version, event.fields["num_prompts"]) for event in ran.recorder.named("eval")] == [(0, 80), (2, 80)]
+    assert not any("eval" in event.fields["message"] for event in ran.recorder.named("warning"))
+
+
+def test_colocated_a_worker_that_dies_while_the_trainer_computes_is_restarted_when_the_resources_come_back(monkeypatch):
+    paused, restarted = [], []
+    for name, kept in (("pause", paused), ("restart", restarted)):
+        monkeypatch.setattr(SimulatedWorker, name, noting(getattr(SimulatedWorker, name), kept))
+    run_with([], "colocate")
+    first_s = paused[0]
+    ran = run_with([death(first_s + 0.2)], "colocate")
+    assert_whole(ran)
+    (restart_s,) = restarted
+    window_ends_s = next(record for record in ran.recorder.steps if record.step == 2).ended_s
+    assert first_s + 2 * 0.7 < restart_s <= window_ends_s
+
+
+def noting(call, times):
+    async def noted(worker):
+        times.append(worker._loop.time())
+        await call(worker)
+
+    return noted
+
+
+def test_a_stop_does_not_wait_for_a_restart():
+    ran = run_with([death(3.0)], train_steps=100, times={"restart_s": lambda rng: 500.0}, stop_at_s=6.0)
+    assert isinstance(ran.error, Interrupted)
+    assert ran.elapsed_s < 9
+    assert not ran.recorder.named("restarted")
+    cut, state = ran.checkpoints.cuts[-1]
+    resumed = run_with([], train_steps=14, resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    assert len({key.uid for key in ran.trained + resumed.trained}) == len(ran.trained + resumed.trained) == 14 * 4
+    assert resumed.recorder.steps[-1].restarts == 1
+
+
+def test_without_restarts_the_first_failure_ends_the_run():
+    ran = run_with([death(3.0)], max_restarts=0)
+    assert str(ran.error) == "rollout-1 failed: simulated death at 3 s"
+    assert not ran.recorder.named("lost")
+
+
+def test_the_next_process_wants_the_newest_version_also_where_that_is_about_to_be_replaced():
+    sync = WeightSync({"a": -1, "b": -1})
+    for name in ("a", "b"):
+        sync.hold(name, 3)
+    newest = Published(version=3, num_bytes=0, publish_s=0.0, handle="the bytes")
+    sync.offer(newest)
+    assert sync.wanted("a") is None
+    sync.begin("a", 3)
+    sync.lost("a")
+    assert sync.begun == {}
+    assert sync.wanted("a") is newest
+    sync.begin("b", 2)
+    sync.reserve()
+    assert sync.wanted("a") is None
+    sync.offer(Published(version=4, num_bytes=0, publish_s=0.0, handle="newer bytes"))
+    assert sync.wanted("a").version == 4
+
+
+def report(now_s, state_s, *, sums, spans=(), state=State.BUSY, running_tokens=0):
+    return ExecutorReport(
+        name="rollout-0",
+        role="rollout",
+        now_s=now_s,
+        state=state,
+        waiting_for="",
+        state_s=state_s,
+        spans=tuple(Span(state=state, start_s=start_s, end_s=end_s) for state, start_s, end_s in spans),
+        sums=sums,
+        gauges={"slots": 8, "running_sequences": 5, "running_tokens": running_tokens},
+    )
+
+
+def test_the_sums_of_a_restarted_executor_go_on_over_the_time_without_a_process():
+    """Clocks: the first process's is 100 s ahead of the driver's, the second's 1000 s. It is lost at 14, back at 20, and its own
+    clock began at 17, when it started to start."""
+    book = ReportBook()
+    busy, starved = (State.BUSY, 100.0, 108.0), (State.STARVED, 108.0, 110.0)
+    sums = {"idle_s": 2.0, "sampled_tokens": 50.0}
+    first = report(110.0, {State.BUSY: 8.0, State.STARVED: 2.0}, sums=sums, spans=(busy, starved), running_tokens=7)
+    book.add(first, 10.0, "rollout-0")
+    assert book.lost("rollout-0", 14.0) == 7
+    down = book.latest["rollout-0"]
+    assert (down.state, down.sums["idle_s"], down.gauges["running_sequences"]) == (State.FAILED, 6.0, 0)
+    book.advance_lost(16.0)
+    assert book.latest["rollout-0"].sums == {"idle_s": 8.0, "sampled_tokens": 50.0}
+    book.returned("rollout-0", 20.0)
+    assert book.latest["rollout-0"].state_s == {State.BUSY: 8.0, State.STARVED: 2.0, State.FAILED: 10.0}
+    spans = ((State.STARVED, 1017.0, 1021.0), (State.BUSY, 1021.0, 1022.0))
+    second = report(1022.0, {State.STARVED: 4.0, State.BUSY: 1.0}, sums={"idle_s": 4.0, "sampled_tokens": 3.0}, spans=spans)
+    assert book.add(second, 22.0, "rollout-0")
+    joined = book.latest["rollout-0"]
+    assert joined.sums == {"idle_s": 13.0, "sampled_tokens": 53.0}
+    assert joined.state_s == {State.BUSY: 9.0, State.STARVED: 3.0, State.FAILED: 10.0}
+    assert sum(joined.state_s.values()) == 22.0
+    assert [(str(span.state), span.start_s, span.end_s) for span in book.take_spans()["rollout-0"]] == [
+        ("busy", 0.0, 8.0),
+        ("starved", 8.0, 10.0),
+        ("failed", 10.0, 20.0),
+        ("starved", 20.0, 21.0),
+        ("busy", 21.0, 22.0),
+    ]
+    third = report(1023.0, {State.STARVED: 4.0, State.BUSY: 2.0}, sums={"idle_s": 4.0, "sampled_tokens": 9.0})
+    book.add(third, 23.0, "rollout-0")
+    assert book.latest["rollout-0"].sums == {"idle_s": 13.0, "sampled_tokens": 59.0}
+
+
+def test_metrics_of_a_run_with_a_restart_have_no_negative_differences_and_count_the_dead_worker_as_idle():
+    ran = run_with([death(3.0)], times={"restart_s": lambda rng: 30.0}, train_steps=30)
+    metrics = StepMetrics(trigger_parameter_sync_step=2, started_s=0.0)
+    steps = [metrics.update(record) for record in ran.recorder.steps]
+    for line in steps:
+        assert line.get("rollouter/tokens_per_s", 0) >= 0
+        shares = ("rollouter/slot_utilization", "rollouter/idle_ratio", "overlap_ratio")
+        assert all(0 <= line.get(share, 0) <= 1 for share in shares)
+    while_down = [line for line in steps if line["time_s"] - line["timing/step_s"] > 4.0 and line["time_s"] < 30.0]
+    assert len(while_down) > 5
+    assert min(line["rollouter/idle_ratio"] for line in while_down) >= 0.5
+    assert Counter(line["rollouter/restarts"] for line in steps).keys() == {0, 1}
