@@ -5,6 +5,7 @@ AsyncrlError             exit 1   the run failed
 ├── PreflightError       exit 3   what the run needs is not there (GPUs, Ray, an engine, a model)
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
+│   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
 ├── StallError           exit 1   nobody made progress; names who waits for whom
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
@@ -45,6 +46,10 @@ class RefusedError(AsyncrlError):
 
 class ExecutorFailed(AsyncrlError):
     """`str(error)` names the executor and carries the error it failed with."""
+
+
+class ExecutorLost(ExecutorFailed):
+    """A fresh process in its place may do what this one could not (`rollout.max_restarts`)."""
 
 
 class StallError(AsyncrlError):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.errors import ExecutorFailed, RefusedError
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost, RefusedError
 from asyncrl_cli.job.session import ray_session
 
 from .crew import nodes, small_profile
@@ -73,6 +73,7 @@ def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor: Any, capl
     with caplog.at_level(logging.ERROR), pytest.raises(ExecutorFailed) as failed:
         called(actor.raises.remote())
     assert str(failed.value) == "rollout-0 failed: ValueError: the tokens do not fit"
+    assert not isinstance(failed.value, ExecutorLost)
     assert 'test_calls.py", line' in caplog.text
     assert "in raises" in caplog.text
     assert "\x1b" not in caplog.text
@@ -86,13 +87,13 @@ def test_a_timeout_inside_the_actor_is_the_actors_error(actor: Any) -> None:
 
 def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> None:
     began_s = time.monotonic()
-    with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"):
+    with pytest.raises(ExecutorLost, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"):
         called(actor.hangs.remote(), timeout_s=0.5)
     assert time.monotonic() - began_s < 5.0
 
 
 def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
-    with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: its process ended during group p@0.0") as failed:
+    with pytest.raises(ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0") as failed:
         called(actor.dies.remote())
     assert "\n" not in str(failed.value)
 
@@ -101,7 +102,7 @@ def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
     with pytest.raises(RefusedError, match="rollout-0: step-1 is of another model") as refused:
         called(actor.refuses.remote())
     assert refused.value.hint == "resume step-0"
-    with pytest.raises(ExecutorFailed) as failed:
+    with pytest.raises(ExecutorLost) as failed:
         called(actor.fails_as_executor.remote())
     assert str(failed.value) == "rollout-0 failed: rewards cannot start: no such function"
     assert failed.value.hint == "fix it"

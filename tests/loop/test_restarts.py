@@ -119,6 +119,16 @@ def test_a_worker_that_dies_more_often_than_allowed_fails_the_run_with_its_own_e
     assert len(ran.recorder.named("restarted")) == 1
 
 
+def test_an_error_that_a_fresh_process_would_repeat_is_no_reason_for_one(monkeypatch):
+    async def refuse(worker, version, interrupt):
+        raise ExecutorFailed(f"{worker.name} failed: ValueError: weights of version {version} do not fit the engine's model")
+
+    monkeypatch.setattr(SimulatedWorker, "load", refuse)
+    ran = run_with([], max_restarts=3)
+    assert "do not fit" in str(ran.error)
+    assert ran.recorder.named("lost") == []
+
+
 def test_the_limit_is_one_per_worker():
     ran = run_with([death(3.0, "rollout-0"), death(4.0, "rollout-1")], train_steps=30)
     assert_whole(ran, train_steps=30)

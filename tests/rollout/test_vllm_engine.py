@@ -367,6 +367,7 @@ def test_partial_responses_are_known_to_the_last_token_though_they_come_in_lots(
         known: dict[int, Completion] = {}
         while not running.done():
             if (so_far := there.engine.so_far("lots")) is not None:
+                assert len(so_far.tokens) >= max(known, default=0)
                 known[len(so_far.tokens)] = so_far
             await asyncio.sleep(0)
         whole = await running

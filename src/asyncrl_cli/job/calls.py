@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,8 +21,8 @@ async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: s
     """Await an ObjectRef. `key` names the profile key that `timeout_s` came from.
 
     Raises:
-        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised, the actor died or time ran out. The
-            remote traceback goes to the log.
+        ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
+            ended, or time ran out. The remote traceback goes to the log.
         ConfigError, PreflightError, RefusedError: as the actor raised them.
     """
     try:
@@ -31,7 +31,7 @@ async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: s
     except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
         raise _failure(executor, call, error) from error
     except TimeoutError:
-        raise ExecutorFailed(
+        raise ExecutorLost(
             f"{executor} failed: {call} took longer than {key} = {timeout_s:g} s",
             hint=f"its log may say why; if it only needs longer, --set {key}=...",
         ) from None
@@ -51,12 +51,12 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
 def _failure(executor: str, call: str, error: RayError) -> AsyncrlError:
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if not isinstance(error, RayTaskError):
-        return ExecutorFailed(f"{executor} failed: its process ended during {call}: {_died(error)}")
+        return ExecutorLost(f"{executor} failed: its process ended during {call}: {_died(error)}")
     cause = error.cause
-    if isinstance(cause, ExecutorFailed) or not isinstance(cause, AsyncrlError):
-        text = str(cause).strip() or type(cause).__name__
-        kind = "" if isinstance(cause, AsyncrlError) else f"{type(cause).__name__}: "
-        return ExecutorFailed(f"{executor} failed: {kind}{text}", hint=getattr(cause, "hint", ""))
+    if isinstance(cause, ExecutorFailed):
+        return ExecutorLost(f"{executor} failed: {cause.message}", hint=cause.hint)
+    if not isinstance(cause, AsyncrlError):
+        return ExecutorFailed(f"{executor} failed: {type(cause).__name__}: {str(cause).strip()}".removesuffix(": "))
     return type(cause)(f"{executor}: {cause.message}", hint=cause.hint)
 
 

@@ -18,7 +18,7 @@ def check_engine(profile: Profile, device: str) -> None:
 
         check_vllm(device)
         if profile.rollout.engine_args:
-            check_engine_args(profile.rollout.engine_args)
+            check_engine_args(profile.rollout.engine_args, device)
 
 
 def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) -> Engine:

@@ -40,7 +40,7 @@ def loop_settings(profile: Profile) -> LoopSettings:
         checkpoint_every_steps=profile.checkpoint.every_steps,
         eval_every_versions=profile.eval.every_versions,
         eval_timeout_s=profile.eval.timeout_s,
-        sync_timeout_s=profile.weights.timeout_s,
+        sync_timeout_s=profile.weights.timeout_s + (profile.rollout.call_timeout_s if interrupt_of(profile) == "drain" else 0.0),
         weights_mode=profile.weights.mode,
         stop_grace_s=profile.run.stop_grace_s,
         stall_timeout_s=profile.run.stall_timeout_s,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Protocol
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.ports import RolloutWorker
 from asyncrl_cli.loop.signal import Change
@@ -46,7 +46,7 @@ class Restarts:
         self._begin = begin
         self._left = dict.fromkeys((worker.name for worker in board.workers), board.settings.max_restarts)
 
-    def failed(self, worker: RolloutWorker, error: ExecutorFailed) -> None:
+    def failed(self, worker: RolloutWorker, error: ExecutorLost) -> None:
         """A call to the worker failed: restart it, or stop the run with that error if it has no restart left."""
         board, slots = self._board, self._board.groups.admission.workers[worker.name]
         if slots.down:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
+from asyncrl_cli.errors import AsyncrlError, ExecutorLost
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, Progress, RolloutWorker
@@ -80,7 +80,7 @@ class Rollouts:
             found = own_error(error)
             if found is None:
                 raise
-            if worker is not None and isinstance(found, ExecutorFailed):
+            if worker is not None and isinstance(found, ExecutorLost):
                 self._restarts.failed(worker, found)
             else:
                 self._board.stop(found)

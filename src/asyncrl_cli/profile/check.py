@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.weights.probes import PROBE_TOKENS
 
 VLLM_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
 
@@ -122,10 +123,13 @@ def _vllm_keys(profile: Profile) -> Iterator[ConfigError]:
 def _vllm_sizes(profile: Profile) -> Iterator[ConfigError]:
     rollout, gpus = profile.rollout, profile.placement.gpus_per_rollout_worker
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+    needed, what = longest, "max_prompt_tokens + max_response_tokens"
+    if profile.weights.probe_sequences and longest <= PROBE_TOKENS:
+        needed, what = PROBE_TOKENS + 1, "a probe (weights.probe_sequences) and one token"
+    if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield ConfigError(
-            f"rollout.max_model_len = {rollout.max_model_len} is less than max_prompt_tokens + max_response_tokens = {longest}",
-            hint=f"--set rollout.max_model_len={longest}, or leave it out",
+            f"rollout.max_model_len = {rollout.max_model_len} is less than {what} = {needed}",
+            hint=f"--set rollout.max_model_len={needed}, or leave it out",
         )
     asked = rollout.tensor_parallel_size
     if asked is not None and asked != gpus and profile.placement.device != "cpu":

@@ -198,6 +198,7 @@ class VllmEngine:
             async for output in llm.generate(prompt, params, track.request_id):
                 part = output.outputs[0]
                 track.add(part)
+                vllm_requests.state_of(llm, track)  # while vLLM still knows of it
                 self._sampled_tokens += len(part.token_ids)
                 if track.aborted and not output.finished:
                     await llm.abort(track.request_id)  # it was not known to vLLM yet

@@ -37,7 +37,7 @@ def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
 
     from asyncrl_cli.weights.vllm_plugin import BACKEND
 
-    check_engine_args(setup.options.engine_args)
+    check_engine_args(setup.options.engine_args, setup.device)
     engine_args = AsyncEngineArgs(**engine_arguments(setup), weight_transfer_config=WeightTransferConfig(backend=BACKEND))
     return AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger_into(counters)])
 

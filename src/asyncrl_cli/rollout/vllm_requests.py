@@ -28,6 +28,8 @@ class VllmTrack:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     aborted: bool = False
+    state: Any = None
+    """See `state_of`. It stays readable after vLLM has let go of the request."""
 
     def add(self, part: CompletionOutput) -> None:
         self.tokens.extend(part.token_ids)
@@ -104,7 +106,7 @@ def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
 
 
 def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
-    state = _state_of(llm, track.request_id)
+    state = state_of(llm, track)
     return len(track.before.tokens) + (len(track.tokens) if state is None else state.detokenizer.num_output_tokens())
 
 
@@ -113,7 +115,7 @@ def completion_so_far(llm: AsyncLLM, track: VllmTrack) -> Completion:
 
     vLLM reports the spans of versions at the end, and notes their starts until then.
     """
-    if (state := _state_of(llm, track.request_id)) is None:
+    if (state := state_of(llm, track)) is None:
         return track.completion([], "abort")
     tokens, starts = list(state.detokenizer.output_token_ids), state.weight_version_starts
     ends = [start for _, start in starts[1:]] + [len(tokens)]
@@ -123,11 +125,13 @@ def completion_so_far(llm: AsyncLLM, track: VllmTrack) -> Completion:
     return known.completion(versions, "abort")
 
 
-def _state_of(llm: AsyncLLM, request_id: str) -> Any:
-    """vLLM's own account of a request; None before it knows of it and after its end."""
-    processor = llm.output_processor
-    internal_ids = processor.external_req_ids.get(request_id, [])
-    return next((processor.request_states[name] for name in internal_ids if name in processor.request_states), None)
+def state_of(llm: AsyncLLM, track: VllmTrack) -> Any:
+    """vLLM's own account of a request, noted with it; None before vLLM knows of it."""
+    if track.state is None:
+        processor = llm.output_processor
+        internal_ids = processor.external_req_ids.get(track.request_id, [])
+        track.state = next((processor.request_states[name] for name in internal_ids if name in processor.request_states), None)
+    return track.state
 
 
 async def score(llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temperature: float) -> list[list[float]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.weights.probes import PROBE_TOKENS
 from asyncrl_cli.weights.vllm_plugin import OWNER_VARIABLE
 
 PAGE_TOKENS = 128
@@ -43,6 +44,10 @@ OURS = {
     "disable_log_stats": "",
     "generation_config": "",
     "enable_sleep_mode": "placement.colocate",
+    "data_parallel_size": "rollout.workers",
+    "speculative_config": "",
+    "runner": "",
+    "load_format": "",
 }
 """Arguments of vLLM that have a key of ours (the value), or that asyncrl relies on."""
 
@@ -84,7 +89,8 @@ class VllmSetup:
 
     @property
     def max_model_len(self) -> int:
-        return self.options.max_model_len or self.max_prompt_tokens + self.max_response_tokens
+        """vLLM scores a sequence as a prompt, with room for one token more: a probe fits, too."""
+        return self.options.max_model_len or max(self.max_prompt_tokens + self.max_response_tokens, PROBE_TOKENS + 1)
 
     @property
     def is_eager(self) -> bool:
@@ -149,7 +155,7 @@ def kv_bytes_per_token(setup: VllmSetup) -> int | None:
     return values * BYTES_OF[setup.dtype]
 
 
-def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+def check_engine_args(engine_args: Mapping[str, Any], device: str) -> None:
     """ConfigError for a name that vLLM's AsyncEngineArgs does not have, or that is not the user's to set."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -162,3 +168,8 @@ def check_engine_args(engine_args: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "names are those of vLLM's AsyncEngineArgs"
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
+    if device == "cpu" and engine_args.get("enable_chunked_prefill"):
+        raise ConfigError(
+            "rollout.engine_args.enable_chunked_prefill: vLLM on CPUs ends at a prompt that it computes in parts, if it has a seed",
+            hint="leave it out",
+        )

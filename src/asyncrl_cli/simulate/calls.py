@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, NamedTuple
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.signal import background
 
 
@@ -42,9 +42,9 @@ class Calls:
             await self.answer(self.open(), limit)
 
     def check(self) -> None:
-        """Raises ExecutorFailed if the executor is dead."""
+        """Raises ExecutorLost if the executor is dead."""
         if self._death:
-            raise ExecutorFailed(self._death)
+            raise ExecutorLost(self._death)
 
     def open(self) -> asyncio.Future[Any]:
         """For the executor to `resolve`, and the caller to await in `answer`."""
@@ -55,7 +55,7 @@ class Calls:
             future.set_result(result)
 
     async def answer(self, future: asyncio.Future[Any], limit: Limit, *, is_quick: bool = False) -> Any:
-        """The result, once resolved. Raises ExecutorFailed. `is_quick`: known to be resolved in time unless the executor hangs."""
+        """The result, once resolved. Raises ExecutorLost. `is_quick`: known to be resolved in time unless the executor hangs."""
         if future.done():
             return future.result()
         timer = None if is_quick and not self.is_hung else self._guard(future, limit)
@@ -83,7 +83,7 @@ class Calls:
         self._death = message
         for future in list(self._pending):
             if not future.done():
-                future.set_exception(ExecutorFailed(message))
+                future.set_exception(ExecutorLost(message))
 
     def hang(self) -> None:
         """Nothing is resolved any more: the limits of all calls are work for the clock now."""
@@ -102,4 +102,4 @@ class Calls:
     def _too_late(self, future: asyncio.Future[Any], limit: Limit) -> None:
         if not future.done():
             message = f"{self.executor} failed: {limit.what} took longer than {limit.key} = {limit.seconds:g} s"
-            future.set_exception(ExecutorFailed(message, hint=f"if it only needs longer, --set {limit.key}=..."))
+            future.set_exception(ExecutorLost(message, hint=f"if it only needs longer, --set {limit.key}=..."))
