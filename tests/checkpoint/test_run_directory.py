@@ -100,6 +100,13 @@ def test_a_removed_run_gives_its_name_free(run):
     RunDirectory.create(run.path.parent, "otter", profile_toml="", resolved={}).close()
 
 
+def test_the_logs_of_a_start_that_failed_can_be_kept(run):
+    (run.start_attempt() / "rollout-0.log").write_text("out of memory")
+    kept = run.remove(keep_logs=True)
+    assert [path.name for path in run.path.parent.iterdir()] == [kept.name]
+    assert (kept / "latest" / "rollout-0.log").read_text() == "out of memory"
+
+
 def test_a_fresh_name_is_free(tmp_path):
     name = fresh_name("partial-rollout", tmp_path)
     assert re.fullmatch(r"partial-rollout-\d{8}-\d{6}", name)

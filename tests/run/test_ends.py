@@ -108,5 +108,8 @@ def test_a_dead_vllm_engine_fails_the_run_with_its_own_error(tmp_path):
     code, _, err = finish(process)
     assert code == 1
     assert time.monotonic() - killed_s < 30
-    assert err.splitlines()[-1] == "error: rollout-0 failed: vLLM's engine process has ended (EngineCore with SIGKILL)"
+    assert err.splitlines()[-2:] == [
+        "error: rollout-0 failed: vLLM's engine process has ended (EngineCore with SIGKILL)",
+        "hint: `asyncrl logs engine` tells more, `asyncrl resume engine` goes on from the last checkpoint",
+    ]
     assert not wait_until_gone(family, 10.0)

@@ -132,12 +132,17 @@ class RunDirectory:
         except FileNotFoundError:
             return 0
 
-    def remove(self) -> None:
-        """Delete it, so that its name is free again: for a run that never began."""
+    def remove(self, *, keep_logs: bool = False) -> Path | None:
+        """Delete it, so that its name is free again: for a run that never began. Returns where its logs are kept, if they are."""
+        kept = self.path.with_name(f".{self.name}-failed-start") if keep_logs else None
+        if kept is not None:
+            shutil.rmtree(kept, ignore_errors=True)
+            self.logs.rename(kept)
         gone = self.path.with_name(f".deleting-{self.name}")
         shutil.rmtree(gone, ignore_errors=True)
         self.path.rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
+        return kept
 
     def close(self) -> None:
         """Give the lock back."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import AsyncrlError, Interrupted
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.stopping import StopRequests
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ async def run_to_the_end(pipeline: Pipeline, trainer: RayTrainer, directory: Run
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
     except AsyncrlError as failure:
         error = failure
-        error.hint = error.hint or (f"asyncrl resume {directory.name}" if isinstance(failure, Interrupted) else "")
+        error.hint = error.hint or _what_next(failure, directory.name)
         log.error("the run ended early", exc_info=failure)
     except Exception as failure:
         error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
@@ -75,3 +75,11 @@ def _cancelled_from_outside() -> bool:
     """Whether this task itself is being cancelled, and not only the loop that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _what_next(error: AsyncrlError, name: str) -> str:
+    if isinstance(error, Interrupted):
+        return f"asyncrl resume {name}"
+    if isinstance(error, ExecutorFailed):
+        return f"`asyncrl logs {name}` tells more, `asyncrl resume {name}` goes on from the last checkpoint"
+    return ""

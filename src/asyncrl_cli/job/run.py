@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.attempt_log import logged_to
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
 from asyncrl_cli.job.preparing import Prepared, prepare
@@ -68,7 +69,7 @@ class Run:
             self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
             check_free(self.runs_dir, self.name)
         with contextlib.ExitStack() as stack:
-            stack.callback(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
+            stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
             directory = self._open_directory(stack) if self.checkpoint else None
             with Starting(self.ui) as say:
                 prepared = await prepare(self.profile, say)
@@ -184,10 +185,14 @@ class Run:
         self._unbegun = directory
         return directory
 
-    def _remove_unbegun(self) -> None:
-        """A run that never began leaves no directory: nothing could resume it, and its name would be taken."""
-        if self._unbegun is not None:
-            self._unbegun.remove()
+    def _remove_unbegun(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """A run that never began leaves no directory: nothing could resume it, and its name would be taken. What an executor said
+        before it failed is kept."""
+        if self._unbegun is None:
+            return
+        logs = self._unbegun.remove(keep_logs=isinstance(error, ExecutorFailed))
+        if logs is not None and isinstance(error, ExecutorFailed):
+            error.hint = error.hint or f"the logs of this start are in {logs}"
 
     def _open_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
         from asyncrl_cli.checkpoint.run_directory import RunDirectory
