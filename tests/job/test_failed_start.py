@@ -20,7 +20,7 @@ from asyncrl_cli.job.run import Run
 from .crew import small_profile
 
 
-def test_a_start_that_fails_gives_the_runs_name_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
     async def prepare(profile: Any, say: Any) -> Any:
@@ -42,10 +42,12 @@ def test_a_start_that_fails_gives_the_runs_name_free(tmp_path: Path, monkeypatch
     monkeypatch.setattr(workers, "started_workers", started_workers)
     for _ in range(2):
         run = Run(small_profile(), runs_dir=tmp_path / "runs", name="otter", ui="none")
-        with pytest.raises(ExecutorFailed, match="out of memory"):
+        with pytest.raises(ExecutorFailed, match="out of memory") as failed:
             asyncio.run(run.run())
-    assert seen == [["otter"], ["otter"]]
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert seen == [["otter"], [".otter-failed-start", "otter"]]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == [".otter-failed-start"]
+    assert str(tmp_path / "runs" / ".otter-failed-start") in failed.value.hint
+    assert (tmp_path / "runs" / ".otter-failed-start" / "attempt-1" / "driver.log").exists()
 
 
 def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
