@@ -55,6 +55,18 @@ CONFLICTS = [
         ["weights.dual_buffer = false", 'rollout.engine = "vllm"'],
         "weights.dual_buffer=true",
     ),
+    ("base", ["rollout.engine=vllm", "rollout.engine_args={max_num_seqs=4}"], ["engine_args.max_num_seqs"], "rollout.slots"),
+    (
+        "base",
+        [
+            "rollout.engine=vllm",
+            "weights.probe_sequences=4",
+            *(f"rollout.max_{part}_tokens=8" for part in ("prompt", "response")),
+            "rollout.max_model_len=16",
+        ],
+        ["rollout.max_model_len = 16", "a probe"],
+        "rollout.max_model_len=33",
+    ),
     (
         "base",
         ["weights.transport=disk", "weights.dual_buffer=false"],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.rollout.vllm_arguments import not_yours
 from asyncrl_cli.weights.probes import PROBE_TOKENS
 
 VLLM_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
@@ -120,6 +121,12 @@ def _vllm_keys(profile: Profile) -> Iterator[ConfigError]:
                 )
 
 
+def _vllm_arguments(profile: Profile) -> Iterator[ConfigError]:
+    """The names that are ours; those that vLLM does not know are found when it is there to be asked."""
+    if profile.rollout.engine == "vllm":
+        yield from filter(None, map(not_yours, profile.rollout.engine_args))
+
+
 def _vllm_sizes(profile: Profile) -> Iterator[ConfigError]:
     rollout, gpus = profile.rollout, profile.placement.gpus_per_rollout_worker
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
@@ -178,6 +185,7 @@ RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _slots,
     _old_logprobs,
     _vllm_keys,
+    _vllm_arguments,
     _vllm_sizes,
     _vllm_sampling,
     _one_buffer,

@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.rollout.vllm_arguments import not_yours
 from asyncrl_cli.weights.probes import PROBE_TOKENS
 from asyncrl_cli.weights.vllm_plugin import OWNER_VARIABLE
 
@@ -27,29 +28,6 @@ STREAM_INTERVAL_TOKENS = 8
 """vLLM hands a running response's tokens over in such lots. Each handing-over wakes a task in our event loop: token by token that
 costs a tenth of the throughput of a small model at 64 sequences. What was not handed over yet is known all the same
 (vllm_requests.completion_so_far)."""
-OURS = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "trust_remote_code": "model.trust_remote_code",
-    "seed": "run.seed",
-    "max_num_seqs": "rollout.slots",
-    "max_model_len": "rollout.max_model_len",
-    "tensor_parallel_size": "rollout.tensor_parallel_size",
-    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
-    "enforce_eager": "rollout.enforce_eager",
-    "enable_prefix_caching": "",
-    "logprobs_mode": "",
-    "weight_transfer_config": "",
-    "disable_log_stats": "",
-    "generation_config": "",
-    "enable_sleep_mode": "placement.colocate",
-    "data_parallel_size": "rollout.workers",
-    "speculative_config": "",
-    "runner": "",
-    "load_format": "",
-}
-"""Arguments of vLLM that have a key of ours (the value), or that asyncrl relies on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,9 +139,8 @@ def check_engine_args(engine_args: Mapping[str, Any], device: str) -> None:
 
     known = {entry.name for entry in dataclasses.fields(AsyncEngineArgs)}
     for name in engine_args:
-        if name in OURS:
-            instead = f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
-            raise ConfigError(f"rollout.engine_args.{name} is not yours to set", hint=instead)
+        if (error := not_yours(name)) is not None:
+            raise error
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "names are those of vLLM's AsyncEngineArgs"
