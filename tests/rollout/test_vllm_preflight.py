@@ -87,3 +87,8 @@ def test_an_engine_that_takes_turns_with_a_trainer_can_sleep_and_leaves_it_half_
     assert (arguments["enable_sleep_mode"], arguments["gpu_memory_utilization"]) == (True, 0.5)
     assert engine_arguments(told)["gpu_memory_utilization"] == 0.7
     assert "enable_sleep_mode" not in engine_arguments(VllmSetup(model_dir=model_dir, device="cuda", **sizes))
+
+
+def test_a_probe_of_32_tokens_fits_where_responses_are_shorter(tmp_path: Path) -> None:
+    setup = VllmSetup(model_dir=tiny.save(tiny.make_model(), tmp_path), slots=2, max_prompt_tokens=8, max_response_tokens=8)
+    assert engine_arguments(setup)["max_model_len"] == 33  # vLLM wants room for one token more than it scores
