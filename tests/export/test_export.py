@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl_cli.cli.app import run
@@ -168,18 +168,26 @@ def test_nothing_is_overwritten(make_run, capsys, tmp_path):
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "empty").iterdir()) == before
 
 
-def test_a_full_disk_leaves_nothing_behind(make_run, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["the system's", "safetensors' own"],
+)
+def test_a_full_disk_leaves_nothing_behind(make_run, monkeypatch, tmp_path, error):
     made = make_run()
     files = []
 
-    def full(tensors, path, metadata):
+    def full(tensors, path):
         files.append(path)
         if len(files) == 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise error
         path.write_bytes(b"")
 
-    monkeypatch.setattr(directory_module, "save_file", full)
-    with pytest.raises(AsyncrlError, match="cannot be written: No space left on device"):
+    monkeypatch.setattr(directory_module, "write_weights", full)
+    with pytest.raises(AsyncrlError, match=r"cannot be written: .*No space left on device"):
         exported(made, out=tmp_path / "there" / "model", max_file_bytes=500_000)
     assert len(files) == 3
     assert list((tmp_path / "there").iterdir()) == []

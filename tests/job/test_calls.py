@@ -92,6 +92,18 @@ def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> No
     assert time.monotonic() - began_s < 5.0
 
 
+def test_a_start_that_takes_too_long_names_no_key_for_none_would_help() -> None:
+    from asyncrl_cli.job.calls import answer
+
+    async def main() -> None:
+        await answer(asyncio.sleep(60), executor="rollout-0", call="its start", timeout_s=0.05)
+
+    with pytest.raises(ExecutorFailed) as failed:
+        asyncio.run(main())
+    assert str(failed.value) == "rollout-0 failed: its start took longer than 0.05 s"
+    assert failed.value.hint == ""
+
+
 def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
     with pytest.raises(ExecutorLost, match=r"rollout-0 failed: its process ended during group p@0.0") as failed:
         called(actor.dies.remote())

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.job import rollout_actor
 from asyncrl_cli.job.meters import RolloutMeter
-from asyncrl_cli.job.rollout_actor import Received, RolloutActor
+from asyncrl_cli.job.rollout_actor import GETS_AHEAD, Received, RolloutActor
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.rollout.engine import OneBufferEngine, PauseReport, Scores
@@ -122,6 +124,24 @@ def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
     state_s = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
     assert state_s[State.LOADING] == 10.0
     assert State.BUSY not in {state for state, seconds in state_s.items() if seconds}
+
+
+def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    class Counting(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+            begun.append(len(begun))
+            return super().submit(*args, **kwargs)
+
+    monkeypatch.setattr(rollout_actor, "ThreadPoolExecutor", Counting)
+    manifest, buckets = sent({name: torch.ones(4) for name in "abcdefgh"}, 3, 16)
+    arriving = Actor(SlowEngine())._arriving(manifest, buckets)
+    taken = [next(arriving)]
+    assert len(begun) == 1 + GETS_AHEAD < len(buckets) == 8
+    taken += arriving
+    assert [bucket.entries[0].spec.name for bucket in taken] == list("abcdefgh")
+    assert len(begun) == 8
 
 
 def test_late_and_repeated_manifests_are_refused() -> None:

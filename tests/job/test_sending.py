@@ -27,12 +27,14 @@ class Transport:
         self.held = threading.Event()
         self.held.set()
         self.versions: list[str] = []
+        self.finished_in: list[str] = []
 
     def begin(self, version: int) -> None:
         self.versions.append(f"begin {version}")
 
     def finish(self, manifest: Manifest) -> None:
         self.versions.append(f"finish {manifest.version}")
+        self.finished_in.append(threading.current_thread().name)
 
     def put(self, bucket: Bucket) -> int:
         assert self.held.wait(WAIT_S)
@@ -64,7 +66,7 @@ def test_overlapped_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
         assert transport.put_one.acquire(timeout=WAIT_S)  # and the next tensor was not even read yet
         assert len(transport.buckets) == number + 1
     assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
-    assert {name.split("_")[0] for name in transport.threads} == {"send"}
+    assert {*transport.threads, *transport.finished_in} == {"send_0"}
     assert transport.versions == ["begin 1", "finish 1"]
 
 
@@ -92,7 +94,7 @@ def test_without_overlap_nothing_is_sent_before_the_publish() -> None:
         on_full(gathered, index)
     assert transport.buckets == []
     assert sending.sent(*published(1, gathered)) == [0, 1, 2, 3, 4]
-    assert set(transport.threads) == {threading.current_thread().name}
+    assert {*transport.threads, *transport.finished_in} == {threading.current_thread().name}
 
 
 def test_a_version_that_no_gather_brought_is_sent_by_its_publish() -> None:
@@ -100,6 +102,7 @@ def test_a_version_that_no_gather_brought_is_sent_by_its_publish() -> None:
     for name, tensor in TENSORS.items():
         gathered.put(name, tensor)
     assert Sending(transport, overlap=True).sent(*published(5, gathered)) == [0, 1, 2, 3, 4]
+    assert {*transport.threads, *transport.finished_in} == {"send_0"}
 
 
 def test_a_failed_send_is_the_error_of_its_publish() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.rollout import transformers_engine
 from asyncrl_cli.rollout.engine import Completion, Sampling
 from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+from asyncrl_cli.weights.buckets import Bucket, pack
+from asyncrl_cli.weights.in_place import copy_into
 from tests.rollout import tiny
 
 DEADLINE_S = 60.0
@@ -302,6 +306,71 @@ def test_a_failed_load_leaves_the_old_version_serving(model: Qwen3ForCausalLM, m
     run(body)
 
 
+def half_way(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fits, but has no data behind its second tensor."""
+    second = list(weights)[1]
+    return {**weights, second: torch.empty_like(weights[second], device="meta")}
+
+
+@pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
+def test_a_load_that_fails_half_way_ends_the_engine(model: Qwen3ForCausalLM, model_dir: Path, interrupt: str) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir, slots=2) as engine:
+            endless = sampling(128, temperature=0.1)
+            async with asyncio.timeout(DEADLINE_S):
+                generating = [asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], endless, i)) for i in range(4)]
+                await until(lambda: engine.sampled_tokens > 20)
+                with pytest.raises(ExecutorFailed, match=r"loading version 9 failed half-way: NotImplementedError: .*meta"):
+                    await engine.load(half_way(tiny.weights_after(model, 1)), 9, interrupt)  # type: ignore[arg-type]
+                ended = await asyncio.gather(*generating, return_exceptions=True)
+            failed, finished = ended[2:] if interrupt == "drain" else ended, ended[:2] if interrupt == "drain" else []
+            assert [type(end) for end in failed] == [ExecutorFailed] * len(failed)
+            assert all(isinstance(end, Completion) and set(end.versions) == {0} for end in finished)  # before the copy
+            sampled = engine.sampled_tokens
+            with pytest.raises(ExecutorFailed, match="half-way"):
+                await engine.generate("late", [5], endless, 0)
+            with pytest.raises(ExecutorFailed, match="half-way"):
+                await engine.load(tiny.weights_after(model, 1), 10, "keep-kv")
+            with pytest.raises(ExecutorFailed, match="half-way"):
+                await engine.score([[5, 6, 7]], 1.0)
+            assert (engine.version, engine.running, engine.sampled_tokens) == (0, 0, sampled)
+
+    run(body)
+
+
+def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buckets = pack(tiny.weights_after(model, 1), 300_000)
+    copied: list[Bucket] = []
+
+    def lost() -> list[Bucket]:
+        raise OSError("the bucket is lost")
+
+    def copy_one(own: Mapping[str, torch.Tensor], bucket: Bucket, load_bucket_size_bytes: int) -> None:
+        if copied:
+            raise OSError("the memory is gone")
+        copied.append(bucket)
+        copy_into(own, bucket, load_bucket_size_bytes)
+
+    monkeypatch.setattr(transformers_engine, "copy_into", copy_one)
+
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            with pytest.raises(OSError, match="the bucket is lost"):
+                await engine.load_in_place(lost, 9, "keep-kv", 2**20)
+            with pytest.raises(ValueError, match="do not fit"):
+                await engine.load_in_place(lambda: buckets[:1], 9, "keep-kv", 2**20)
+            completion = await engine.generate("on", [5, 6, 7], sampling(4), 0)
+            assert set(completion.versions) == {0}
+            with pytest.raises(ExecutorFailed, match="loading version 9 failed half-way: OSError: the memory is gone"):
+                await engine.load_in_place(lambda: buckets, 9, "keep-kv", 2**20)
+            with pytest.raises(ExecutorFailed, match="half-way"):
+                await engine.generate("late", [5, 6, 7], sampling(4), 0)
+
+    run(body)
+
+
 def test_abort_returns_what_there_is_and_frees_the_slot(model_dir: Path) -> None:
     async def body() -> None:
         async with engine_of(model_dir, slots=1) as engine:
@@ -391,7 +460,7 @@ def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
     run(body)
 
 
-def test_a_request_that_can_not_be_served_is_refused(model_dir: Path) -> None:
+def test_a_request_that_cannot_be_served_is_refused(model_dir: Path) -> None:
     async def body() -> None:
         async with engine_of(model_dir) as engine:
             with pytest.raises(ValueError, match="prompt of long has 65 tokens, max_prompt_tokens is 64"):

@@ -59,6 +59,8 @@ def test_a_version_arrives_as_it_was_and_opens_with_transformers(tmp_path, model
     tensors, buckets, manifest = published(model_dir, 12, bucket_bytes)
     refs = send(sender_for(tmp_path, model_dir), manifest, buckets)
     assert len(refs) == len(buckets)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "version-000012").iterdir()}
+    assert modes == {tmp_path.joinpath("version-000012").stat().st_mode & 0o666}, "readable for whoever may read the directory"
     arrived = receive(receiver_for("disk"), manifest, refs)
     received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}
     assert list(received) == [name for bucket in buckets for name in unpack(bucket)]
@@ -122,8 +124,8 @@ def write_another_kind(directory: Path) -> None:
 
 DAMAGES = {
     flip_a_bit: r"bucket 1 of \d+ .* arrived damaged",
-    cut_a_file: r"can not be read",
-    remove_a_file: r"can not be read",
+    cut_a_file: r"cannot be read",
+    remove_a_file: r"cannot be read",
     alter_the_manifest: r"was altered: its own checksum does not match",
     write_another_kind: r"not a manifest of weights",
 }
@@ -175,10 +177,10 @@ def wait_for_removals() -> None:
             thread.join(timeout=30)
 
 
-def test_a_disk_that_can_not_be_written_is_told_with_a_way_out(tmp_path, model_dir):
+def test_a_disk_that_cannot_be_written_is_told_with_a_way_out(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 1)
     (tmp_path / "weights").write_text("a file in the way")
-    with pytest.raises(AsyncrlError, match="a version can not be written") as told:
+    with pytest.raises(AsyncrlError, match="a version cannot be written") as told:
         send(sender_for(tmp_path / "weights", model_dir), manifest, buckets)
     assert "weights.transport=object-store" in told.value.hint
 

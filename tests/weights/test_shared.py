@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.weights.buckets import Spec, pack
+from asyncrl_cli.weights import shared as shared_module
+from asyncrl_cli.weights.buckets import Bucket, pack
 from asyncrl_cli.weights.shared import SharedWeights, attached, views
 
 READER = """
@@ -55,4 +60,72 @@ def test_a_buffer_of_another_size_or_a_tensor_outside_of_it_is_refused() -> None
 
 def test_too_little_memory_is_an_error_before_anything_is_written() -> None:
     with pytest.raises(AsyncrlError, match="MiB are free"):
-        SharedWeights([Spec(name="huge", dtype="float32", shape=(2**58,))])
+        SharedWeights.of_tensors({"huge": torch.zeros(1).expand(2**58)})
+
+
+def open_files() -> list[int]:
+    """Sizes of this process's shared weights."""
+    descriptors = Path("/proc/self/fd").iterdir()
+    return [path.stat().st_size for path in descriptors if path.is_symlink() and "asyncrl-weights" in os.readlink(path)]
+
+
+def test_buckets_are_written_as_they_arrive_and_another_process_reads_them() -> None:
+    before = open_files()
+    buckets = pack(example(), 1)
+    for bucket in buckets:
+        bucket.data.flags.writeable = False
+    sizes: list[int] = []
+
+    def arriving() -> Iterator[Bucket]:
+        for bucket in buckets:
+            sizes.append(sum(open_files()) - sum(before))
+            yield bucket
+
+    shared = SharedWeights.of_buckets(arriving())
+    assert sizes == [0, 24, 64 + 10]  # 6 floats; then, from a multiple of 64, 5 bfloat16
+    told = shared.describe({"a", "b", "none"})
+    assert [offset for _, _, _, offset in told["tensors"]] == [0, 64, 128]
+    read = subprocess.run([sys.executable, "-c", READER, json.dumps(told)], capture_output=True, text=True, check=True)
+    assert read.stdout.strip() == str({"a": 15.0, "b": 0.0, "none": 0.0})
+    assert open_files() != before
+    del shared
+    assert open_files() == before
+
+
+def test_a_bucket_that_does_not_arrive_leaves_nothing_open() -> None:
+    before = open_files()
+
+    def arriving() -> Iterator[Bucket]:
+        yield from pack(example(), 2**20)
+        raise ValueError("damaged")
+
+    with pytest.raises(ValueError, match="damaged") as told:
+        SharedWeights.of_buckets(arriving())
+    assert open_files() == before
+    assert told.traceback  # and with it the frames: the file was closed, not forgotten
+
+
+def test_each_bucket_is_held_against_the_free_memory_before_it_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([2**20, 9])
+    asked: list[tuple[int, int]] = []
+    fallocate = os.posix_fallocate
+
+    def allocate(descriptor: int, offset: int, length: int) -> None:
+        asked.append((offset, length))
+        fallocate(descriptor, offset, length)
+
+    monkeypatch.setattr(shared_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free)))
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    before = open_files()
+    with pytest.raises(AsyncrlError, match=r"beside the 0 MiB that have arrived, 0 MiB are free"):
+        SharedWeights.of_buckets(pack(example(), 1))
+    assert asked == [(0, 24)]
+    assert open_files() == before
+
+
+def test_a_write_that_the_kernel_cuts_short_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:7], offset))
+    shared = SharedWeights.of_buckets(pack(example(), 2**20))
+    assert torch.equal(shared["a"], example()["a"])
+    assert torch.equal(shared["b"], example()["b"])

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from asyncrl_cli.checkpoint.files import fsync_directory
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.weights.buckets import torch_dtype
 from asyncrl_cli.weights.kept import sync_files
-from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index
+from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
 
 Read = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
 Progress = Callable[[str, int, int], None]
@@ -80,7 +80,7 @@ def plan_files(sizes: Mapping[str, int], value_bytes: int, max_file_bytes: int) 
 
 def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> int:
     cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
-    save_file(cast, path, metadata={"format": "pt"})
+    write_weights(cast, path)
     return sum(tensor.nbytes for tensor in cast.values())
 
 
@@ -97,8 +97,8 @@ def _appearing(target: Path) -> Iterator[Path]:
         sync_files(working)
         working.rename(target)
         fsync_directory(target.parent)
-    except OSError as error:
-        why = error.strerror or str(error)
+    except (OSError, SafetensorError) as error:  # a disk that is full while safetensors writes is the latter
+        why = getattr(error, "strerror", None) or str(error)
         raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
     finally:
         shutil.rmtree(working, ignore_errors=True)

@@ -17,8 +17,8 @@ T = TypeVar("T")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: str) -> Any:
-    """Await an ObjectRef. `key` names the profile key that `timeout_s` came from.
+async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: str | None = None) -> Any:
+    """Await an ObjectRef. `key` names the profile key that `timeout_s` came from; None if it is fixed.
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
@@ -32,8 +32,8 @@ async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: s
         raise _failure(executor, call, error) from error
     except TimeoutError:
         raise ExecutorLost(
-            f"{executor} failed: {call} took longer than {key} = {timeout_s:g} s",
-            hint=f"its log may say why; if it only needs longer, --set {key}=...",
+            f"{executor} failed: {call} took longer than {f'{key} = ' if key else ''}{timeout_s:g} s",
+            hint=f"its log may say why; if it only needs longer, --set {key}=..." if key else "",
         ) from None
 
 

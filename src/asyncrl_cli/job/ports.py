@@ -112,12 +112,12 @@ class RayRolloutWorker:
         await self.start(self._restart_timeout_s)
 
     async def start(self, timeout_s: float) -> None:
-        await self._answer(self.actor.start.remote(), "its start", timeout_s, CALL_KEY)
+        await self._answer(self.actor.start.remote(), "its start", timeout_s, None)
 
     async def stop(self, timeout_s: float) -> None:
-        await self._answer(self.actor.stop.remote(), "its end", timeout_s, CALL_KEY)
+        await self._answer(self.actor.stop.remote(), "its end", timeout_s, None)
 
-    async def _answer(self, ref: Any, call: str, timeout_s: float, key: str) -> Any:
+    async def _answer(self, ref: Any, call: str, timeout_s: float, key: str | None) -> Any:
         return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key)
 
 
@@ -202,8 +202,8 @@ class RayTrainer:
 
     async def start(self, device: str, timeout_s: float) -> None:
         meeting_ref = self.actors[0].meeting_point.remote()
-        init_method = await self._answer(0, meeting_ref, "its start", timeout_s, CALL_KEY)
-        await self._collective("start", init_method, device, call="its start", timeout_s=timeout_s, key=CALL_KEY)
+        init_method = await self._answer(0, meeting_ref, "its start", timeout_s, None)
+        await self._collective("start", init_method, device, call="its start", timeout_s=timeout_s, key=None)
 
     async def load(self, directory: Path) -> int | None:
         """Restore a checkpoint. Returns the version of the published weights that came with it, if any did."""
@@ -218,16 +218,16 @@ class RayTrainer:
                 await self.finish_dump()
         except TimeoutError:
             logger.warning("the last dump of samples was still being written: it is lost")
-        await self._collective("stop", call="its end", timeout_s=timeout_s, key=CALL_KEY)
+        await self._collective("stop", call="its end", timeout_s=timeout_s, key=None)
 
     async def _collective(
-        self, method: str, *args: Any, call: str, timeout_s: float | None = None, key: str = WEIGHTS_KEY
+        self, method: str, *args: Any, call: str, timeout_s: float | None = None, key: str | None = WEIGHTS_KEY
     ) -> list[Any]:
         timeout_s = self._weights_timeout_s if timeout_s is None else timeout_s
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
         return await all_of(self._answer(rank, ref, call, timeout_s, key) for rank, ref in enumerate(refs))
 
-    async def _answer(self, rank: int, ref: Any, call: str, timeout_s: float, key: str) -> Any:
+    async def _answer(self, rank: int, ref: Any, call: str, timeout_s: float, key: str | None) -> Any:
         return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=timeout_s, key=key)
 
 

@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Manifest
 
 GETS_AHEAD = 2
-"""Buckets that come while an earlier one is looked at."""
+"""Buckets that are fetched, or wait in memory, while an earlier one is verified and copied."""
 
 logger = logging.getLogger(__name__)
 
@@ -222,7 +224,16 @@ class RolloutActor:
         from asyncrl_cli.weights.buckets import verified
 
         with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
-            yield from verified(gets.map(partial(self._get, manifest), bucket_refs), manifest)
+            yield from verified(self._in_order(gets, manifest, bucket_refs), manifest)
+
+    def _in_order(self, gets: ThreadPoolExecutor, manifest: Manifest, bucket_refs: Sequence[Any]) -> Iterator[Bucket]:
+        """The next get begins when a bucket is taken, so that a slow taker has no more than GETS_AHEAD of them waiting."""
+        submits = (gets.submit(self._get, manifest, ref) for ref in bucket_refs)
+        ahead = deque(islice(submits, GETS_AHEAD))
+        while ahead:
+            ahead[0].result()
+            ahead.extend(islice(submits, 1))
+            yield ahead.popleft().result()
 
     def _get(self, manifest: Manifest, bucket_ref: Any) -> Bucket:
         from asyncrl_cli.job.transports import receiver_for

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
     OnFull = Callable[[Packing, int], None]
 
+T = TypeVar("T")
+
 
 class Sending:
-    """`sender`: the transport's end. Its calls come in a thread, in the order begin, put ..., finish."""
+    """`sender`: the transport's end. Its calls come in the order begin, put ..., finish; overlapped, all in one thread."""
 
     def __init__(self, sender: Sender, *, overlap: bool) -> None:
         self._sender = sender
@@ -45,11 +47,15 @@ class Sending:
         if sends is None:
             from asyncrl_cli.weights.transports import send
 
-            return send(self._sender, manifest, buckets)
+            return self._in_thread(send, self._sender, manifest, buckets)
         assert len(sends) == len(buckets), f"{len(sends)} of {len(buckets)} buckets of version {manifest.version} were sent"
         refs = [one.result() for one in sends]
-        self._sender.finish(manifest)
+        self._in_thread(self._sender.finish, manifest)
         return refs
+
+    def _in_thread(self, call: Callable[..., T], *args: Any) -> T:
+        """Overlapped, in the thread that also begins and puts: the sender gets one call at a time."""
+        return call(*args) if self._thread is None else self._thread.submit(call, *args).result()
 
     def _seal_and_put(self, version: int, packing: Packing, index: int) -> Any:
         if index == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.transports import Receiver, Sender
 
 logger = logging.getLogger(__name__)
+
+REMOVALS_TIMEOUT_S = 2.0
+"""How long the end of a run waits for versions that are still being removed; a second Ctrl-C must be out in 5 s."""
+_removers: set[threading.Thread] = set()
+"""The threads that remove a version. Finalizers may run at any point of any thread, so no lock guards it."""
 
 
 class ObjectStoreSender:
@@ -71,12 +77,23 @@ def held(transport: str, refs: list[Any]) -> list[Any]:
 
 
 def clear(weights_dir: Path) -> None:
-    """Remove what this attempt, or one that was killed, has left. Nobody reads it any more."""
+    """Remove what this attempt, or one that was killed, has left. Nobody reads it any more. May take long: in a thread.
+
+    It waits for removals in progress: one that renames a version meanwhile would leave it, and the directory, behind.
+    """
+    ends_s = time.monotonic() + REMOVALS_TIMEOUT_S
+    for remover in list(_removers):
+        remover.join(max(ends_s - time.monotonic(), 0.0))
     shutil.rmtree(weights_dir, ignore_errors=True)
+    if weights_dir.exists():
+        shutil.rmtree(weights_dir, ignore_errors=True)  # something in it was renamed after it was listed
 
 
 def _remove_beside(directory: Path) -> None:
     """In a thread: large files take their time to go, and the driver's event loop must not wait."""
     from asyncrl_cli.weights.disk import remove_version
 
-    threading.Thread(target=remove_version, args=(directory,), name=f"remove {directory.name}").start()
+    remover = threading.Thread(target=remove_version, args=(directory,), name=f"remove {directory.name}")
+    remover.start()
+    _removers.difference_update([other for other in list(_removers) if not other.is_alive()])
+    _removers.add(remover)

@@ -68,7 +68,7 @@ async def started_workers(
     placement = await place(plan, timeout_s=profile.placement.timeout_s)
     try:
         crew = _Crew(plan=plan, profile=profile, model_dir=model_dir, run_dir=run_dir, log_dir=log_dir)
-        clear(run_dir / WEIGHTS_DIR)
+        await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
         trainer = RayTrainer(_trainer_actors(crew, placement), profile, samples_dir=run_dir / "samples")
         workers = _rollout_workers(crew, placement, reward, checkpoint.version if checkpoint else 0, timeout_s)
         try:
@@ -79,7 +79,7 @@ async def started_workers(
             yield trainer, workers, await _restore(trainer, checkpoint, progress) if checkpoint else []
         finally:
             await stop_workers(trainer, workers)
-            clear(run_dir / WEIGHTS_DIR)
+            await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
     finally:
         placement.remove()
 

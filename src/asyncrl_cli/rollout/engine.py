@@ -89,7 +89,7 @@ def check_request(
     max_prompt_tokens: int,
     max_response_tokens: int,
 ) -> None:
-    """ValueError for a request that an engine of these sizes can not serve."""
+    """ValueError for a request that an engine of these sizes cannot serve."""
     if not 0 < len(prompt_tokens) <= max_prompt_tokens:
         raise ValueError(f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {max_prompt_tokens}")
     asked = sampling.max_response_tokens
@@ -151,7 +151,7 @@ class Engine(Protocol):
 
         Names, shapes and kinds of dtypes are looked at before anything has changed: ValueError, and the old version goes
         on. (Damaged bytes are refused earlier, by their fingerprints.) A failure after that, with layers of two versions
-        in the model, raises the engine's own error; an engine that can not put the old layers back ends with it: what
+        in the model, raises the engine's own error; an engine that cannot put the old layers back ends with it: what
         runs and what comes later raises ExecutorFailed.
 
         `drain`: start nothing, wait for the running ones. `keep-kv`: freeze, go on with the old KV cache.

@@ -9,6 +9,9 @@ result (the generation thread calls back once per batch of finished responses; t
 in the event loop). `load` with `drain` waits for the running responses. A pause waits for at most one forward pass. If
 the generation thread dies, continuous batching fails every request and every pause.
 
+A load that fails while layers are being overwritten leaves a model of two versions: the engine then fails all requests, now
+and later, rather than sample from it.
+
 What is reproducible: see token_sampler.py. What is not done here: CUDA graphs and asynchronous batching, since the
 sampler reads each token on the host; on GPUs this engine is correct rather than fast.
 """
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -87,6 +91,7 @@ class TransformersEngine:
         self._weights_lock = asyncio.Lock()
         self._started = False
         self._closed = False
+        self._failure = ""
 
     @property
     def version(self) -> int:
@@ -195,13 +200,15 @@ class TransformersEngine:
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
+            self._raise_failure()
             check_fit(self._model, weights, version)
-            return await self._load(partial(self._copy, weights), version, interrupt)
+            return await self._load(partial(self._copy, weights, version), version, interrupt)
 
     async def load_in_place(
         self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
     ) -> PauseReport:
         async with self._weights_lock:
+            self._raise_failure()
             return await self._load(partial(self._fetch_and_copy, fetch, version, load_bucket_size_bytes), version, interrupt)
 
     async def _load(self, copy: Callable[[], float], version: int, interrupt: Interrupt) -> PauseReport:
@@ -217,11 +224,12 @@ class TransformersEngine:
                     self._submit(track)
             return report
         finally:
-            if not self._closed:
+            if not self._closed and not self._failure:
                 self._gate.open()
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         async with self._weights_lock:
+            self._raise_failure()
             return await asyncio.to_thread(self._score, sequences, temperature)
 
     async def sleep(self) -> None:
@@ -233,6 +241,7 @@ class TransformersEngine:
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, so_far: Completion | None) -> None:
         if self._closed:
             raise ExecutorFailed("the rollout engine is closed")
+        self._raise_failure()
         if request_id in self._tracks:
             raise ValueError(f"request {request_id} is running already")
         check_request(
@@ -269,7 +278,7 @@ class TransformersEngine:
             self._manager.cancel_request(track.submitted_as)
 
     def _on_result(self, track: Track, output: GenerationOutput) -> None:
-        """In the event loop. A result of an earlier submit can not arrive: its handler was removed."""
+        """In the event loop. A result of an earlier submit cannot arrive: its handler was removed."""
         if output.error is not None:
             _fail(track, ExecutorFailed(f"continuous batching failed {track.request_id}: {output.error}"))
         elif track.finished is not None:
@@ -295,10 +304,11 @@ class TransformersEngine:
         load_s = loaded_s - paused_s - fetch_s
         return PauseReport(load_s=load_s, pause_s=ended_s - paused_s, fetch_s=fetch_s), interrupted
 
-    def _copy(self, weights: Mapping[str, torch.Tensor]) -> float:
+    def _copy(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
         own = self._model.state_dict()
-        for name, tensor in weights.items():
-            own[name].copy_(tensor)
+        with self._whole_or_ended(version):
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
         return 0.0
 
     def _fetch_and_copy(self, fetch: Callable[[], Sequence[Bucket]], version: int, load_bucket_size_bytes: int) -> float:
@@ -307,9 +317,21 @@ class TransformersEngine:
         fetch_s = time.perf_counter() - began_s
         check_fit(self._model, announced(buckets), version)
         own = self._model.state_dict()
-        for bucket in buckets:
-            copy_into(own, bucket, load_bucket_size_bytes)
+        with self._whole_or_ended(version):
+            for bucket in buckets:
+                copy_into(own, bucket, load_bucket_size_bytes)
         return fetch_s
+
+    @contextmanager
+    def _whole_or_ended(self, version: int) -> Iterator[None]:
+        """Inside a pause, round the copying: what runs is failed before a later forward can tell the event loop of any token."""
+        try:
+            yield
+        except Exception as error:
+            failure = f"loading version {version} failed half-way: {type(error).__name__}: {error}"
+            self._loop.call_soon_threadsafe(self._fail_all, failure)
+            self._interrupt()
+            raise ExecutorFailed(failure) from error
 
     def _interrupt(self) -> list[Track]:
         """Inside a pause: end all unfinished requests in continuous batching, so that their cache is freed.
@@ -333,6 +355,18 @@ class TransformersEngine:
             paused_s = time.perf_counter()
             logprobs = scoring.score(self._model, sequences, temperature)
         return Scores(logprobs=logprobs, pause_s=time.perf_counter() - paused_s)
+
+    def _fail_all(self, failure: str) -> None:
+        """All that run or wait for a slot, now, and all that come later raise ExecutorFailed."""
+        self._failure = failure
+        self._gate.close()
+        self._gate.give_up_all()
+        for track in self._tracks.values():
+            _fail(track, ExecutorFailed(failure))
+
+    def _raise_failure(self) -> None:
+        if self._failure:
+            raise ExecutorFailed(self._failure)
 
 
 def _finish(track: Track, reason: FinishReason) -> None:

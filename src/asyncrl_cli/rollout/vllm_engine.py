@@ -135,8 +135,8 @@ class VllmEngine:
             await self._running_llm().abort(request_id)
 
     def receive(self, buckets: Iterable[Bucket], load_bucket_size_bytes: int) -> SharedWeights:
-        """One copy, into memory that the engine's processes map. (They read it there, so no load bucket is needed.)"""
-        return SharedWeights.of_buckets(list(buckets))
+        """One copy, as they arrive, into memory that the engine's processes map. (They read it there: no load bucket is needed.)"""
+        return SharedWeights.of_buckets(buckets)
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:

@@ -89,7 +89,7 @@ class LedgerWatch:
         self.check(not worker.loading, "loads", f"{key} starts on {name} while it loads")
         self.check(version == worker.version, "loads", f"{key} starts on version {version}, {name} holds {worker.version}")
         self.check(books.room_on(worker), "slots", f"{key}: no room on {name}, {worker.used} of {worker.slots} slots are used")
-        self.check(books.start_in_time(worker), "deadlines", f"{key}: started on {name} it can not be trained in time")
+        self.check(books.start_in_time(worker), "deadlines", f"{key}: started on {name} it cannot be trained in time")
         self._check_prompt(key)
         deadline = version + self.settings.max_staleness
         books.live[key] = LiveAttempt(account="running", worker=name, began=version, deadline=deadline)
@@ -119,7 +119,7 @@ class LedgerWatch:
     def _training(self, key: AttemptKey, event: Event) -> None:
         books = self.books
         self._expect(key, "finished")
-        self.check(books.may_take(key), "deadlines", f"{key} is taken, though others then can not be trained in time")
+        self.check(books.may_take(key), "deadlines", f"{key} is taken, though others then cannot be trained in time")
         earlier = books.finish_order[: books.finish_order.index(key)]
         first = next((other for other in earlier if books.may_take(other)), key)
         self.check(first == key, "takes", f"{key} is taken before {first}, which finished earlier and may be taken")
@@ -149,7 +149,7 @@ class LedgerWatch:
 
     def _requeued(self, key: AttemptKey, event: Event) -> None:
         reason = event.fields["reason"]
-        self.check(self.books.live[key].account in ("running", "finished"), "ledger", f"{key} can not be requeued")
+        self.check(self.books.live[key].account in ("running", "finished"), "ledger", f"{key} cannot be requeued")
         if reason == "stale":
             self._given_up(key, "requeue")
             self.books.stale_requeues[key.uid, key.epoch] += 1

@@ -20,12 +20,11 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, Manifest, Spec, dtype_name, parameter_dtype, view_of
 from asyncrl_cli.weights.kept import version_directory
-from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index
+from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
 
 SCHEMA_VERSION = 1
 KIND = "asyncrl-weights"
@@ -59,7 +58,7 @@ class DiskSender:
         index = len(self._put)
         tensors = {entry.spec.name: view_of(bucket.data, entry) for entry in bucket.entries}
         with _told(self._root):
-            save_file(tensors, self._part(index), metadata={"format": "pt"})
+            write_weights(tensors, self._part(index))
         self._put.append(bucket)
         return BucketFile(directory=version_directory(self._root, self._version), index=index)
 
@@ -124,7 +123,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise _refused(directory, f"{MANIFEST} is not there (is the run directory the same on all nodes?)") from None
     except (OSError, ValueError) as error:
-        raise _refused(directory, f"{MANIFEST} can not be read: {error}") from error
+        raise _refused(directory, f"{MANIFEST} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.get("kind") != KIND or content.get("schema_version") != SCHEMA_VERSION:
         raise _refused(directory, f"{MANIFEST} is not a manifest of weights of schema {SCHEMA_VERSION}")
     if content.pop("self_sha256", None) != _digest(content):
@@ -142,7 +141,7 @@ def _read_bucket(path: Path, entries: tuple[Entry, ...]) -> Bucket:
                     raise _refused(path, f"{entry.spec.name} has another shape or dtype than was published")
                 view_of(data, entry).copy_(tensor)
     except (SafetensorError, OSError) as error:
-        raise _refused(path, f"can not be read: {error}") from error
+        raise _refused(path, f"cannot be read: {error}") from error
     return Bucket(data=data, entries=entries, fingerprint=None)
 
 
@@ -193,7 +192,7 @@ def _told(root: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise AsyncrlError(
-            f"a version can not be written to {root}: {error}",
+            f"a version cannot be written to {root}: {error}",
             hint="look at its free space and permissions, or --set weights.transport=object-store",
         ) from error
 

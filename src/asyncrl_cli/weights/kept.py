@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors.torch import save_file
 
 from asyncrl_cli.weights.buckets import Bucket, parameter_dtype, unpack
-from asyncrl_cli.weights.model_files import copy_model_files
+from asyncrl_cli.weights.model_files import WEIGHTS, copy_model_files, write_weights
 
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
 
@@ -46,8 +45,7 @@ def keep(root: Path, version: int, buckets: Sequence[Bucket], model_dir: Path, k
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     copy_model_files(model_dir, temporary, parameter_dtype(buckets))
-    header = {"format": "pt", "version": str(version)}
-    save_file(_first_names(buckets), temporary / "model.safetensors", metadata=header)
+    write_weights(_first_names(buckets), temporary / WEIGHTS, version=str(version))
     sync_files(temporary)
     if target.exists():
         shutil.rmtree(target)

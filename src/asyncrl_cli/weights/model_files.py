@@ -6,7 +6,10 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG = "config.json"
 RUN_COPY = "model"
@@ -36,6 +39,14 @@ def keep_model_files(model_dir: Path, run_dir: Path) -> None:
         working.mkdir()
         copy_model_files(model_dir, working)
         working.rename(run_dir / RUN_COPY)
+
+
+def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
+    """A file of tensors that whoever may read its directory may read: safetensors makes it the writer's alone."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path, metadata={"format": "pt", **header})
+    path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def weight_file(index: int, num_files: int) -> str:

@@ -1,6 +1,6 @@
 """Weights in memory that processes of one machine share: filled by a rollout worker, mapped by its engine's processes.
 
-    worker   SharedWeights.of(...) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
+    worker   SharedWeights.of_buckets(...) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
     engine   attached(path, num_bytes) -> the same pages, copied on write ──> views(...) -> the model's own loaders
 
 The file has no name: it is opened through /proc by whoever may read the worker's descriptors (the same user), it does not
@@ -13,6 +13,8 @@ import mmap
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ import psutil
 import torch
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.weights.buckets import Bucket, Entry, Spec, plan_layout, specs_of, view_of
+from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, plan_layout, specs_of, view_of
 
 ONE_BUCKET_BYTES = 2**62
 
@@ -28,13 +30,13 @@ ONE_BUCKET_BYTES = 2**62
 class SharedWeights(Mapping[str, torch.Tensor]):
     """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared buffer."""
 
-    def __init__(self, specs: Iterable[Spec]) -> None:
-        layout = plan_layout(specs, ONE_BUCKET_BYTES)
-        self._entries: tuple[Entry, ...] = layout[0] if layout else ()
-        self.num_bytes = max(self._entries[-1].end_bytes, 1) if self._entries else 1
-        self._descriptor = _reserve(self.num_bytes)
-        weakref.finalize(self, os.close, self._descriptor)
-        self._data = np.frombuffer(mmap.mmap(self._descriptor, self.num_bytes), dtype=np.uint8)
+    def __init__(self, entries: Iterable[Entry], file: _GrowingFile) -> None:
+        """The file holds these entries. It stays open for as long as this object lives, and grows no more."""
+        self._entries = tuple(entries)
+        self._file = file
+        file.grow(1)  # an empty one cannot be mapped
+        self.num_bytes = file.num_bytes
+        self._data = np.frombuffer(mmap.mmap(file.descriptor, self.num_bytes), dtype=np.uint8)
         self._tensors = {
             name: tensor
             for entry in self._entries
@@ -43,18 +45,22 @@ class SharedWeights(Mapping[str, torch.Tensor]):
         }
 
     @classmethod
-    def of_buckets(cls, buckets: Sequence[Bucket]) -> SharedWeights:
-        """Copied from received buckets, once."""
-        shared = cls(entry.spec for bucket in buckets for entry in bucket.entries)
-        arrived = ((bucket, entry) for bucket in buckets for entry in bucket.entries)
-        for (bucket, entry), own in zip(arrived, shared._entries, strict=True):
-            shared._data[own.offset_bytes : own.end_bytes] = bucket.data[entry.offset_bytes : entry.end_bytes]
-        return shared
+    def of_buckets(cls, buckets: Iterable[Bucket]) -> SharedWeights:
+        """Copied from received buckets, once, each as it arrives: the whole is never held twice."""
+        entries: list[Entry] = []
+        with _new_file() as file:
+            for bucket in buckets:
+                entries += file.append(bucket)
+            return cls(entries, file)
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> SharedWeights:
         """Copied from named tensors, each in its own dtype."""
-        shared = cls(specs_of(tensors))
+        layout = plan_layout(specs_of(tensors), ONE_BUCKET_BYTES)
+        entries = layout[0] if layout else ()
+        with _new_file() as file:
+            file.grow(entries[-1].end_bytes if entries else 0)
+            shared = cls(entries, file)
         for name in (entry.spec.name for entry in shared._entries):
             shared[name].copy_(tensors[name].detach())
         return shared
@@ -78,7 +84,7 @@ class SharedWeights(Mapping[str, torch.Tensor]):
             name = next((name for name in (entry.spec.name, *entry.spec.aliases) if name in names), None)
             if name is not None:
                 tensors.append((name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes))
-        return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "num_bytes": self.num_bytes, "tensors": tensors}
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file.descriptor}", "num_bytes": self.num_bytes, "tensors": tensors}
 
 
 def attached(path: str, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -105,19 +111,50 @@ def views(
     return found
 
 
-def _reserve(num_bytes: int) -> int:
-    """A nameless file with its pages allocated. Too little memory is told before: asking the kernel for more than there is
-    does not fail, it ends processes."""
-    available = psutil.virtual_memory().available
-    if num_bytes > available:
-        raise AsyncrlError(
-            f"received weights take {num_bytes / 2**20:.0f} MiB of memory, {available / 2**20:.0f} MiB are free",
-            hint="a rollout worker holds the next version's weights in memory beside the engine: give the machine more",
-        )
-    descriptor = os.memfd_create("asyncrl-weights")
+class _GrowingFile:
+    """A nameless file, closed with its object. All of its pages are allocated."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.descriptor = os.memfd_create("asyncrl-weights")
+        self.close = weakref.finalize(self, os.close, self.descriptor)
+
+    def append(self, bucket: Bucket) -> list[Entry]:
+        """The bucket's bytes, aligned behind what is there. Returns its entries with their places in the file."""
+        if not bucket.entries:
+            return []
+        begin_bytes = -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        data = memoryview(bucket.data)
+        assert len(data) == bucket.entries[-1].end_bytes, f"a bucket of {len(data)} bytes ends at {bucket.entries[-1].end_bytes}"
+        self.grow(begin_bytes + len(data))
+        written = 0
+        while written < len(data):
+            written += os.pwrite(self.descriptor, data[written:], begin_bytes + written)
+        return [replace(entry, offset_bytes=begin_bytes + entry.offset_bytes) for entry in bucket.entries]
+
+    def grow(self, num_bytes: int) -> None:
+        """To at least that size. Too little memory is told before: asking the kernel for more than there is does not fail, it
+        ends processes."""
+        missing = num_bytes - self.num_bytes
+        if missing <= 0:
+            return
+        available = psutil.virtual_memory().available
+        if missing > available:
+            held = f" beside the {self.num_bytes / 2**20:.0f} MiB that have arrived" if self.num_bytes else ""
+            raise AsyncrlError(
+                f"received weights take {missing / 2**20:.0f} MiB of memory{held}, {available / 2**20:.0f} MiB are free",
+                hint="a rollout worker holds the next version's weights in memory beside the engine: give the machine more",
+            )
+        os.posix_fallocate(self.descriptor, self.num_bytes, missing)
+        self.num_bytes = num_bytes
+
+
+@contextmanager
+def _new_file() -> Iterator[_GrowingFile]:
+    """It is closed if the block raises; otherwise it goes with who holds it."""
+    file = _GrowingFile()
     try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError:
-        os.close(descriptor)
+        yield file
+    except BaseException:
+        file.close()
         raise
-    return descriptor

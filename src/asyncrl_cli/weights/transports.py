@@ -35,7 +35,7 @@ class Receiver(Protocol):
         """One bucket of the version; its bytes are not compared yet.
 
         Raises:
-            DamagedWeights: if what the ref leads to can not be read, or belongs to another version than the manifest's.
+            DamagedWeights: if what the ref leads to cannot be read, or belongs to another version than the manifest's.
         """
 
 
