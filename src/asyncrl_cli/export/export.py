@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from asyncrl_cli.export.directory import Read, Written, check_target, write_directory
-from asyncrl_cli.export.model_files import check_fit, find_model_files, original_names, skeleton
+from asyncrl_cli.export.model_files import check_fit, find_model_files, original_names
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source, find_source
 
@@ -71,6 +71,8 @@ def export(
     check_target(target)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
+    from asyncrl_cli.models.skeleton import skeleton  # imports transformers: seconds that an error above does not cost
+
     empty = skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code)
     shapes = check_fit(empty, source.weights.shapes, model_files)
     sizes, read = _as_in_files(empty, shapes, source.weights)

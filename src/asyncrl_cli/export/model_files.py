@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
+from asyncrl_cli.models.names import first_names
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.kept import kept_versions, version_directory
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 WAY_OUT = "--model DIR names a directory that holds config.json and the tokenizer"
-NAMES_SHOWN = 3
 
 
 def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
@@ -53,17 +53,6 @@ def missing_files(directory: Path) -> str:
     return f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
 
 
-def skeleton(model_files: Path, *, trust_remote_code: bool) -> Any:
-    """The model that the configuration describes, without memory for its weights."""
-    import torch
-    import transformers
-
-    transformers.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(model_files, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-
-
 def check_fit(model: Any, shapes: Mapping[str, tuple[int, ...]], model_files: Path) -> dict[str, tuple[int, ...]]:
     """The shapes in the model's order. RefusedError unless they are those of its parameters and persistent buffers, tied ones
     once."""
@@ -73,7 +62,7 @@ def check_fit(model: Any, shapes: Mapping[str, tuple[int, ...]], model_files: Pa
         "unknown": [name for name in shapes if name not in expected],
         "of another shape": [name for name in shapes if name in expected and shapes[name] != expected[name]],
     }
-    found = "; ".join(f"{what}: {_listed(names)}" for what, names in problems.items() if names)
+    found = "; ".join(f"{what}: {first_names(names)}" for what, names in problems.items() if names)
     if found:
         raise RefusedError(f"the weights do not fit {model_files / CONFIG}: {found}", hint=WAY_OUT)
     return expected
@@ -119,8 +108,3 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
 
 def _gone(path: str, why: str) -> PreflightError:
     return PreflightError(f'configuration and tokenizer of model.path = "{path}" are gone: {why}', hint=WAY_OUT)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{', '.join(names[:NAMES_SHOWN])}{more}"

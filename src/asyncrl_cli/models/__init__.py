@@ -6,4 +6,6 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
         tiny.py                                  its configuration and its character tokenizer
         lessons.py                               the demonstrations it learns from, some of them wrong
         warm_start.py                            supervised learning on them
+
+skeleton.skeleton(directory)                     a model without memory: the names and shapes of its tensors
 """

@@ -29,11 +29,12 @@ from transformers import PreTrainedModel
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.rollout import vllm_requests, vllm_settings, vllm_weights
 from asyncrl_cli.rollout.engine import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores, check_request
 from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.vllm_counters import SCORE_PREFIX, VllmCounters
-from asyncrl_cli.rollout.vllm_processes import answer, dead, meta_model, start_llm, told
+from asyncrl_cli.rollout.vllm_processes import answer, dead, start_llm, told
 from asyncrl_cli.rollout.vllm_requests import VllmTrack
 from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from asyncrl_cli.rollout.weights_check import check_fit
@@ -96,7 +97,7 @@ class VllmEngine:
         setup = self._setup
         vllm_settings.set_environment(setup)
         starting = asyncio.to_thread(start_llm, setup, self._counters)
-        reading = asyncio.to_thread(meta_model, setup.model_dir, setup.trust_remote_code)
+        reading = asyncio.to_thread(skeleton, setup.model_dir, trust_remote_code=setup.trust_remote_code)
         self._shape, self._llm = await asyncio.gather(reading, starting)
         await answer(self._llm, self._llm.update_weight_version(str(self._version)))
 

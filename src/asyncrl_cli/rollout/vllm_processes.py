@@ -11,11 +11,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.rollout.vllm_counters import VllmCounters, logger_into
@@ -40,14 +36,6 @@ def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
     check_engine_args(setup.options.engine_args, setup.device)
     engine_args = AsyncEngineArgs(**engine_arguments(setup), weight_transfer_config=WeightTransferConfig(backend=BACKEND))
     return AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger_into(counters)])
-
-
-def meta_model(model_dir: Path | str, trust_remote_code: bool) -> PreTrainedModel:
-    """The names and shapes that a trainer publishes: a model without memory."""
-    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    return model
 
 
 async def answer(llm: AsyncLLM, asked: Coroutine[Any, Any, T]) -> T:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-NAMES_SHOWN = 3
+from asyncrl_cli.models.names import first_names
 
 
 def check_fit(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -31,5 +31,4 @@ def _kinds_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _listed(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{what} {', '.join(names[:NAMES_SHOWN])}{more}" if names else ""
+    return f"{what} {first_names(names)}" if names else ""

