@@ -5,6 +5,7 @@ python driver.py HOW     HOW: return | raise | wait (for a signal)
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 
@@ -24,6 +25,7 @@ class Holder:
 def main(how: str) -> None:
     import ray
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that a shell runs in the background inherit that it is ignored
     cluster = ClusterResources(nodes=(NodeResources(name="here", cpus=2),), elastic_cpus=True)
     with ray_session(Profile(), cluster=cluster) as plan:
         holder = ray.remote(Holder).options(num_cpus=1).remote()
