@@ -86,9 +86,10 @@ def test_runs_whose_workers_are_restarted_are_completed():
     assert max(outcome.counts["lost"] - outcome.counts["restarted"] for outcome in ran) > 0, "some restart fails, or comes too late"
 
 
-@pytest.mark.parametrize("seed", [874])
+@pytest.mark.parametrize("seed", [874, 4989, 8703])
 def test_seeds_that_failed_once_hold(seed):
-    """874: a hung worker, colocated, kept a failed run from writing its last checkpoint."""
+    """874: a hung worker, colocated, kept a failed run from writing its last checkpoint. 4989, 8703: with weights.mode = "sync", a
+    run resumed at its last step never scored its last version, and waited for that."""
     assert run(draw(seed)).broken is None
 
 

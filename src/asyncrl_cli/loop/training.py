@@ -34,6 +34,8 @@ class Training:
     async def run(self) -> None:
         """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
         board = self._board
+        if board.step == board.settings.train_steps:  # resumed at the end: who loads this version scores it, too
+            board.last_version = board.version
         await self._publish_first()
         board.phase = "running"
         self._step_began_s = board.now_s()
