@@ -146,6 +146,7 @@ def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], m
     import asyncrl_cli.cli.doctor as doctor
 
     monkeypatch.setattr(doctor, "_importable", lambda what, module: doctor.Finding(what=what, found=module, ok=True))
+    monkeypatch.setattr(doctor, "_import_fails", lambda module: "")
     assert run(["doctor", "--json"]) == 0
     found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert found["transformers"]["found"] == "5.19.0"
@@ -159,8 +160,67 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(
 
     monkeypatch.setattr(doctor, "NEEDED", {"no-such-package": "1.2."})
     monkeypatch.setattr(doctor, "_importable", lambda what, module: doctor.Finding(what=what, found=module, ok=True))
+    monkeypatch.setattr(doctor, "_import_fails", lambda module: "")
     assert run(["doctor"]) == 3
     assert "no-such-package==1.2.*" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("version", "fails", "found", "code"),
+    [
+        (None, "", "not installed (optional)", 0),
+        ("0.32.0", "", "0.32.0, imports", 0),
+        ("0.32.0+cpu", "ImportError: libtorch.so", "0.32.0+cpu, cannot be imported: ImportError: libtorch.so", 3),
+        ("0.31.0", "", "0.31.0, asyncrl works with 0.32.0", 3),
+    ],
+)
+def test_doctor_imports_vllm_before_it_says_that_it_is_there(
+    version: str | None, fails: str, found: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncrl_cli.cli.doctor as doctor
+    from asyncrl_cli.rollout import vllm_preflight
+
+    monkeypatch.setattr(doctor, "_importable", lambda what, module: doctor.Finding(what=what, found=module, ok=True))
+    monkeypatch.setattr(doctor, "_import_fails", lambda module: fails)
+    monkeypatch.setattr(vllm_preflight, "installed_version", lambda: version)
+    assert run(["doctor", "--json"]) == code
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "engine vllm"]
+    assert row["found"] == found
+    assert row["ok"] is (None if version is None else code == 0)
+    assert row["ok"] or "pip install 'vllm" in row["hint"]
+
+
+def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncrl_cli.cli.doctor as doctor
+
+    (tmp_path / "breaks.py").write_text("import warnings\nraise ImportError('no such symbol')\n", encoding="utf-8")
+    (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert doctor._import_fails("json") == ""
+    assert doctor._import_fails("breaks") == "ImportError: no such symbol"
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.2)
+    assert doctor._import_fails("hangs") == "it takes longer than 0.2 s"
+    assert not {"breaks", "hangs"} & set(sys.modules)
+
+
+def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncrl_cli.cli.doctor as doctor
+    from asyncrl_cli.rollout import vllm_preflight
+
+    ran: list[list[str]] = []
+
+    def child(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 3 if "doctor" in command else 0)
+
+    monkeypatch.setattr(vllm_preflight, "broken_packages", lambda: ["torchvision"])
+    monkeypatch.setattr(doctor.subprocess, "run", child)
+    monkeypatch.setattr(doctor, "examine", lambda: pytest.fail("looked in this process"))
+    assert run(["doctor", "--fix", "--json"]) == 3
+    assert [command[1:] for command in ran] == [
+        ["-m", "pip", "uninstall", "--yes", "--quiet", "torchvision"],
+        ["-m", "asyncrl_cli", "doctor", "--json"],
+    ]
 
 
 def test_init_copies_a_task_that_can_be_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.cli import app, plan
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.console import print_json
 from asyncrl_cli.errors import StallError
 
 
@@ -41,6 +43,52 @@ def test_a_mistake_is_told_with_its_hint_and_exit_code(
     assert message in said.err
     assert hint in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["plan", "-p", "nope", "--json"], "there is no profile 'nope'", 2),
+        (["train", "--json"], "missing option '--profile'", 2),
+        (["status", "--json", "--runs-dir", "/nonexistent"], "there are no runs", 2),
+        (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0", "--json"], "8 GPUs", 3),
+    ],
+)
+def test_whoever_asks_for_json_gets_the_error_as_json_too(
+    arguments: list[str], message: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == code
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert set(document) == {"error", "hint", "exit_code"}
+    assert message in document["error"]
+    assert document["exit_code"] == code
+    assert said.err == f"error: {document['error']}\nhint: {document['hint']}\n"
+
+
+def test_a_command_that_has_printed_its_document_prints_no_second_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that failed, whose summary has the error."""
+
+    def printed(*arguments: object, **options: object) -> None:
+        print_json({"phase": "failed"})
+        raise StallError("nobody moved")
+
+    monkeypatch.setattr(plan, "print_plan", printed)
+    for _ in range(2):
+        assert run(["plan", "-p", "base", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out) == {"phase": "failed"}
+    monkeypatch.undo()
+    assert run(["plan", "-p", "nope", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
+
+
+def test_a_value_that_is_none_of_the_choices_is_told_in_our_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", "x", "--dtype", "float16"]) == 2
+    said = capsys.readouterr().err
+    assert "error: invalid value for '--dtype': 'float16' is not one of 'float32', 'bfloat16'" in said
+    assert "Value error" not in said
 
 
 def test_an_unknown_environment_name_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,28 @@ def test_nothing_is_overwritten(make_run, capsys, tmp_path):
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "empty").iterdir()) == before
 
 
+def test_a_target_that_cannot_be_is_refused_before_a_byte_is_read(make_run, capsys, tmp_path, monkeypatch):
+    made = make_run()
+    exported(made)
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr("asyncrl_cli.export.source.load_checkpoint", lambda directory: pytest.fail("read the checkpoint"))
+    with pytest.raises(RefusedError, match=r"exports/step-000003 exists and is not empty"):
+        exported(made)
+    assert run(["export", "otter", "--runs-dir", str(made.runs_dir), "--out", str(tmp_path / "file")]) == 4
+    assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err
+
+
+def test_a_copy_of_a_run_goes_by_its_own_name_and_no_progress_is_called_0(make_run, capsys):
+    made = make_run()
+    shutil.copytree(made.directory, made.runs_dir / "badger")
+    assert run(["export", "badger", "--runs-dir", str(made.runs_dir)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{made.runs_dir}/badger/exports/step-000003\n"
+    assert "of run 'badger'" in said.err
+    assert "writing step-000003 (MB)\n" in said.err
+    assert " 0/" not in said.err
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -23,7 +23,7 @@ from .crew import small_profile
 def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    async def prepare(profile: Any, say: Any) -> Any:
+    async def prepare(profile: Any, say: Any, address: str | None) -> Any:
         return Prepared(task=type("Task", (), {"reward": None})(), model_dir=tmp_path)
 
     @contextlib.contextmanager

@@ -154,6 +154,18 @@ def test_gpus_that_a_cpu_job_cannot_use_are_said_and_not_counted() -> None:
     assert plan.warnings == ("placement.gpus = 8 is not used: the job runs on CPUs",)
 
 
+def test_a_model_is_shared_by_all_gpus_of_a_worker_and_on_cpus_by_as_many_processes_as_are_asked_for() -> None:
+    def shared_by(processes: int, gpus: int, **placement: Any) -> JobPlan:
+        rollout = {"engine": "vllm", "tensor_parallel_size": processes}
+        return compile_job(small_profile(placement=placement, rollout=rollout), nodes((16, gpus)))
+
+    assert shared_by(2, 0).device == "cpu"
+    assert shared_by(2, 4, gpus_per_rollout_worker=2).device == "cuda"
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size = 4, but placement.gpus_per_rollout_worker = 2") as refused:
+        shared_by(4, 8, gpus_per_rollout_worker=2)
+    assert refused.value.hint.startswith("--set placement.gpus_per_rollout_worker=4")
+
+
 def test_rows_are_plain_values_one_per_role() -> None:
     rows = plan_rows(job())
     assert [row["role"] for row in rows] == ["trainer", "rollout"]

@@ -70,6 +70,25 @@ def test_all_workers_may_die_at_once_and_nobody_calls_it_a_stall():
     assert ran.recorder.steps[-1].restarts == 2
 
 
+def test_a_snapshot_says_which_restart_of_which_worker_and_that_admission_waits_for_it():
+    ran = run_with([death(3.0, "rollout-0"), death(3.0)], times={"restart_s": lambda rng: 20.0}, max_restarts=3)
+    gone = [tick for tick in ran.recorder.ticks if 4 < tick.time_s < 22]
+    assert len(gone) > 10
+    assert {tuple(tick.restarting.items()) for tick in gone} == {(("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))}
+    assert {tick.admission for tick in gone} == {"restart"}
+    assert {tick.reports["feed"].waiting_for for tick in gone} == {"admission: restart"}
+    others = [tick for tick in ran.recorder.ticks if tick.time_s < 2.9 or tick.time_s > 24]
+    assert {tuple(tick.restarting) for tick in others} == {()}
+    assert "restart" not in {tick.admission for tick in others}
+
+
+def test_while_others_have_a_process_admission_waits_for_them():
+    ran = run_with([death(3.0)], times={"restart_s": lambda rng: 20.0})
+    gone = [tick for tick in ran.recorder.ticks if 4 < tick.time_s < 22]
+    assert {tuple(tick.restarting) for tick in gone} == {("rollout-1",)}
+    assert "restart" not in {tick.admission for tick in gone}
+
+
 def test_many_calls_that_fail_together_are_one_failure():
     ran = run_with([death(3.0)], times=LONG, eta=Fraction(2))
     lost, restarted, warnings = (ran.recorder.named(name) for name in ("lost", "restarted", "warning"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -78,6 +80,73 @@ def test_a_hundred_columns_show_everything(status):
         "step-000100",
     ):
         assert shown in text, shown
+
+
+@pytest.fixture
+def restarting(status):
+    """rollout-0 has no process, and its reward process is gone with it."""
+    lost = {"state": "failed", "waiting_for": "a restart"}
+    executors = [executor | lost if executor["name"] == "rollout-0" else executor for executor in status["executors"]]
+    reward = executors[1] | lost | {"name": "reward-0", "role": "reward", "gauges": {}}
+    versions = {name: held for name, held in status["versions"].items() if name != "rollout-0"}
+    changed = {"executors": [*executors, reward], "versions": versions, "restarting": {"rollout-0": "2 of 3"}}
+    return status | changed | {"admission": status["admission"] | {"closed_by": "restart"}}
+
+
+def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
+    lines = render(restarting, width=100, height=40).plain.splitlines()
+    row = next(line for line in lines if line.startswith("rollout-0"))
+    assert row.split()[1:5] == ["restarting", "(2", "of", "3)"]
+    assert not {"v-1", "v118", "sequences"} & set(row.split())
+    assert next(line for line in lines if line.startswith("reward-0")).split()[1] == "restarting"
+    assert next(line for line in lines if line.startswith("rollouter")).endswith("restarting (2 of 3)")
+    assert any("admission waits: restart" in line for line in lines)
+    assert not any("failed" in line for line in lines)
+    assert "left" not in lines[1].split()  # nobody knows when it ends
+
+
+def test_workers_without_weights_have_no_version(facts, make):
+    made = make["full_record"](3)
+    observers = Observers(facts, [], clock=lambda: 3.0)
+    observers.tick(replace(make["full_snapshot"](made), worker_versions={"rollout-0": -1, "rollout-1": 2}))
+    assert observers.live.picture()["versions"] == {"rollout-1": 2}
+
+
+def test_a_step_that_takes_long_does_not_bring_the_end_nearer(facts, make):
+    now_s = [0.0]
+    observers = Observers(facts, [], clock=lambda: now_s[0])
+    for step in (1, 2):
+        now_s[0] = float(step)
+        observers.step(make["full_record"](step))
+    snapshot = make["full_snapshot"](make["full_record"](2))
+    for waited_s, left_s in ((0.5, 297.5), (1.0, 297.0), (500.0, 297.0)):  # 298 steps of 1 s
+        observers.tick(replace(snapshot, time_s=2.0 + waited_s))
+        assert observers.live.picture()["progress"]["eta_s"] == pytest.approx(left_s)
+
+
+@pytest.mark.parametrize(("waiting", "shown"), [(0, "57/64 seqs  kv 37%"), (3, "57/64 seqs  kv 37%  waiting 3")])
+def test_what_an_engine_tells_of_its_cache_fits_into_a_hundred_columns(status, waiting, shown):
+    for executor in status["executors"]:
+        if executor["role"] == "rollout":
+            executor["gauges"] |= {"kv_cache_usage": 0.374, "engine_waiting": waiting, "engine_running": 57 - waiting}
+    lines = render(status, width=100, height=29).plain.splitlines()
+    rows = [line for line in lines if line.startswith("rollout-")]
+    assert len(rows) == 2
+    assert all(line.endswith(shown) for line in rows)
+
+
+def test_an_error_is_left_to_the_command_which_says_it_last(status):
+    stream = io.StringIO()
+    plain = Plain(stream)
+    failed = status | {"phase": "failed", "error": "rollout-0 failed: out of memory"}
+    plain.event({"time_s": 1.0, "event": "failed", "error": "rollout-0 failed: out of memory"})
+    plain.status(failed)
+    plain.close(failed)
+    assert "out of memory" not in stream.getvalue()
+    assert "brave-otter: failed" in stream.getvalue()
+    console = Console(width=100, file=io.StringIO())
+    print_status(RunStatus(directory=Path("x"), status=failed, liveness="ended", age_s=3), console)
+    assert "error      rollout-0 failed: out of memory" in console.file.getvalue()
 
 
 def test_a_run_that_has_just_begun_can_be_drawn(facts):

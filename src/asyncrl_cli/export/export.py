@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import torch
 
+from asyncrl_cli.checkpoint.find import resolve
 from asyncrl_cli.export.directory import Read, Written, check_target, write_directory
 from asyncrl_cli.export.model_files import check_fit, find_model_files, original_names
 from asyncrl_cli.export.saved_weights import SavedWeights
-from asyncrl_cli.export.source import Source, find_source
+from asyncrl_cli.export.source import Source, find_source, run_dir_of
 
 Dtype = Literal["float32", "bfloat16"]
 Progress = Callable[..., None]
@@ -64,10 +65,10 @@ def export(
         ConfigError, RefusedError, PreflightError: see `find_source`, `check_target`, `find_model_files`, `check_fit`.
         AsyncrlError: if the directory cannot be written.
     """
-    if out is not None:
-        check_target(out)
+    newest = resolve(argument, runs_dir)
+    check_target(out or _default_target(run_dir_of(newest), "", newest.name, version))  # before every byte of it is read
     source = find_source(argument, runs_dir, version, progress)
-    target = out or _default_target(source, version)
+    target = out or _default_target(source.run_dir, source.run, source.path.name, version)
     check_target(target)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
@@ -83,9 +84,9 @@ def export(
     return Exported(path=target, source=source, dtype=chosen, written=written)
 
 
-def _default_target(source: Source, version: int | None) -> Path:
-    name = source.path.name if version is None else f"version-{version:06d}"
-    return Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name
+def _default_target(run_dir: Path | None, run: str, name: str, version: int | None) -> Path:
+    name = name if version is None else f"version-{version:06d}"
+    return Path(f"{run}-{name}") if run_dir is None else run_dir / "exports" / name
 
 
 def _as_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]], weights: SavedWeights) -> tuple[dict[str, int], Read]:

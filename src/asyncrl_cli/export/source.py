@@ -58,7 +58,7 @@ def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) ->
             return _newest_of(candidate, say) if version is None else _version_of(candidate, version, say)
     checkpoint = _whole(newest, say)
     if version not in (None, checkpoint.version):
-        hint = f"the whole run may hold it: asyncrl export {_run_dir_of(newest) or 'RUN'} --version {version}"
+        hint = f"the whole run may hold it: asyncrl export {run_dir_of(newest) or 'RUN'} --version {version}"
         raise RefusedError(f"checkpoint {newest} is of version {checkpoint.version}, not {version}", hint=hint)
     return _of_checkpoint(checkpoint, version)
 
@@ -112,7 +112,7 @@ def _whole(directory: Path, say: Say) -> Checkpoint:
 def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
     """The trainer's own weights, unless `version` is one that it has trained on from since."""
     directory = checkpoint.directory
-    profile = _profile_in(directory)
+    profile, run_dir = _profile_in(directory), run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
     weights: SavedWeights
     if is_between or checkpoint.at_window_boundary:
@@ -122,8 +122,8 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     return Source(
         weights=weights,
         path=directory,
-        run=checkpoint.run,
-        run_dir=_run_dir_of(directory),
+        run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copy of a run has a name of its own
+        run_dir=run_dir,
         profile=profile,
         step=step,
         version=None if is_between else checkpoint.version,
@@ -138,7 +138,7 @@ def _kept(run_dir: Path, version: int) -> Source:
     return Source(
         weights=FileWeights(list(directory.glob("*.safetensors"))),
         path=directory,
-        run=run_dir.name,
+        run=run_dir.resolve().name,
         run_dir=run_dir,
         profile=profile,
         step=_step_of(profile, version),
@@ -159,7 +159,7 @@ def _profile_in(directory: Path) -> Profile:
         raise RefusedError(f"{path} cannot be read: {error}", hint="export a checkpoint: each has a copy of it") from error
 
 
-def _run_dir_of(checkpoint: Path) -> Path | None:
+def run_dir_of(checkpoint: Path) -> Path | None:
     """None if the checkpoint has been copied out of its run."""
     run_dir = checkpoint.parent.parent
     return run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None

@@ -5,20 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.job.settings import RolloutSettings, planned_vllm
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.rollout.engine import Engine, Sampling
 
 
-def check_engine(profile: Profile, device: str) -> None:
-    """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments."""
-    if profile.rollout.engine == "vllm":
-        from asyncrl_cli.rollout.vllm_preflight import check_vllm
-        from asyncrl_cli.rollout.vllm_settings import check_engine_args
+def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -> None:
+    """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments.
 
-        check_vllm(device)
-        if profile.rollout.engine_args:
-            check_engine_args(profile.rollout.engine_args, device)
+    `is_elsewhere`: the workers run on the nodes of a cluster, and each looks on its own node when it starts.
+    """
+    if profile.rollout.engine == "vllm":
+        from asyncrl_cli.rollout.vllm_preflight import check_stray_packages, check_vllm
+
+        if is_elsewhere:
+            check_stray_packages()
+        else:
+            check_vllm(device)
+            check_arguments(profile, device)
+
+
+def check_arguments(profile: Profile, device: str) -> None:
+    """ConfigError for arguments that vLLM would refuse, as far as that can be told without importing it."""
+    from asyncrl_cli.rollout.vllm_arguments import names_in_source
+    from asyncrl_cli.rollout.vllm_settings import check_engine_args
+
+    if profile.rollout.engine == "vllm":
+        setup = planned_vllm(profile, device)
+        check_engine_args(setup, names_in_source() if profile.rollout.engine_args else None)
 
 
 def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) -> Engine:
@@ -34,6 +48,9 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
         "trust_remote_code": settings.trust_remote_code,
     }
     if settings.engine == "vllm":
+        from asyncrl_cli.rollout.vllm_preflight import check_vllm
+
+        check_vllm(settings.device)  # on this worker's own node
         from asyncrl_cli.rollout.vllm_engine import VllmEngine
         from asyncrl_cli.rollout.vllm_settings import VllmSetup
 

@@ -11,6 +11,8 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: the version that waits for its load; with weights.dual_buffer = false one slice
+    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (memory_vllm.py)
+                   host     its own processes
 
 A process's peak is what it always has and the most expensive of its phases. Not counted: Python, torch and a GPU's context
 (about 1 GiB per process), and fragmentation.
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl_cli.job import memory_vllm
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.models.shape import ModelShape
 from asyncrl_cli.profile.schema import Profile
@@ -93,8 +96,10 @@ def _at_peak(items: Sequence[MemoryItem], sizes: Sequence[int]) -> list[MemoryIt
     return [item for item in items if item.phase in ("always", dearest)]
 
 
-def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape) -> MemoryEstimate:
-    items = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape), *_rollout(profile, plan, shape))
+def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None) -> MemoryEstimate:
+    """`available_bytes` of a device, where it is known: vLLM takes a share of it."""
+    trainer = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape))
+    items = (*trainer, *_rollout(profile, plan, shape, available_bytes))
     return MemoryEstimate(shape=shape, items=tuple(item for item in items if item.num_bytes))
 
 
@@ -182,28 +187,37 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
     yield item("checkpoint", "sync", copies * MASTER_BYTES * shard, "the snapshot that is being written")
 
 
-def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
+def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
     rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
     gpus = max(plan.counts.gpus_per_rollout_worker, 1)
-    tokens = rollout.max_prompt_tokens + rollout.max_response_tokens
-    batch_tokens = rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
+    vllm = memory_vllm.of(profile, plan) if plan.engine == "vllm" else None
+    batch_tokens = vllm.batch_tokens if vllm else rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
-    prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e))
+    prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus
+    sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
 
     def item(what: str, place: Place, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
         return MemoryItem(role=ROLLOUT, what=what, place=place, phase=phase, num_bytes=num_bytes, how=how, processes=workers)
 
     apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
-    weights = e * shape.parameters
+    weights, tokens = e * shape.parameters, rollout.max_prompt_tokens + rollout.max_response_tokens
     yield item("weights", "device", "always", weights // gpus, f"{profile.model.dtype}{apart}")
-    cached = f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}"
-    yield item("KV cache", "device", "always", kv_cache_bytes(profile, shape) // gpus, cached)
-    yield item("prefill", "device", "step", prefill // gpus, f"{batch_tokens} tokens in one pass")
-    sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
+    cache = (
+        "KV cache",
+        kv_cache_bytes(profile, shape) // gpus,
+        f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}",
+    )
+    if vllm:
+        yield item("vLLM", "host", "always", *vllm.processes())
+        cache = vllm.cache(available_bytes, weights // gpus + prefill + sampled) or cache
+    what, cache_bytes, how = cache
+    yield item(what, "device", "always", cache_bytes, how)
+    yield item("prefill", "device", "step", prefill, f"{batch_tokens} tokens in one pass")
     yield item("sampling", "device", "step", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     slice_mb = profile.weights.load_bucket_size_mb
     if profile.weights.dual_buffer:
-        yield item("load buffer", "host", "sync", weights, f"received weights, copied in slices of {slice_mb} MB")
+        copied = "which vLLM's processes map" if vllm else f"copied in slices of {slice_mb} MB"
+        yield item("load buffer", "host", "sync", weights, f"received weights, {copied}")
     else:
         in_place = f"one slice of the weights of at most {slice_mb} MB (weights.dual_buffer = false)"
         yield item("load buffer", "host", "sync", min(weights, slice_mb * BYTES_PER_MB), in_place)

@@ -7,12 +7,14 @@ import subprocess
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.job import memory_vllm
 from asyncrl_cli.job.memory import CACHE_SHARE_OF_MEMORY, MemoryEstimate, kv_cache_bytes
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
+CACHES = ("KV cache", memory_vllm.SHARED_CACHE)
 MACHINE = "machine"
 """The device of a job on CPUs: all its processes share one memory."""
 PROBE_TIMEOUT_S = 10.0
@@ -39,14 +41,17 @@ def device_needs(estimate: MemoryEstimate, plan: JobPlan, available_bytes: int |
         return [DeviceNeed(device=MACHINE, roles=(TRAINER, ROLLOUT), num_bytes=total, available_bytes=available_bytes)]
     apart = ((TRAINER,), (ROLLOUT,))
     return [
-        DeviceNeed(
-            device="GPU",
-            roles=roles,
-            num_bytes=sum(estimate.peak_bytes(role, "device") for role in roles),
-            available_bytes=available_bytes,
-        )
+        DeviceNeed(device="GPU", roles=roles, num_bytes=_on_a_gpu(estimate, plan, roles), available_bytes=available_bytes)
         for roles in (((TRAINER, ROLLOUT),) if plan.colocate else apart)
     ]
+
+
+def _on_a_gpu(estimate: MemoryEstimate, plan: JobPlan, roles: tuple[str, ...]) -> int:
+    peaks = {role: estimate.peak_bytes(role, "device") for role in roles}
+    if plan.engine == "vllm" and len(roles) == 2:
+        # vLLM gives the GPU back while the other one trains; a rank keeps its weights and moments.
+        return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
+    return sum(peaks.values())
 
 
 def memory_warnings(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, needs: list[DeviceNeed]) -> list[str]:
@@ -78,12 +83,27 @@ def cannot_fit(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, availa
         fewer = f"--set placement.trainer_workers={ranks}" if ranks < plan.gpus and not plan.colocate else SMALLER
         return _too_small("a trainer rank's weights and moments", moments, available_bytes, fewer)
     weights = sum(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
+    if plan.engine == "vllm" and (refusal := _share_too_small(profile, plan, weights, available_bytes)) is not None:
+        return refusal
     if weights > available_bytes:
         halved = profile.model.dtype == "float32" and weights <= 2 * available_bytes
         return _too_small(
             "a rollout worker's weights", weights, available_bytes, "--set model.dtype=bfloat16" if halved else SMALLER
         )
     return None
+
+
+def _share_too_small(profile: Profile, plan: JobPlan, weights: int, available_bytes: int) -> PreflightError | None:
+    """vLLM takes its share of a GPU and no more, unless it is told how large its cache is."""
+    vllm = memory_vllm.of(profile, plan)
+    given = vllm.share * available_bytes
+    if vllm.told_cache_bytes is not None or not given < weights <= memory_vllm.VLLMS_OWN_SHARE * available_bytes:
+        return None
+    return PreflightError(
+        f"a rollout worker's weights take {weights / GIB:.1f} GiB of a GPU, and rollout.gpu_memory_utilization = {vllm.share:g} "
+        f"gives vLLM {given / GIB:.1f} GiB of it: this cannot run",
+        hint=f"--set rollout.gpu_memory_utilization={memory_vllm.VLLMS_OWN_SHARE}",
+    )
 
 
 def _too_small(what: str, num_bytes: int, available_bytes: int, hint: str) -> PreflightError:
@@ -105,6 +125,7 @@ REMEDIES = {
     "activations": "lower trainer.max_tokens_per_microbatch",
     "logits": "lower trainer.max_tokens_per_microbatch",
     "KV cache": "lower rollout.slots",
+    memory_vllm.SHARED_CACHE: "lower rollout.gpu_memory_utilization",
     "prefill": "lower rollout.slots",
     "sampling": "lower rollout.slots",
     "window's first weights": 'algorithm.old_logprobs = "rollout" keeps none',
@@ -127,21 +148,29 @@ def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
 
 
 def _cache_warning(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, available_bytes: int) -> list[str]:
-    """The engine gives its cache half of what is free when it starts, and then evicts sequences."""
+    """The transformers engine gives its cache half of what is free when it starts, vLLM what its share leaves; both evict then."""
     if plan.device == "cpu":
         return []
+    needed = kv_cache_bytes(profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
+    if plan.engine == "vllm":
+        room = next(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what in CACHES)
+        return _too_many_slots(profile, needed, room, "vLLM's share of the GPU leaves less", "preempted and computed again")
     weights = next(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
     # A colocated rank's weights and moments stay where they are while its GPU generates.
     taken = weights + (estimate.always_bytes(TRAINER) if plan.colocate else 0)
     room = max(int((available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
-    cache = kv_cache_bytes(profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
-    if cache <= room:
+    takes = "the engine takes at most half of what is free"
+    return _too_many_slots(profile, needed, room, takes, "evicted and prefilled again")
+
+
+def _too_many_slots(profile: Profile, needed: int, room: int, engine: str, what_happens: str) -> list[str]:
+    if needed <= room:
         return []
-    slots = room * profile.rollout.slots // cache
+    slots = room * profile.rollout.slots // needed
     way_out = f"rollout.slots = {slots} fits" if slots >= profile.rollout.n else "fewer slots alone do not help"
     return [
-        f"a KV cache for {profile.rollout.slots} slots at full length is {cache / GIB:.1f} GiB, and the engine takes at most half "
-        f"of what is free ({room / GIB:.1f} GiB): long responses may be evicted and prefilled again ({way_out})"
+        f"a KV cache for {profile.rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and "
+        f"{engine} ({room / GIB:.1f} GiB): long responses may be {what_happens} ({way_out})"
     ]
 
 

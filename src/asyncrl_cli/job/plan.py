@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.job.cluster import ClusterResources, counted
 from asyncrl_cli.job.counts import Counts, cpu_counts, cuda_counts
 from asyncrl_cli.job.fit import Bundle, bundles_of, check_fit
@@ -51,13 +52,14 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything placement needs. `warnings` are for people, one line each."""
+    """Everything placement needs. `engine` is what every rollout worker starts; `warnings` are for people, one line each."""
 
     device: str
     colocate: bool
     counts: Counts
     groups: tuple[GroupPlan, ...]
     roles: tuple[RolePlan, ...]
+    engine: str = "transformers"
     warnings: tuple[str, ...] = ()
 
     @property
@@ -72,18 +74,22 @@ class JobPlan:
         return next(role for role in self.roles if role.name == name)
 
     def __str__(self) -> str:
-        roles = " + ".join(f"{role.workers} {role.name}" for role in self.roles)
+        named = {TRAINER: TRAINER, ROLLOUT: f"{ROLLOUT} with {self.engine}"}
+        roles = " + ".join(f"{role.workers} {named[role.name]}" for role in self.roles)
         return f"{roles} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
 def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     """Raises ConfigError if the profile's numbers do not go together, PreflightError if the cluster has too little."""
     device = device_of(profile, cluster)
+    tensor_parallel_size(profile, device)
     counts = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
     check_fit(counts, cluster)
     groups = tuple(GroupPlan(name=name, bundles=bundles) for name, bundles in bundles_of(counts).items())
     roles = tuple(_role(name, counts, groups) for name in (TRAINER, ROLLOUT))
-    plan = JobPlan(device=device, colocate=counts.colocate, counts=counts, groups=groups, roles=roles)
+    plan = JobPlan(
+        device=device, colocate=counts.colocate, counts=counts, groups=groups, roles=roles, engine=profile.rollout.engine
+    )
     return replace(plan, warnings=_warnings(profile, plan, cluster))
 
 
@@ -111,6 +117,23 @@ def device_of(profile: Profile, cluster: ClusterResources) -> str:
     return "cuda" if cluster.gpus or profile.placement.gpus is not None else "cpu"
 
 
+def tensor_parallel_size(profile: Profile, device: str) -> int:
+    """Over how many of its processes vLLM shares one model: a worker's GPUs; on CPUs as many as are asked for.
+
+    ConfigError if that is another number than the worker has GPUs.
+    """
+    asked, gpus = profile.rollout.tensor_parallel_size, profile.placement.gpus_per_rollout_worker
+    if device == "cpu":
+        return asked or 1
+    if asked not in (None, gpus):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a worker's model is "
+            "shared by all of its GPUs",
+            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out",
+        )
+    return gpus
+
+
 def _role(name: str, counts: Counts, groups: Sequence[GroupPlan]) -> RolePlan:
     """A role's workers, one in each bundle of the group it lives in."""
     group = next(group for group in groups if group.name in (name, COLOCATED))
@@ -133,7 +156,10 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> tup
     warnings = []
     if plan.device == "cpu" and profile.placement.gpus is not None:
         warnings.append(f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs")
-    if cluster.elastic_cpus and plan.cpus > cluster.cpus:
+    rollout = plan.role(ROLLOUT)
+    # On CPUs each of the processes that share a model computes with all of its worker's threads.
+    more = rollout.workers * rollout.threads * (tensor_parallel_size(profile, plan.device) - 1) if plan.device == "cpu" else 0
+    if cluster.elastic_cpus and plan.cpus + more > cluster.cpus:
         cores = counted(cluster.cpus, "core")
-        warnings.append(f"the job's workers compute with {plan.cpus} threads on {cores} and slow each other down")
+        warnings.append(f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down")
     return tuple(warnings)

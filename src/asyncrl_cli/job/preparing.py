@@ -25,15 +25,19 @@ class Prepared:
     model_dir: Path
 
 
-async def prepare(profile: Profile, say: Starting) -> Prepared:
-    """Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will not do."""
+async def prepare(profile: Profile, say: Starting, address: str | None = None) -> Prepared:
+    """Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will not do.
+
+    With `address` the engine runs on the nodes of that cluster, where this process cannot look.
+    """
     from asyncrl_cli.job.cluster import local_cluster
     from asyncrl_cli.job.engines import check_engine
     from asyncrl_cli.job.plan import device_of
 
     say("looking for the engine")
     # Before anything imports transformers: what is wrong with the engine's packages may break that, too.
-    await interruptible(lambda look: check_engine(profile, device_of(profile, local_cluster())))
+    device = device_of(profile, local_cluster())
+    await interruptible(lambda look: check_engine(profile, device, is_elsewhere=address is not None))
     from asyncrl_cli.models.resolve import resolve_model
     from asyncrl_cli.tasks.task import load_task
 

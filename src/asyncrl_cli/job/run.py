@@ -72,7 +72,7 @@ class Run:
             stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
             directory = self._open_directory(stack) if self.checkpoint else None
             with Starting(self.ui) as say:
-                prepared = await prepare(self.profile, say)
+                prepared = await prepare(self.profile, say, self.address)
                 say("starting Ray")
                 store_bytes = object_store_bytes_for(prepared.model_dir)
                 plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl_cli.job.plan import ROLLOUT, JobPlan
+from asyncrl_cli.job.plan import ROLLOUT, JobPlan, tensor_parallel_size
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout.vllm_settings import VllmOptions
+from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 BYTES_PER_MB = 2**20
@@ -76,14 +76,28 @@ class RolloutSettings:
             transport=profile.weights.transport,
             overlap=profile.weights.overlap,
             dual_buffer=profile.weights.dual_buffer,
-            vllm=_vllm_options(profile, plan),
+            vllm=_vllm_options(profile, plan.device),
         )
 
 
-def _vllm_options(profile: Profile, plan: JobPlan) -> VllmOptions:
+def planned_vllm(profile: Profile, device: str) -> VllmSetup:
+    """What vLLM will be started with, as far as it follows from the profile: for a plan, and to refuse arguments early."""
+    return VllmSetup(
+        model_dir=profile.model.path,
+        slots=profile.rollout.slots,
+        max_prompt_tokens=profile.rollout.max_prompt_tokens,
+        max_response_tokens=profile.rollout.max_response_tokens,
+        device=device,
+        dtype=profile.model.dtype,
+        sleeps=profile.placement.colocate and device == "cuda",
+        options=_vllm_options(profile, device),
+    )
+
+
+def _vllm_options(profile: Profile, device: str) -> VllmOptions:
     rollout = profile.rollout
     return VllmOptions(
-        tensor_parallel_size=rollout.tensor_parallel_size or max(plan.counts.gpus_per_rollout_worker, 1),
+        tensor_parallel_size=tensor_parallel_size(profile, device),
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         max_model_len=rollout.max_model_len,
         enforce_eager=rollout.enforce_eager,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.loop.ports import Cut, Interrupt, Trainer
     from asyncrl_cli.observe.live_status import RunFacts
 
+STALL_MARGIN_S = 60.0
+
 
 def loop_settings(profile: Profile) -> LoopSettings:
     schedule, training = Schedule.of(profile), profile.async_training
@@ -40,11 +42,23 @@ def loop_settings(profile: Profile) -> LoopSettings:
         checkpoint_every_steps=profile.checkpoint.every_steps,
         eval_every_versions=profile.eval.every_versions,
         eval_timeout_s=profile.eval.timeout_s,
-        sync_timeout_s=profile.weights.timeout_s + (profile.rollout.call_timeout_s if interrupt_of(profile) == "drain" else 0.0),
+        sync_timeout_s=_sync_timeout_s(profile),
         weights_mode=profile.weights.mode,
         stop_grace_s=profile.run.stop_grace_s,
-        stall_timeout_s=profile.run.stall_timeout_s,
+        stall_timeout_s=_stall_timeout_s(profile),
     )
+
+
+def _sync_timeout_s(profile: Profile) -> float:
+    drain_s = profile.rollout.call_timeout_s if interrupt_of(profile) == "drain" else 0.0
+    return profile.weights.timeout_s + drain_s
+
+
+def _stall_timeout_s(profile: Profile) -> float:
+    """The watchdog is for what nothing else bounds: it waits until every call to a worker, and every load, has had its time."""
+    if profile.run.stall_timeout_s is not None:
+        return profile.run.stall_timeout_s
+    return max(profile.rollout.call_timeout_s, profile.eval.timeout_s, _sync_timeout_s(profile)) + STALL_MARGIN_S
 
 
 def interrupt_of(profile: Profile) -> Interrupt:

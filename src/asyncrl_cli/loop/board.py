@@ -44,6 +44,8 @@ class Board:
     last_version: int | None = None
     stopping: bool = False
     restarts: int = 0
+    restarting: dict[str, str] = field(default_factory=dict)
+    """Workers without a process, and which of their restarts it is: "1 of 3"."""
     failure: AsyncrlError | None = None
 
     @property
@@ -85,17 +87,23 @@ class Board:
             ended = State.FAILED if is_culprit else State.DONE
             self.reports.latest[name] = replace(report, state=ended, waiting_for="")
 
+    def closed_by(self) -> str:
+        """Why nothing is admitted, "" if something may be. Admission's own words, but where no worker has a process: to admission
+        all of them load then."""
+        admission = self.groups.admission
+        closed = admission.closed()
+        return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value
+
     def snapshot(self) -> Snapshot:
         admission = self.groups.admission
         running_eval = self.evaluator.running
-        closed = admission.closed()
         return Snapshot(
             phase="stopping" if self.stopping and self.phase not in ENDED else self.phase,
             time_s=self.time_before_s + self.now_s(),
             step=self.step,
             version=self.version,
             groups_trained=admission.trained_groups,
-            admission=closed.value if closed is not Closed.OPEN else "",
+            admission=self.closed_by(),
             window_taken=admission.taken_in_window,
             window_groups=admission.window_groups,
             window_budget=admission.budget,
@@ -104,6 +112,7 @@ class Board:
             worker_versions=dict(self.sync.held),
             eval_running=str(running_eval) if running_eval else "",
             checkpoint=self.checkpoint,
+            restarting={} if self.stopping or self.phase in ENDED else dict(self.restarting),
         )
 
     def _explained(self, report: ExecutorReport) -> ExecutorReport:

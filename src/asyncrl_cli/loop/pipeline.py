@@ -204,7 +204,7 @@ class Pipeline:
         progress, moved_s, stop_s = -1, board.now_s(), None
         while True:
             if board.feed_clock.state is State.BLOCKED:
-                board.feed_clock.enter(State.BLOCKED, f"admission: {board.groups.admission.closed()}")
+                board.feed_clock.enter(State.BLOCKED, f"admission: {board.closed_by()}")
             board.reports.add(board.feed_clock.report(), board.now_s())
             board.reports.advance_lost(board.now_s())
             snapshot = board.snapshot()

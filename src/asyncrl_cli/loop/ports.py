@@ -326,8 +326,9 @@ class Snapshot:
     """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
 
     `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
-    ("" if open): stopping, end, window, loading, slots, deadlines. `window_taken`, `window_groups` (W) and
-    `window_budget` are numbers of groups. `worker_versions`: by worker name.
+    ("" if open): stopping, end, window, restart, loading, slots, deadlines. `window_taken`, `window_groups` (W) and
+    `window_budget` are numbers of groups. `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
+    process at the moment, by name, with "1 of 3": the first of three restarts that each may have.
     """
 
     phase: str
@@ -344,6 +345,7 @@ class Snapshot:
     worker_versions: Mapping[str, int]
     eval_running: str
     checkpoint: str
+    restarting: Mapping[str, str] = field(default_factory=dict)
 
 
 class Observer(Protocol):

@@ -9,6 +9,8 @@ from typing import TypeVar
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 
 K = TypeVar("K")
+WAITS_FOR_RESTART = "a restart"
+"""What an executor waits for whose process is gone."""
 
 
 class ReportBook:
@@ -53,7 +55,7 @@ class ReportBook:
             report = self.latest[name]
             running_tokens += report.gauges.get("running_tokens", 0)
             gauges = {gauge: amount if gauge == "slots" else 0.0 for gauge, amount in report.gauges.items()}
-            self.latest[name] = replace(report, state=State.FAILED, waiting_for="a restart", spans=(), gauges=gauges)
+            self.latest[name] = replace(report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges)
             self._awaited.pop(name, None)
             self._lost[name] = None
         self.advance_lost(now_s)

@@ -67,6 +67,7 @@ class Restarts:
         self._left[name] -= 1
         board.restarts += 1
         left, allowed = self._left[name], board.settings.max_restarts
+        board.restarting[name] = f"{allowed - left} of {allowed}"
         board.event("lost", worker=name, error=str(error), restarts_left=left)
         board.event("warning", message=f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {KEY} = {allowed})")
 
@@ -80,6 +81,7 @@ class Restarts:
         if not await self._replace(worker):
             return
         board.groups.admission.workers[name].set_down(False)
+        del board.restarting[name]
         board.reports.returned(name, board.now_s())
         board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._left[name])
         self._begin(worker)

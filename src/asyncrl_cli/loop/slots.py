@@ -100,6 +100,10 @@ class Fleet:
         """Whether every worker has a process."""
         return not any(worker.down for worker in self.by_name.values())
 
+    def is_gone(self) -> bool:
+        """Whether no worker has a process."""
+        return all(worker.down for worker in self.by_name.values())
+
     def are_current(self, version: int) -> bool:
         return all(not worker.loading and worker.version == version for worker in self.by_name.values())
 

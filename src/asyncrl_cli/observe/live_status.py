@@ -136,7 +136,8 @@ class LiveStatus:
             "utilization": self._utilization() | {"slot_history": [round(share, 4) for share in self._slots]},
             "staleness": self._keys("staleness/") | {"bound": self._facts.max_staleness},
             "partial": self._keys("fully_async/partial/"),
-            "versions": dict(snapshot.worker_versions) if snapshot else {},
+            "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0} if snapshot else {},
+            "restarting": dict(snapshot.restarting) if snapshot else {},
             "reward": self._keys("reward/") | {"history": [round(reward, 4) for reward in self._rewards]},
             "eval": {"running": snapshot.eval_running if snapshot else "", "history": self._evals},
             "sync": self._keys("sync/"),
@@ -169,7 +170,9 @@ class LiveStatus:
         pace_s = self._pace_s()
         if pace_s is not None:
             progress["step_s"] = pace_s
-            progress["eta_s"] = max(0.0, (facts.train_steps - step) * pace_s - (time_s - self._pace[-1][0]))
+            # A step that takes longer than others, as over a restart, brings the end no nearer.
+            since_s = min(time_s - self._pace[-1][0], pace_s)
+            progress["eta_s"] = max(0.0, (facts.train_steps - step) * pace_s - since_s)
         return progress
 
     def _pace_s(self) -> float | None:

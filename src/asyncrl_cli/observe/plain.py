@@ -18,8 +18,8 @@ SHOWN_EVENTS = {
     "restarted": lambda event: f"{event.get('worker')} was restarted in {event.get('restart_s', 0.0):.0f} s",
     "resumed": lambda event: f"resumed from step {event.get('from_step')}",
     "warning": lambda event: f"warning: {event.get('message', '')}",
-    "failed": lambda event: f"failed: {event.get('error', '')}",
 }
+"""Not `failed`: the command's own error says it once, as the last of all."""
 
 
 class Plain(NullSink):
@@ -52,7 +52,7 @@ class Plain(NullSink):
     def close(self, status: Mapping[str, Any]) -> None:
         if self._pending is not None:
             self._say_step()
-        self._stream.write(summary_text(status) + "\n")
+        self._stream.write(summary_text({**status, "error": ""}) + "\n")
         self._stream.flush()
 
     def _say_step(self) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.loop.board import ENDED
+from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
 from asyncrl_cli.observe.format import bar, clock, count, duration, number, share, sparkline
 from asyncrl_cli.observe.summary import ledger_line, summary_rows
 
@@ -27,6 +28,7 @@ STATE_STYLES = {
     "paused": "blue",
     "done": "dim",
     "failed": "bold red",
+    "restarting": "bold yellow",
 }
 PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold yellow", "done": "bold green"}
 
@@ -68,7 +70,7 @@ def _header(status: Status, width: int) -> list[Text]:
     title.append("━" * (width - title.cell_len - phase.cell_len), "dim")
     left = f"step {progress['step']}/{progress['train_steps']} "
     times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])}"
-    if "eta_s" in progress and status["phase"] == "running":
+    if "eta_s" in progress and status["phase"] == "running" and not status.get("restarting"):
         times += f"  {clock(progress['eta_s'])} left"
     done = Text(left, style="bold")
     done.append_text(_meter(progress["fraction"], width - len(left) - len(times), "cyan")).append(times)
@@ -101,23 +103,35 @@ def _side(status: Status, name: str, role: str, idle: float | None) -> Text:
     waiting = [executor for executor in mine if executor["state"] != "busy"] or mine[:1]
     if waiting:
         first = waiting[0]
-        line.append(first["state"], STATE_STYLES.get(first["state"], ""))
-        if first["waiting_for"]:
+        state, attempt = _state(first, status)
+        line.append(f"{state}{attempt}", STATE_STYLES.get(state, ""))
+        if first["waiting_for"] and state != "restarting":
             line.append(f"  waits for {first['waiting_for']}", "dim")
     return line
 
 
+def _state(executor: Mapping[str, Any], status: Status) -> tuple[str, str]:
+    """In words for people: a worker whose process is being replaced is not failed. And of a worker which of its restarts it is."""
+    if executor["state"] != "failed" or executor["waiting_for"] != WAITS_FOR_RESTART:
+        return executor["state"], ""
+    attempt = status.get("restarting", {}).get(executor["name"])
+    return "restarting", f" ({attempt})" if attempt else ""
+
+
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
     shown = status["executors"][:max_rows]
-    lines = [_executor(executor, status["versions"], width) for executor in shown]
+    lines = [_executor(executor, status, width) for executor in shown]
     if len(status["executors"]) > len(shown):
         lines.append(_styled(f"... and {len(status['executors']) - len(shown)} more executors", "dim"))
     return lines
 
 
-def _executor(executor: Mapping[str, Any], versions: Mapping[str, int], width: int) -> Text:
-    """Name, state, strip of its time in states, its version and sequences."""
-    line = _label(executor["name"]).append(f"{executor['state']:<9}", STATE_STYLES.get(executor["state"], ""))
+def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
+    """Name, state, strip of its time in states, its version and sequences, and how full its engine's cache is."""
+    now, attempt = _state(executor, status)
+    line = _label(executor["name"]).append(f"{now + attempt:<9}", STATE_STYLES.get(now, ""))
+    if now == "restarting":
+        line.append(" ")
     total_s = sum(executor["state_s"].values())
     line.append_text(_strip(executor["state_s"], total_s, max(8, min(24, width // 5))))
     if total_s > 0:
@@ -125,14 +139,24 @@ def _executor(executor: Mapping[str, Any], versions: Mapping[str, int], width: i
         others = {state: seconds / total_s for state, seconds in executor["state_s"].items() if state != "busy"}
         state = max(others, key=lambda name: others[name], default="")
         line.append(f"  {state} {others[state]:.0%}" if state and others[state] >= 0.005 else "", "dim")
-    if executor["name"] in versions:
-        line.append(f"  v{versions[executor['name']]}", "bold")
+    if now == "restarting":
+        return line
+    if executor["name"] in status["versions"]:
+        line.append(f"  v{status['versions'][executor['name']]}", "bold")
     gauges = executor["gauges"]
     if "running_sequences" in gauges:
-        line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} sequences", "dim")
+        line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim")
     elif executor["waiting_for"] and executor["role"] != "trainer":  # the trainer has a line of its own above
         line.append(f"  waits for {executor['waiting_for']}", "dim")
     return line
+
+
+def _engine(gauges: Mapping[str, float]) -> str:
+    """What an engine tells of itself, in few letters: a hundred columns are full."""
+    if "kv_cache_usage" not in gauges:
+        return "sequences"
+    waiting = gauges.get("engine_waiting", 0)
+    return f"seqs  kv {share(gauges['kv_cache_usage'])}" + (f"  waiting {count(waiting)}" if waiting else "")
 
 
 def _strip(state_s: Mapping[str, float], total_s: float, width: int) -> Text:

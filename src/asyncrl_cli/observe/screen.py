@@ -47,7 +47,7 @@ class Screen(NullSink):
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._live.stop()
-            self._console.print(render_summary(status))
+            self._console.print(render_summary({**status, "error": ""}))  # the command's last line says it
 
     def _work(self) -> None:
         while not self._closing.is_set():

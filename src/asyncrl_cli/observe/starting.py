@@ -56,7 +56,7 @@ class Starting:
         if text == self._text and now_s - self._said_s < _PLAIN_EVERY_S:
             return
         self._text, self._said_s = text, now_s
-        figures = f" {done}/{total}" if total else ""
+        figures = f" {done}/{total}" if done and total else ""  # no more may be said of a short one, and 0 of 3 is not its end
         print(f"{text}{figures}", file=self._console.file, flush=True)
 
     def _make_progress(self) -> Progress:

@@ -128,7 +128,7 @@ def _vllm_arguments(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _vllm_sizes(profile: Profile) -> Iterator[ConfigError]:
-    rollout, gpus = profile.rollout, profile.placement.gpus_per_rollout_worker
+    rollout = profile.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     needed, what = longest, "max_prompt_tokens + max_response_tokens"
     if profile.weights.probe_sequences and longest <= PROBE_TOKENS:
@@ -137,13 +137,6 @@ def _vllm_sizes(profile: Profile) -> Iterator[ConfigError]:
         yield ConfigError(
             f"rollout.max_model_len = {rollout.max_model_len} is less than {what} = {needed}",
             hint=f"--set rollout.max_model_len={needed}, or leave it out",
-        )
-    asked = rollout.tensor_parallel_size
-    if asked is not None and asked != gpus and profile.placement.device != "cpu":
-        yield ConfigError(
-            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a worker's model is "
-            "shared by all of its GPUs",
-            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out",
         )
 
 
@@ -199,6 +192,12 @@ def warnings_of(profile: Profile) -> Iterator[str]:
         yield f"rollout.top_p = {rollout.top_p}: the sampled distribution is not the one that is trained"
     if rollout.top_k > 0:
         yield f"rollout.top_k = {rollout.top_k}: the sampled distribution is not the one that is trained"
+    stall_s, call_s = profile.run.stall_timeout_s, rollout.call_timeout_s
+    if stall_s is not None and stall_s <= call_s:
+        yield (
+            f"run.stall_timeout_s = {stall_s:g} is not longer than rollout.call_timeout_s = {call_s:g}: where all wait for a call "
+            "that hangs, the run ends as a stall before the call's own limit names it or restarts its worker"
+        )
     if profile.task.train_prompts < schedule.step_groups:
         yield (
             f"task.train_prompts = {profile.task.train_prompts} is less than R = {schedule.step_groups}: "

@@ -77,8 +77,9 @@ class RunSection(Section):
     """Length of the run in trained groups (verl's meaning); a multiple of require_batches * ppo_mini_batch_size."""
     stop_grace_s: PositiveFloat = 60.0
     """Seconds a stop may take to finish the train step and write a checkpoint."""
-    stall_timeout_s: PositiveFloat = 300.0
-    """Seconds without any progress after which the watchdog fails the run and names who waits for whom."""
+    stall_timeout_s: PositiveFloat | None = None
+    """Seconds without any progress after which the watchdog fails the run and names who waits for whom. If not given, one minute
+    more than the longest wait that has a limit of its own: a call that hangs is named, and its worker restarted, by that."""
 
 
 class ModelSection(Section):
@@ -190,7 +191,8 @@ class RolloutSection(Section):
     interrupt: Literal["keep-kv", "recompute-kv"] | None = None
     """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
     tensor_parallel_size: PositiveInt | None = None
-    """vllm: devices that share one model; `placement.gpus_per_rollout_worker` on GPUs, else 1, if not given."""
+    """vllm: processes that share one model. On GPUs one for each of the worker's: `placement.gpus_per_rollout_worker`, and
+    nothing else; on CPUs 1 if not given."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)] | None = None
     """vllm: share of a GPU's memory for weights and KV cache; if not given vLLM's own default, and 0.5 where a trainer shares
     the GPU (colocate). On a CPU: of the machine's memory; if not given, the cache is as large as the slots need."""

@@ -1,6 +1,10 @@
-"""Arguments of vLLM that are not the user's to set. Imports no vLLM: every profile is checked with it."""
+"""Arguments of vLLM: which there are, and which are not the user's to set. Imports no vLLM: every profile is checked with it."""
 
 from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
 
 from asyncrl_cli.errors import ConfigError
 
@@ -34,3 +38,27 @@ def not_yours(name: str) -> ConfigError | None:
         return None
     instead = f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
     return ConfigError(f"rollout.engine_args.{name} is not yours to set", hint=instead)
+
+
+def names_in_source() -> frozenset[str] | None:
+    """What vLLM's AsyncEngineArgs takes, read from its source: to import it takes 15 s, and writes warnings to stderr.
+
+    None where vLLM is not installed, or its source is not as we know it: then only the engine's start can tell.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return None
+    try:
+        tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if not {"EngineArgs", "AsyncEngineArgs"} <= classes.keys():
+        return None
+    names = frozenset(_fields(classes["EngineArgs"]) | _fields(classes["AsyncEngineArgs"]))
+    return names if OURS.keys() <= names else None
+
+
+def _fields(dataclass: ast.ClassDef) -> set[str]:
+    annotated = [node for node in dataclass.body if isinstance(node, ast.AnnAssign)]
+    return {node.target.id for node in annotated if isinstance(node.target, ast.Name)}

@@ -25,6 +25,11 @@ def install_command(device: str) -> str:
 
 def check_vllm(device: str) -> None:
     """Raises PreflightError if vLLM is missing, of another version, or cannot be used beside this torch."""
+    check_version(device)
+    check_stray_packages()
+
+
+def check_version(device: str) -> None:
     found = installed_version()
     if found is None or importlib.util.find_spec("vllm") is None:
         raise PreflightError('rollout.engine = "vllm": vLLM is not installed', hint=install_command(device))
@@ -32,6 +37,10 @@ def check_vllm(device: str) -> None:
         raise PreflightError(
             f'rollout.engine = "vllm": vLLM {found} is installed, asyncrl works with {VLLM_VERSION}', hint=install_command(device)
         )
+
+
+def check_stray_packages() -> None:
+    """Raises PreflightError for what would break transformers, which the driver imports, too."""
     if broken := broken_packages():
         listed = ", ".join(broken)
         raise PreflightError(

