@@ -1,4 +1,4 @@
-"""Who goes when a process of a vLLM engine is killed. An engine of its own for each test."""
+"""Who goes when a process of a vLLM engine is killed, and two that share a model. An engine of its own for each test."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from transformers import Qwen3ForCausalLM
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from tests.engines import needs_vllm
-from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, sampling, world
+from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +51,7 @@ if __name__ == "__main__":
 
 
 def engine_processes(pid: int) -> dict[str, psutil.Process]:
-    """vLLM's, by the names that they give themselves: VLLM::EngineCore, VLLM::Worker."""
+    """vLLM's, by the names that they give themselves: VLLM::EngineCore, and VLLM::Worker_TP0 where several share a model."""
     named = {_name_of(child): child for child in psutil.Process(pid).children(recursive=True)}
     return {name: process for name, process in named.items() if name.startswith("VLLM::")}
 
@@ -72,7 +71,7 @@ def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_p
         assert owner.stdout is not None
         assert "generating\n" in owner.stdout  # vLLM writes its warnings there too
         processes = psutil.Process(owner.pid).children(recursive=True)
-        assert len(engine_processes(owner.pid)) == 2
+        assert list(engine_processes(owner.pid)) == ["VLLM::EngineCore"]
     finally:
         owner.kill()
         owner.communicate(timeout=GONE_WITHIN_S)  # ends only when nobody holds its stdout any more
@@ -102,31 +101,49 @@ def test_a_start_that_fails_in_another_process_is_told_with_its_error(model: Qwe
 
 
 @pytest.mark.usefixtures("log_file")
-@pytest.mark.parametrize(("victim", "name"), [("VLLM::EngineCore", "EngineCore"), ("VLLM::Worker", "VllmWorker-0")])
-def test_a_killed_engine_fails_all_that_wait_for_it(model: Qwen3ForCausalLM, model_dir: Path, victim: str, name: str) -> None:
+def test_a_killed_engine_fails_all_that_wait_for_it(model: Qwen3ForCausalLM, model_dir: Path) -> None:
     with world(model, model_dir) as there:
+        there.run(lambda: kill_and_expect(there, "VLLM::EngineCore", "EngineCore with SIGKILL"))
+
+
+@pytest.mark.usefixtures("log_file")
+def test_processes_that_share_a_model_sample_what_plain_forwards_score_and_die_together(
+    model: Qwen3ForCausalLM, model_dir: Path
+) -> None:
+    """`rollout.tensor_parallel_size = 2`, before and after a load; then one of the two is killed."""
+    with world(model, model_dir, options=VllmOptions(tensor_parallel_size=2)) as there:
 
         async def body() -> None:
-            how = sampling(MAX_RESPONSE_TOKENS, temperature=0.1)
-            waits = [asyncio.create_task(there.generate([5, 6, 7], how)) for _ in range(8)]
-            await there.sampled(20)
-            version = there.newer()
-            waits.append(asyncio.create_task(there.engine.load(there.weights[version], version, "drain")))
-            await asyncio.sleep(0)
-            waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed
-            await asyncio.sleep(0)
-            processes = engine_processes(os.getpid())
-            killed_s = time.monotonic()
-            processes[victim].send_signal(signal.SIGKILL)
-            errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), FAILS_WITHIN_S)
-            print(f"{victim}: all failed in {time.monotonic() - killed_s:.2f} s with {errors[0]!r}")
-            assert all(isinstance(error, ExecutorFailed) for error in errors), errors
-            assert {str(error) for error in errors} == {str(errors[0])}
-            assert str(errors[0]) == f"vLLM's engine process has ended ({name} with SIGKILL)"
-            for later in (there.generate([5], how), there.engine.score([[5, 6]], 1.0)):
-                with pytest.raises(ExecutorFailed, match="engine process has ended"):
-                    await later
-            _, alive = psutil.wait_procs(list(processes.values()), timeout=GONE_WITHIN_S)
-            assert alive == []
+            prompt, version = [5, 6, 7], there.newer()
+            first = await there.generate(prompt, sampling(32))
+            await there.engine.load(there.weights[version], version, "drain")
+            second = await there.generate(prompt, sampling(32))
+            assert (set(first.versions), set(second.versions)) == ({0}, {version})
+            assert first.logprobs == pytest.approx(there.plain(0, prompt, first), abs=1e-4)
+            assert second.logprobs == pytest.approx(there.plain(version, prompt, second), abs=1e-4)
+            await kill_and_expect(there, "VLLM::Worker_TP1", "VllmWorker-1 with SIGKILL")
 
         there.run(body)
+
+
+async def kill_and_expect(there: World, victim: str, how_it_ended: str) -> None:
+    how = sampling(MAX_RESPONSE_TOKENS, temperature=0.1)
+    began = there.engine.version
+    waits = [asyncio.create_task(there.generate([5, 6, 7], how)) for _ in range(8)]
+    await there.sampled(20)
+    version = there.newer()
+    waits.append(asyncio.create_task(there.engine.load(there.weights[version], version, "drain")))
+    await asyncio.sleep(0)
+    waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed
+    await asyncio.sleep(0)
+    processes = engine_processes(os.getpid())
+    processes[victim].send_signal(signal.SIGKILL)
+    errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), FAILS_WITHIN_S)
+    assert {str(error) for error in errors} == {f"vLLM's engine process has ended ({how_it_ended})"}
+    assert all(isinstance(error, ExecutorFailed) for error in errors), errors
+    for later in (there.generate([5], how), there.engine.score([[5, 6]], 1.0)):
+        with pytest.raises(ExecutorFailed, match="engine process has ended"):
+            await later
+    assert there.engine.version == began
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=GONE_WITHIN_S)
+    assert alive == []

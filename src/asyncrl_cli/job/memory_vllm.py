@@ -50,8 +50,9 @@ class VllmMemory:
     def processes(self) -> tuple[int, str]:
         """Bytes of host memory, and which processes they are."""
         shared_by = self.setup.options.tensor_parallel_size
-        names = f"EngineCore and {shared_by} Worker{'s' if shared_by > 1 else ''}"
-        return (1 + shared_by) * PROCESS_BYTES, f"{names}, processes of its own, with nothing loaded"
+        if shared_by == 1:
+            return PROCESS_BYTES, "EngineCore, a process of its own, with nothing loaded"
+        return (1 + shared_by) * PROCESS_BYTES, f"EngineCore and {shared_by} Workers, processes of its own, with nothing loaded"
 
     def cache(self, available_bytes: int | None, other_bytes: int) -> tuple[str, int, str] | None:
         """Its name, its bytes on one device that has `available_bytes` and holds `other_bytes` of vLLM's, and where they come from.

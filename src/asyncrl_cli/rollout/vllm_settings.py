@@ -29,6 +29,9 @@ STREAM_INTERVAL_TOKENS = 8
 """vLLM hands a running response's tokens over in such lots. Each handing-over wakes a task in our event loop: token by token that
 costs a tenth of the throughput of a small model at 64 sequences. What was not handed over yet is known all the same
 (vllm_requests.completion_so_far)."""
+IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""The one worker of an engine computes in the engine process, as on a GPU. On CPUs vLLM would start it a process of its own, to
+set OpenMP's environment there: ours is set before any of them starts. By name: the short one, `uni`, it replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +120,8 @@ def engine_arguments(setup: VllmSetup) -> dict[str, Any]:
         arguments["max_num_batched_tokens"] = max(setup.slots, setup.max_model_len)
     if options.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"  # inside a Ray actor vLLM would start Ray actors of its own
+    elif setup.device == "cpu":
+        arguments["distributed_executor_backend"] = IN_ENGINE_PROCESS
     if setup.sleeps:
         arguments["enable_sleep_mode"] = True
     if options.gpu_memory_utilization is not None or setup.sleeps:
