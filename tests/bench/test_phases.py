@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
-from asyncrl_cli.bench.phase_processes import Processes
+from asyncrl_cli.bench.phase_processes import CpuTime, Processes
 from asyncrl_cli.bench.phases import lengths_of, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.cluster import ClusterResources, NodeResources
@@ -35,6 +36,35 @@ SMALL = (
     "rollout.slots=16",
     "trainer.ppo_mini_batch_size=2",
 )
+
+
+def test_the_cpu_time_of_two_threads_that_take_turns_is_that_of_one() -> None:
+    """As of two with half a core each: 0.6 CPU seconds in 0.6 s are not all that two threads could have had."""
+    burned, may_end = threading.Barrier(3), threading.Event()
+
+    def burn() -> None:
+        while time.thread_time() < 0.3:
+            pass
+        burned.wait(60)
+        may_end.wait(60)
+
+    cpu = CpuTime(threads=2)
+    threads = [threading.Thread(target=burn) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    burned.wait(60)
+    spent_s = cpu.spent_s()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert spent_s == pytest.approx(0.3, abs=0.05)
+
+
+def test_the_cpu_time_of_one_thread_is_all_that_the_process_computes() -> None:
+    began_s, cpu = time.process_time(), CpuTime(threads=1)
+    while time.process_time() - began_s < 0.2:
+        pass
+    assert cpu.spent_s() == pytest.approx(0.2, abs=0.05)
 
 
 class Answering:

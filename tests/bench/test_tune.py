@@ -16,6 +16,7 @@ from asyncrl_cli.bench.settings import (
     Space,
     beside,
     etas_up_to,
+    on_split_of,
     slots_up_to,
     space_of,
     splits_of,
@@ -62,7 +63,7 @@ def row(time_s: float, staleness: float, slots: int = 1) -> Row:
 
 def model_time_s(setting: Setting) -> float:
     """A machine that one can solve on paper: training 6,400 GPU seconds a window, generation 3,300, and whatever eta does not
-    overlap is waited for. The split 80:48 balances 6400/80 = 80 s and 3300/48 = 68.75 s."""
+    overlap is waited for. By whole nodes 80:48 is best: 6400/80 = 80 s and 3300/48 = 68.75 s; by half ones 84:44: 76.2 and 75 s."""
     train_s, generate_s = 6400 / setting.trainer_workers, 3300 / setting.rollout_workers
     hidden = min(float(setting.eta), 1.0)
     slots_s = 20 * (1 - setting.slots / 256)
@@ -91,6 +92,14 @@ def test_sixteen_gpus_and_more_are_split_by_nodes() -> None:
 
 def test_fewer_gpus_are_split_one_by_one() -> None:
     assert space(gpus=8).splits == tuple((ranks, 8 - ranks) for ranks in range(1, 8))
+
+
+def test_half_a_node_is_tried_beside_the_best_split_and_single_gpus_where_there_is_no_node() -> None:
+    wide, small = space(gpus=128), space(gpus=8)
+    assert [setting.split for setting in wide.finer(wide.current)] == ["60:68", "68:60"]
+    assert [setting.split for setting in small.finer(small.current)] == ["3:5", "5:3"]
+    tensor_parallel = space("placement.gpus_per_rollout_worker=8", gpus=128)
+    assert [setting.split for setting in tensor_parallel.finer(tensor_parallel.current)] == ["56:72", "72:56"]
 
 
 def test_tensor_parallel_workers_stay_whole() -> None:
@@ -269,12 +278,21 @@ def test_the_best_split_and_eta_are_found(windows: int) -> None:
     counted = Counted()
     found = search(space(), counted, Effort(windows=windows))
     best = found.rows[0]
-    assert (best.setting.split, best.setting.eta, best.setting.slots) == ("80:48", Decimal(1), 256)
+    assert (best.setting.split, best.setting.eta, best.setting.slots) == ("84:44", Decimal(1), 256)
     assert best.setting.window_steps <= 2
     assert found.current is not None
     assert found.current.setting.split == "64:64"
     assert best.measured.window_time_s < 0.8 * found.current.measured.window_time_s
     assert counted.windows == found.windows <= Effort(windows=windows).planned_windows
+
+
+def test_the_recommended_setting_is_tried_on_the_current_split_too() -> None:
+    """What the rest of it wins there, and what is left for the split: 6400/64 against 6400/84 s of training."""
+    found = search(space(), Counted(), Effort(windows=120))
+    best = recommended(found.long_rows)
+    (same_split,) = (r for r in found.long_rows if r.setting == on_split_of(space().current, best.setting))
+    assert (best.setting.split, same_split.setting.split) == ("84:44", "64:64")
+    assert same_split.measured.window_time_s - best.measured.window_time_s == pytest.approx(6400 / 64 - 6400 / 84)
 
 
 def test_the_front_reaches_down_to_no_staleness() -> None:

@@ -282,6 +282,62 @@ def test_a_search_that_found_the_current_setting_says_so(
     assert "--out my.toml" in out
 
 
+def test_a_search_says_what_the_split_does_and_what_the_rest_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made up: 1:3 takes half of the time of 2:2, and eta = 1 takes 0.8 of it."""
+    import asyncrl_cli.bench.tune as tune
+    from asyncrl_cli.bench.pareto import Measured
+    from asyncrl_cli.bench.settings import Setting
+
+    def seconds(setting: Setting) -> Measured:
+        time_s = 100.0 * (0.5 if setting.split == "1:3" else 1.0) * (0.8 if setting.eta == 1 else 1.0)
+        return Measured(
+            window_time_s=time_s, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.5, rollouter_idle_ratio=0.0
+        )
+
+    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one) for one in settings])
+    two_and_two = ["--set", "placement.trainer_workers=2", "--set", "rollout.workers=2"]
+    assert run(["plan", "--tune", "laptop-tiny", *two_and_two]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "recommended (SIMULATED): 1:3 trainer:rollout, predicted 40.00 s per" in out
+    assert "the current setting, 2:2, 100.00 s (2.50x), has split 2:2, eta 0.5" in out
+    assert "on the current split, 2:2, 80.00 s: they make 1.25x, the split 2.00x" in out
+
+
+def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import asyncrl_cli.bench.tune as tune
+    from asyncrl_cli.bench.pareto import Measured
+    from asyncrl_cli.bench.settings import Setting
+
+    def seconds(setting: Setting) -> Measured:
+        time_s = {"2:2": 100.0, "1:3": 130.0, "3:1": 110.0}[setting.split] * (0.8 if setting.eta == 1 else 1.0)
+        return Measured(
+            window_time_s=time_s, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.1, rollouter_idle_ratio=0.1
+        )
+
+    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one) for one in settings])
+    assert run(["plan", "--tune", "laptop-tiny", "--set", "placement.trainer_workers=2", "--set", "rollout.workers=2"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the current setting, 2:2, 100.00 s (1.25x), has eta 0.5" in out
+    assert "the split stays: the fastest other one, 3:1, 88.00 s" in out
+
+
+def test_a_search_from_a_known_row_is_held_against_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl-7b-math-128 has a published row of its partial rollout: 150.63 s. 128 GPUs split elsewhere are another setting."""
+    import asyncrl_cli.bench.tune as tune
+    from asyncrl_cli.bench.pareto import Measured
+
+    two = Measured(window_time_s=100.0, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.1, rollouter_idle_ratio=0.1)
+    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [two for _ in settings])
+    assert run(["plan", "--tune", "verl-7b-math-128"]) == 0
+    assert "published for the current setting: 150.63 s (1.51x)" in capsys.readouterr().out
+    assert run(["plan", "--tune", "verl-7b-math-128", "--set", "placement.ratio=3:1"]) == 0
+    assert "published for" not in capsys.readouterr().out
+
+
 WORKLOAD = """
 purpose = "eight GPUs that generate twice as slowly as they train"
 notes = "made up for a test"

@@ -89,13 +89,13 @@ def test_evals_take_slots_but_no_window_budget():
 def test_groups_start_on_the_newest_weights():
     machine = admission(workers=2, eta=Fraction(1), max_staleness=1)
     machine.version = 1
-    machine.workers["rollout-1"].version = 1
+    machine.workers["rollout-1"].end_load(1)
     assert machine.choose().name == "rollout-1"
 
 
 def test_a_worker_that_loads_gets_nothing():
     machine = admission()
-    machine.workers["rollout-0"].loading = True
+    machine.workers["rollout-0"].begin_load()
     assert machine.closed() is Closed.LOADING
 
 
@@ -147,10 +147,10 @@ def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, win
             take_one()
         elif what == "load":
             worker = machine.workers[f"rollout-{pick % workers}"]
-            worker.version = max(worker.version, machine.version - pick // workers % 2)
+            worker.end_load(max(worker.version, machine.version - pick // workers % 2))
         admit_all()
     for worker in machine.workers.values():
-        worker.version = machine.version
+        worker.end_load(machine.version)
     admit_all()
     for key in list(machine.running):
         machine.finish(key, sampled_by[key][1])

@@ -179,7 +179,7 @@ def test_an_attempt_that_was_lost_with_its_worker_does_not_count_as_stale():
         assert groups.lost("w") == 1
     groups.start()
     groups.publish()
-    worker.version = admission.version
+    worker.end_load(admission.version)
     groups.start()
     assert told == [
         (0, "running"),
@@ -234,6 +234,22 @@ def test_colocated_a_worker_that_dies_while_the_trainer_computes_is_restarted_wh
     (restart_s,) = restarted
     window_ends_s = next(record for record in ran.recorder.steps if record.step == 2).ended_s
     assert first_s + 2 * 0.7 < restart_s <= window_ends_s
+
+
+@pytest.mark.parametrize(("hangs_after_s", "trained_steps"), [(-0.01, 0), (0.3, 2)])
+def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(monkeypatch, hangs_after_s, trained_steps):
+    """It hangs when it should give the resources to the trainer, or while the trainer has them, for two steps of 0.7 s."""
+    paused = []
+    monkeypatch.setattr(SimulatedWorker, "pause", noting(SimulatedWorker.pause, paused))
+    run_with([], "colocate")
+    hang = death(paused[0] + hangs_after_s, kind=FaultKind.WORKER_HANGS)
+    ran = run_with([hang], "colocate", stop_at_s=paused[0] + 10, times={"call_timeout_s": 400.0, "weights_timeout_s": 400.0})
+    assert isinstance(ran.error, Interrupted)
+    assert ran.elapsed_s < paused[0] + 12
+    assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == trained_steps
+    cut, state = ran.checkpoints.cuts[-1]
+    resumed = run_with([], "colocate", resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    assert len({key.uid for key in ran.trained + resumed.trained}) == len(ran.trained + resumed.trained) == 12 * 4
 
 
 def noting(call, times):

@@ -35,9 +35,10 @@ def change(worker: WorkerSlots, what: str, group: int, amount: int) -> None:
         worker.change_evals(amount if worker.eval_sequences < 4 else -worker.eval_sequences)
     elif what in ("down", "up"):
         worker.set_down(what == "down")
-    else:
-        worker.loading = what == "load" or worker.down
-        worker.version += what == "loaded"
+    elif what == "load":
+        worker.begin_load()
+    elif not worker.down:
+        worker.end_load(worker.version + 1)
 
 
 def searched(workers: list[WorkerSlots]) -> list[WorkerSlots]:
@@ -63,6 +64,9 @@ def test_who_may_start_a_group_is_what_a_search_through_all_workers_finds(change
         has_room = SLOTS - workers[index].used >= N and not workers[index].down
         assert (fleet.room_on(workers[index]) is Room.IN_SLOTS) == has_room
         assert fleet.is_whole() == (not any(worker.down for worker in workers))
+        for version in range(3):
+            holds_it = [worker.version == version and not worker.loading for worker in workers]
+            assert fleet.are_current(version) == all(holds_it)
 
 
 @given(st.lists(st.tuples(st.integers(0, WORKERS - 1), st.integers(1, 3)), max_size=40))

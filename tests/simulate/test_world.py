@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.costs import Spent
 from asyncrl_cli.simulate.references import residuals, window_parts
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workloads import profile_for
@@ -112,10 +114,28 @@ def test_without_a_second_buffer_workers_stand_still_for_the_send_too(dual_buffe
 
 def test_capacities_are_those_of_full_workers_and_of_the_trainer_alone() -> None:
     work = workload()
-    capacities = simulate(profile("partial-rollout", work), work).capacities
+    run = simulate(profile("partial-rollout", work), work)
+    capacities = run.alone.capacities(0, run.lines[-1]["groups_trained"])
     assert capacities.rollout_tokens_per_s == pytest.approx(2 * 8 / 0.01)
     assert capacities.trainer_tokens_per_s == pytest.approx(1000.0)
     assert not capacities.colocated
+
+
+def test_the_capacity_of_workers_is_that_of_the_speeds_that_they_drew() -> None:
+    alone = simulate(profile("partial-rollout", workload()), workload()).alone
+    unlike = replace(alone, speeds=(0.5, 2.0))  # a step takes half as long, and twice
+    assert unlike.capacities(0, 4).rollout_tokens_per_s == pytest.approx((2 + 0.5) * 8 / 0.01)
+
+
+def test_the_capacity_of_a_stretch_is_that_of_the_steps_in_it() -> None:
+    alone = simulate(profile("partial-rollout", workload()), workload()).alone
+    spent = {
+        4: Spent(seconds=2.0, response_tokens=100, trajectories=16),
+        8: Spent(seconds=5.0, response_tokens=400, trajectories=32),
+    }
+    stretch = replace(alone, spent=spent)
+    found = [stretch.capacities(*edges).trainer_tokens_per_s for edges in ((0, 4), (4, 8), (0, 8))]
+    assert found == [50.0, 100.0, 80.0]
 
 
 def test_the_same_prompts_have_the_same_lengths_in_every_profile() -> None:

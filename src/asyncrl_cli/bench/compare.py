@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from asyncrl_cli.bench.capacities import real_capacities
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of
+from asyncrl_cli.bench.measure import common_edges
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of, terminating_as_interrupt
 from asyncrl_cli.bench.results import Comparison, Result, RunKey, RunLines, summarise
 from asyncrl_cli.bench.timeline import Timeline, timeline_of_run
@@ -86,7 +87,8 @@ def compare_simulated(request: Request, workload: Workload, watcher: Watcher) ->
     for job in jobs:
         watcher.run(job.name, 0, groups)
     made, fit = simulate_all(jobs, workload, lambda name, trained: watcher.run(name, trained, groups))
-    capacities = {(result.lines.profile, result.lines.seed): result.capacities for result in made}
+    edges = common_edges([result.lines.lines for result in made], max(entry.window_groups for entry in entries))
+    capacities = {(result.lines.profile, result.lines.seed): result.capacities(edges) for result in made}
     comparison = _comparison(
         request, entries, groups, [result.lines for result in made], capacities, workload.name, remarks_of(workload, fit)
     )

@@ -28,7 +28,8 @@ WINDOW = (
 BOUND = (
     "`% of the bound` is ideal over measured time. Ideal is the larger of (tokens / generation alone) and (tokens / training "
     "alone) where the sides have resources of their own, and the sum of both where they take turns on all of them. `limited by` "
-    "names the larger one. Generation's tokens are those sampled for the trained groups, training's those trained of them."
+    "names the larger one. Generation's tokens are those sampled for the trained groups, at most those sampled while they were "
+    "measured (groups made ahead are not made again); training's are those trained."
 )
 AT_ONCE = (
     "`both phases at once`: what each side does while the other works too, where they share a machine's cores and memory. The "

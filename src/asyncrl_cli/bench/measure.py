@@ -28,6 +28,7 @@ PARTS = {
 }
 """Parts of a step as the bench shows them, from the parts of `timing/*_s`."""
 PARTIAL = "fully_async/partial/"
+RATE = "rollouter/tokens_per_s"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +110,13 @@ def _too_short(windows: int) -> AsyncrlError:
 
 
 def work_of(lines: Sequence[Line], stretch: Stretch) -> Work:
-    """Generation's work is what was sampled for the trained groups; training's is what was trained of it."""
+    """Generation's work is what was sampled for the trained groups, at most what workers sampled in the stretch: it may begin with
+    more groups ahead than it ends with, and those were another stretch's work. Training's is what was trained."""
     before = [line for line in lines if line["time_s"] <= stretch.begin_s][-1]
+    trained = sum(sampled_tokens(line) for line in stretch.lines)
+    rates = [(line[RATE], spent_s(line, "step")) for line in stretch.lines if RATE in line]
     return Work(
-        sampled_tokens=sum(sampled_tokens(line) for line in stretch.lines),
+        sampled_tokens=min([trained, *(rate * stretch.seconds for rate in _means({RATE: rates}).values())]),
         trained_tokens=stretch.lines[-1]["tokens_trained"] - before["tokens_trained"],
     )
 

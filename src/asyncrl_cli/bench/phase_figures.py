@@ -20,7 +20,7 @@ class PhaseFigures:
     """Tokens per second of each phase alone, by all of its workers together: medians, each repeat, and what it had.
 
     Rollout tokens are sampled response tokens; trainer tokens are those of `TrainReport.tokens`: sampled ones, too.
-    `cpu_share` is the smallest share of its wall time that a phase's processes computed: far below 1 for generation on
+    `cpu_share` is the smallest share of its wall time that a process of a phase computed (its busiest thread): far below 1 on
     CPUs means that others used the machine. `slots_used` is the mean share of slots that were full while generation was measured.
     """
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.bench.phase_processes import ANSWER_TIMEOUT_S, Barrier
+from asyncrl_cli.bench.phase_processes import ANSWER_TIMEOUT_S, Barrier, CpuTime
 from asyncrl_cli.job.settings import RolloutSettings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class GenerationOrder:
 class Generated:
     """Sampled response tokens within `seconds`, and the mean number of running sequences (all slots, or it was not full).
 
-    `cpu_s` are the process's own; much less than `seconds` on a CPU means that others used the machine.
+    `cpu_s` are the process's own (`CpuTime`); much less than `seconds` on a CPU means that others used the machine.
     """
 
     tokens: int
@@ -103,10 +103,10 @@ class GenerationPhase:
             while self._ended < engine.slots:
                 await _first_failure(sources, 0.02)
             await asyncio.to_thread(self._barrier.wait, ANSWER_TIMEOUT_S)
-            began_s, began_cpu_s = time.perf_counter(), time.process_time()
+            began_s, cpu = time.perf_counter(), CpuTime(self._order.settings.threads)
             tokens, area = engine.sampled_tokens, self._area.until_now()
             await _first_failure(sources, seconds)
-            spent_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+            spent_s, cpu_s = time.perf_counter() - began_s, cpu.spent_s()
             tokens = engine.sampled_tokens - tokens
             running_mean = (self._area.until_now() - area) / spent_s
             await asyncio.to_thread(self._barrier.wait, ANSWER_TIMEOUT_S)

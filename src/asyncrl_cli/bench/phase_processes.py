@@ -20,6 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import psutil
+
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.process import set_up_process
 
@@ -115,6 +117,27 @@ class Processes:
         if failure:
             raise ExecutorFailed(f"{name} failed in {call}: {failure}")
         return value
+
+
+class CpuTime:
+    """What this process computes from now on, in CPU seconds of one core: those of its busiest thread or, if that is more, the mean
+    of its `threads`.
+
+    A sum over threads would hide what others take: two threads with half a core each make a CPU second per second, too.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._began_s = time.process_time()
+        self._of_threads_s = _thread_seconds()
+
+    def spent_s(self) -> float:
+        busiest_s = max(spent_s - self._of_threads_s.get(thread, 0.0) for thread, spent_s in _thread_seconds().items())
+        return max(busiest_s, (time.process_time() - self._began_s) / self._threads)
+
+
+def _thread_seconds() -> dict[int, float]:
+    return {thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}
 
 
 def _serve(pipe: Connection, make: MakePhase, index: int, argument: Any, barrier: Barrier, threads: int, log: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.bench.phase_processes import Barrier
+from asyncrl_cli.bench.phase_processes import Barrier, CpuTime
 from asyncrl_cli.train.settings import TrainerSettings
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class TrainingOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """Sampled tokens trained by all ranks together (`TrainReport.tokens`) in `seconds`; `cpu_s` are this rank's."""
+    """Sampled tokens trained by all ranks together (`TrainReport.tokens`) in `seconds`; `cpu_s` are this rank's (`CpuTime`)."""
 
     tokens: int
     seconds: float
@@ -73,7 +73,7 @@ class TrainingPhase:
         from asyncrl_cli.train.policy_trainer import RankBatch
 
         window_steps = self._order.settings.window_steps
-        began_s, began_cpu_s, tokens = time.perf_counter(), time.process_time(), 0
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._order.settings.threads), 0
         for _ in range(num_steps):
             index = self._step % len(self._plans)
             plan, groups = self._plans[index], self._order.batches[index]
@@ -82,7 +82,7 @@ class TrainingPhase:
             self._step += 1
             report = self._trainer.train(RankBatch(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads))
             tokens += report.tokens
-        return Trained(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=time.process_time() - began_cpu_s)
+        return Trained(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
 
     def close(self) -> None:
         self._trainer.close()

@@ -3,8 +3,10 @@
     probe    short runs of the current split: as it is, and with other windows and etas
     screen   short runs of the fastest probe's setting on the splits around the one that its idle times say is balanced
     climb    short runs of the neighbours of the best setting of each of the best splits, round by round
+    refine   short runs of the best setting with half a node more on either side
     final    long runs of the best setting of each of the best splits, of the rest of the front, and of the current setting
     check    long runs of settings that a short run puts on the front of all
+    split    a long run of the recommended setting on the current split: what the split does, and what the rest does
 
 The effort is counted in simulated trajectories and not in seconds, so that a search gives the same answer on any machine.
 """
@@ -14,18 +16,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.bench.pareto import Failed, Measured, Row, best_of_splits, front, ranked, survivors
-from asyncrl_cli.bench.settings import Setting, Space
+from asyncrl_cli.bench.pareto import Failed, Measured, Row, best_of_splits, front, ranked, recommended, survivors
+from asyncrl_cli.bench.settings import Setting, Space, on_split_of
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
 SHORTEST_FINAL_WINDOWS = 6
 LONGEST_WINDOWS = 24
 FINALISTS = 4
-"""And the current setting."""
 CHECKED = 3
+LONG_RUNS = FINALISTS + CHECKED + 2
+"""Also of the current setting, and of the recommended one on the current split."""
 BEST_SPLITS = 3
 """Splits that are climbed from and that reach the final: noise of short runs does not decide between them."""
+REFINED = 2
 ROUND_SETTINGS = 4
 """Settings tried in a round of the climb."""
 PROBES = 7
@@ -55,16 +59,16 @@ class Effort:
 
     @property
     def short_runs(self) -> int:
-        return PROBES + self.screened + self.climbed
+        return PROBES + self.screened + self.climbed + REFINED
 
     @property
     def long_windows(self) -> int:
         left = self.windows - self.short_runs * SHORT_WINDOWS
-        return min(max(left // (FINALISTS + 1 + CHECKED), SHORTEST_FINAL_WINDOWS), LONGEST_WINDOWS)
+        return min(max(left // LONG_RUNS, SHORTEST_FINAL_WINDOWS), LONGEST_WINDOWS)
 
     @property
     def planned_windows(self) -> int:
-        return self.short_runs * SHORT_WINDOWS + (FINALISTS + 1 + CHECKED) * self.long_windows
+        return self.short_runs * SHORT_WINDOWS + LONG_RUNS * self.long_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +131,13 @@ def search(space: Space, evaluate: Evaluate, effort: Effort) -> Found:
     while left > 0 and (steps := _next_steps(space, tried)[:left]):
         tried.shortly(steps)
         left -= len(steps)
+    if best := best_of_splits(tried.short_rows(), 1):
+        tried.shortly(space.finer(best[0].setting))
     tried.at_length([*_finalists(tried.short_rows()), space.current])
     allowed = [row for row in tried.rows() if space.allows(row.setting)]
     tried.at_length([row.setting for row in front(allowed) if not row.is_long][:CHECKED])
+    if long_rows := _found(space, tried).long_rows:
+        tried.at_length([on_split_of(space.current, recommended(long_rows).setting)])
     return _found(space, tried)
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 NODE_GPUS = 8
 FEWEST_GPUS_IN_NODES = 2 * NODE_GPUS
-"""From two nodes on, a side gets whole nodes."""
+"""From two nodes on, a side gets whole nodes; beside the best of these splits, half a node is tried, too."""
 ETAS = (Decimal(0), Decimal("0.25"), Decimal("0.5"), Decimal(1))
 SLOT_SHARES = (0.5, 0.75, 1.0)
 
@@ -98,6 +98,8 @@ class Space:
     current: Setting
     bound: int
     splits: tuple[tuple[int, int], ...]
+    fine_splits: tuple[tuple[int, int], ...]
+    """By half nodes."""
     windows: tuple[tuple[int, int], ...]
     etas: tuple[Decimal, ...]
     slots: tuple[int, ...]
@@ -139,6 +141,11 @@ class Space:
             yield from (replace(setting, max_staleness=bound) for bound in (math.ceil(setting.eta), self.bound))
         yield from (self._with_split(setting, other) for other in splits[1:])
 
+    def finer(self, setting: Setting) -> list[Setting]:
+        """Half a node more on either side: the other half of that node is the other side's."""
+        split = (setting.trainer_workers, setting.rollout_workers)
+        return [self._with_split(setting, other) for other in beside(self.fine_splits, split)]
+
     def _with_split(self, setting: Setting, split: tuple[int, int]) -> Setting:
         return replace(setting, trainer_workers=split[0], rollout_workers=split[1])
 
@@ -149,6 +156,10 @@ class Space:
         same_step = [pair for pair in self.windows if pair[1] == setting.require_batches]
         for steps, batches in dict.fromkeys((*beside(same_window, own), *beside(same_step, own))):
             yield replace(setting, window_steps=steps, require_batches=batches)
+
+
+def on_split_of(current: Setting, setting: Setting) -> Setting:
+    return replace(setting, trainer_workers=current.trainer_workers, rollout_workers=current.rollout_workers)
 
 
 def space_of(profile: Profile, plan: JobPlan, *, bound: int) -> Space:
@@ -170,6 +181,7 @@ def space_of(profile: Profile, plan: JobPlan, *, bound: int) -> Space:
         current=current,
         bound=bound,
         splits=splits_of(current),
+        fine_splits=splits_of(current, node=NODE_GPUS // 2),
         windows=windows_of(current.window_steps, current.require_batches),
         etas=etas,
         slots=slots_up_to(current.slots, profile.rollout.n),
@@ -177,13 +189,13 @@ def space_of(profile: Profile, plan: JobPlan, *, bound: int) -> Space:
     )
 
 
-def splits_of(current: Setting) -> tuple[tuple[int, int], ...]:
+def splits_of(current: Setting, node: int = NODE_GPUS) -> tuple[tuple[int, int], ...]:
     """(ranks, workers) by ranks: whole nodes on each side where there are several, the current split in any case."""
     each = max(current.gpus_per_rollout_worker, 1)
     total = current.trainer_workers + current.rollout_workers * each
     unit = 1
     if total >= FEWEST_GPUS_IN_NODES:
-        unit = next(node for node in (NODE_GPUS, 4, 2, 1) if total % node == 0)
+        unit = next(gpus for gpus in (node, 4, 2, 1) if total % gpus == 0)
     splits = {(ranks, (total - ranks) // each) for ranks in range(unit, total, unit) if (total - ranks) % each == 0}
     return tuple(sorted(splits | {(current.trainer_workers, current.rollout_workers)}))
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl_cli.bench.measure import Edges, stretch_of
 from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.reference_rows import ReferenceRow, rows_of
@@ -22,6 +23,7 @@ from asyncrl_cli.bench.timeline import KeptTimeline, Timeline
 from asyncrl_cli.job.cluster import usable_cores
 from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.costs import Alone
 from asyncrl_cli.simulate.references import Residual, residuals, window_parts
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.world import simulate
@@ -55,12 +57,18 @@ class SimulatedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedResult:
-    """`parts_s`: mean seconds per window, by part of a step (`window_parts`)."""
+    """`parts_s`: mean seconds per window, by part of a step (`window_parts`); `alone`: what each phase does by itself."""
 
     lines: RunLines
-    capacities: Capacities
+    alone: Alone
     timeline: Timeline | None
     parts_s: Mapping[str, float]
+
+    def capacities(self, edges: Edges) -> Capacities:
+        """For the very groups that are measured: others have other lengths."""
+        stretch = stretch_of(self.lines.lines, edges)
+        end_groups = int(stretch.lines[-1]["groups_trained"])
+        return self.alone.capacities(end_groups - stretch.groups, end_groups)
 
 
 def simulate_all(
@@ -132,7 +140,7 @@ def _simulate(job: SimulatedJob) -> SimulatedResult:
     _pool["told"].put((job.name, job.groups))
     return SimulatedResult(
         lines=RunLines(profile=job.profile.name, seed=job.seed, lines=run.lines),
-        capacities=run.capacities,
+        alone=run.alone,
         timeline=kept.timeline(job.profile.name, run.lines) if job.keep_timeline else None,
         parts_s=window_parts(run),
     )

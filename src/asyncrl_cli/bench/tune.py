@@ -20,14 +20,15 @@ from asyncrl_cli.bench.pareto import Failed, Measured, Row, front, recommended
 from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.search import Effort, Evaluate, Found, search
-from asyncrl_cli.bench.settings import Setting, space_of
+from asyncrl_cli.bench.settings import Setting, on_split_of, space_of
 from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.job.cluster import usable_cores
 from asyncrl_cli.job.plan import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.references import reference_sets
+from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workloads import profile_for
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
@@ -72,6 +73,8 @@ class Tuned:
     seed: int
     found: Found
     best: Row
+    known: Reference | None = None
+    """What was measured, or published, of the current setting."""
 
     @property
     def recommended_sets(self) -> tuple[str, ...]:
@@ -88,8 +91,17 @@ class Tuned:
         current = self.found.current
         return None if current is None else current.measured.window_time_s / self.best.measured.window_time_s
 
-    def to_json(self) -> dict[str, Any]:
+    @property
+    def on_current_split(self) -> Row | None:
+        """The recommended setting in all but the split: what it is faster by is the doing of its windows, eta and slots."""
         current = self.found.current
+        if current is None or self.best.setting.split == current.setting.split:
+            return None
+        setting = on_split_of(current.setting, self.best.setting)
+        return next((row for row in self.found.long_rows if row.setting == setting), None)
+
+    def to_json(self) -> dict[str, Any]:
+        current, same_split = self.found.current, self.on_current_split
         undominated = self.front
         return {
             "schema_version": SCHEMA_VERSION,
@@ -102,7 +114,11 @@ class Tuned:
             "rows": [self._row(row) | {"is_on_front": row in undominated} for row in self.found.rows],
             "current": None if current is None else self._row(current),
             "recommended": self._row(self.best) | {"sets": list(self.recommended_sets)},
+            "recommended_on_current_split": None if same_split is None else self._row(same_split),
             "speedup": self.speedup,
+            "current_known": None
+            if self.known is None
+            else {"window_time_s": self.known.window_time_s, "source": self.known.source},
             "num_settings": self.found.num_settings,
             "num_trajectories": self.found.windows * self.window_groups * self.n,
             "failed": [{"sets": setting.sets(), "reason": reason} for setting, reason in self.found.failed],
@@ -172,7 +188,18 @@ def tune(
         seed=seed,
         found=found,
         best=recommended(found.long_rows),
+        known=_known(workload, profile),
     )
+
+
+def _known(workload: Workload, profile: Profile) -> Reference | None:
+    """The workload's reference row of this very profile, if it has one."""
+    own = profile.model_dump(exclude={"run"})
+    for row in workload.references:
+        of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
+        if of_row.model_dump(exclude={"run"}) == own:
+            return row
+    return None
 
 
 def _nothing_found(found: Found, request: Request, bound: int) -> AsyncrlError:

@@ -159,7 +159,9 @@ def _print_recommendation(tuned: Tuned) -> None:
         f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.measured.window_time_s:.2f} s "
         f"per {tuned.window_groups} groups"
     )
-    print_prose(_against_current(tuned))
+    for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned)):
+        if line:
+            print_prose(line)
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
 
 
@@ -171,10 +173,48 @@ def _against_current(tuned: Tuned) -> str:
     if best.setting == current.setting:
         return "the current setting is the recommended one"
     text = f"the current setting, {current.setting.split}, {current.measured.window_time_s:.2f} s ({speedup:.2f}x)"
+    text += f", has {_differences(current, best)}"
     if current.setting.max_staleness <= tuned.bound:
         return text
-    text += f" is beyond the bound: {_versions(current.setting.max_staleness)} of staleness."
+    text += f"; it is beyond the bound: {_versions(current.setting.max_staleness)} of staleness."
     return f"{text} The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else text
+
+
+def _differences(row: Row, other: Row) -> str:
+    """What a setting has that another has not, in the words of the table."""
+    cells = zip(HEADERS[:6], _cells(row), _cells(other), strict=False)
+    return ", ".join(f"{name} {mine}" for name, mine, others in cells if mine != others)
+
+
+def _of_split(tuned: Tuned) -> str:
+    """Whether it is the split that makes it faster, or the rest."""
+    from asyncrl_cli.bench.pareto import SAME_TIME
+
+    same_split, current = tuned.on_current_split, tuned.found.current
+    if current is not None and current.setting.split == tuned.best.setting.split:
+        elsewhere = [row for row in tuned.found.long_rows if row.setting.split != current.setting.split]
+        fastest = min(elsewhere, key=lambda row: row.measured.window_time_s, default=None)
+        return f"the split stays: the fastest other one, {_with_time(fastest)}" if fastest else ""
+    if same_split is None or current is None:
+        return ""
+    best_s, same_split_s = tuned.best.measured.window_time_s, same_split.measured.window_time_s
+    others, split = current.measured.window_time_s / same_split_s, same_split_s / best_s
+    text = f"its K, batches, eta and slots on the current split, {_with_time(same_split)}: they make {others:.2f}x, the split "
+    text += f"{split:.2f}x"
+    return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
+
+
+def _with_time(row: Row) -> str:
+    return f"{row.setting.split}, {row.measured.window_time_s:.2f} s"
+
+
+def _against_known(tuned: Tuned) -> str:
+    """The simulation's own error is in that factor, too."""
+    if tuned.known is None:
+        return ""
+    known_s, best_s = tuned.known.window_time_s, tuned.best.measured.window_time_s
+    word = "published" if tuned.known.source.startswith("published") else "measured"
+    return f"{word} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
 
 
 def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:

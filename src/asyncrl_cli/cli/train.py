@@ -23,11 +23,12 @@ EXAMPLES = """[bold]Examples[/]
 
   asyncrl train --profile partial-rollout
 
-  asyncrl train --profile my.toml --set run.train_steps=50 --set async_training.staleness_threshold=0.25
+  asyncrl train --profile my.toml --set run.train_steps=50 --set rollout.n=4
 
-  asyncrl train --profile one-step-off --name first --json --ui none > summary.json
+  asyncrl train --profile one-step-off --name first --json > summary.json
 
-Every key is also an environment variable: ASYNCRL_RUN__SEED=3 is --set run.seed=3.
+Every key is also an environment variable:
+ASYNCRL_RUN__SEED=3 is --set run.seed=3.
 Ctrl-C once: finish the step, checkpoint, exit 130; go on with [bold]asyncrl resume[/]. Twice: out."""
 
 

@@ -19,6 +19,7 @@
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
                                                                                     load and eval, each bounded
     training           R finished groups     R takeable groups                      groups; colocate: also the eval's end
+                       -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
                        -                     one older version in loading at most   sync (before a gather)
                        -                     weights.mode = "sync": all workers to  sync (every worker's load)
                                              hold what was just published

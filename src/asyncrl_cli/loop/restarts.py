@@ -24,7 +24,7 @@ KEY = "rollout.max_restarts"
 
 
 class Spawn(Protocol):
-    def __call__(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> None: ...
+    def __call__(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> asyncio.Task[None]: ...
 
 
 class Restarts:

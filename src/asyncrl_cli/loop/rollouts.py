@@ -40,12 +40,21 @@ class Rollouts:
                 self._spawn(partial(worker.abort, key), f"abort of {key}", worker)
 
     async def hand_over(self, *, to_trainer: bool) -> None:
-        """Colocate: the resources change hands. A worker that is down is not asked; it is restarted when it may have them."""
+        """Colocate: the resources change hands. A worker that is down is not asked; it is restarted when it may have them.
+
+        A stop ends the wait: no step follows that needs the resources, and a worker that hangs must not hold it up.
+        """
         board = self._board
         self._restarts.are_lent = True
         up = [worker for worker in board.workers if not board.groups.admission.workers[worker.name].down]
-        calls = [self._guard(worker.pause if to_trainer else worker.resume, worker) for worker in up]
-        await asyncio.gather(*calls)
+        calls = [self._spawn(worker.pause if to_trainer else worker.resume, f"{worker.name} (hand-over)", worker) for worker in up]
+        for call in calls:
+            call.add_done_callback(lambda _: board.changes.notify())
+
+        def missing() -> list[str]:
+            return [call.get_name() for call in calls if not call.done()]
+
+        await board.changes.until(lambda: board.stopping or not missing(), "trainer (hand-over)", lambda: ", ".join(missing()))
         self._restarts.are_lent = to_trainer
         board.changes.notify()
 
@@ -64,7 +73,9 @@ class Rollouts:
             task.cancel()
         return mine
 
-    def _spawn(self, work: Callable[[], Coroutine[None, None, None]], name: str, worker: RolloutWorker | None = None) -> None:
+    def _spawn(
+        self, work: Callable[[], Coroutine[None, None, None]], name: str, worker: RolloutWorker | None = None
+    ) -> asyncio.Task[None]:
         """A task of its own; with `worker`, one that waits for that worker, and ends when its process does.
 
         It makes its coroutine when it begins: one that is cancelled before leaves none behind.
@@ -72,6 +83,7 @@ class Rollouts:
         task = self._tasks.create_task(self._guard(work, worker), name=name)
         self._started[task] = "" if worker is None else worker.name
         task.add_done_callback(self._started.pop)
+        return task
 
     async def _guard(self, work: Callable[[], Coroutine[None, None, None]], worker: RolloutWorker | None = None) -> None:
         try:
@@ -145,10 +157,9 @@ class Rollouts:
         sync.begin(worker.name, published.version)
         with board.changes.waiting(f"{worker.name} (weights)", f"prefetch and load of version {published.version}"):
             send_s = await worker.prefetch(published)
-            slots.loading = True
+            slots.begin_load()
             report = await worker.load(published.version, board.settings.interrupt)
-        slots.loading = False
-        slots.version = published.version
+        slots.end_load(published.version)
         self._loaded(worker.name, report, send_s)
 
     def _loaded(self, name: str, report: LoadReport, send_s: float) -> None:

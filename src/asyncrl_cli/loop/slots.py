@@ -54,6 +54,15 @@ class WorkerSlots:
         self.eval_sequences += sequences
         self._changed()
 
+    def begin_load(self) -> None:
+        """From now on nothing starts on it."""
+        self.loading = True
+        self._changed()
+
+    def end_load(self, version: int) -> None:
+        self.loading, self.version = False, version
+        self._changed()
+
     def set_down(self, is_down: bool) -> None:
         """Its process is gone, or (false) another has taken its place: that one loads before anything starts on it."""
         self.down, self.loading = is_down, True
@@ -65,15 +74,23 @@ class WorkerSlots:
 
 
 class Fleet:
-    """All workers, and apart those with room: of hundreds of busy ones few have any, and every group that starts asks."""
+    """All workers, and who has room: of hundreds many have some, and every group that starts asks who has most.
+
+    Sets of workers are the bits of a number, in the order of the workers: the lowest one is the first worker.
+    """
 
     def __init__(self, workers: Iterable[WorkerSlots], *, n: int, prefetch_groups: int) -> None:
         self.by_name = {worker.name: worker for worker in workers}
         self._n = n
         self._queue_sequences = n * prefetch_groups
-        self._places = {name: place for place, name in enumerate(self.by_name)}
-        self._with_room: dict[Room, dict[str, WorkerSlots]] = {Room.IN_SLOTS: {}, Room.IN_QUEUE: {}}
-        for worker in self.by_name.values():
+        self._in_order = list(self.by_name.values())
+        self._bits = {name: 1 << place for place, name in enumerate(self.by_name)}
+        self._down = self._loading = self._with_slots = 0
+        self._awake: dict[int, dict[int, int]] = {}
+        """Who does not load: version -> free slots (less than 0 with a queue) -> workers."""
+        self._standing: dict[str, tuple[int, int]] = {}
+        """Each one's keys in `_awake`."""
+        for worker in self._in_order:
             worker.fleet = self
             self.place(worker)
 
@@ -84,41 +101,52 @@ class Fleet:
         return Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
 
     def place(self, worker: WorkerSlots) -> None:
-        """The worker's slots have changed."""
-        room = self.room_on(worker)
-        for kept, workers in self._with_room.items():
-            if kept is room:
-                workers[worker.name] = worker
-            else:
-                workers.pop(worker.name, None)
+        """The worker has changed."""
+        bit, free = self._bits[worker.name], worker.slots - worker.used
+        self._down = self._down | bit if worker.down else self._down & ~bit
+        self._loading = self._loading | bit if worker.loading else self._loading & ~bit
+        self._with_slots = self._with_slots | bit if free >= self._n and not worker.down else self._with_slots & ~bit
+        before = self._standing.pop(worker.name, None)
+        if before is not None:
+            self._take_out(*before, bit)
+        if not worker.loading:
+            self._standing[worker.name] = (worker.version, free)
+            by_free = self._awake.setdefault(worker.version, {})
+            by_free[free] = by_free.get(free, 0) | bit
 
     def is_awake(self) -> bool:
         """Whether any worker does not load."""
-        return any(not worker.loading for worker in self.by_name.values())
+        return bool(self._awake)
 
     def is_whole(self) -> bool:
         """Whether every worker has a process."""
-        return not any(worker.down for worker in self.by_name.values())
+        return not self._down
 
     def is_gone(self) -> bool:
         """Whether no worker has a process."""
         return all(worker.down for worker in self.by_name.values())
 
     def are_current(self, version: int) -> bool:
-        return all(not worker.loading and worker.version == version for worker in self.by_name.values())
+        return not self._loading and self._awake.keys() == {version}
 
     def candidates(self) -> list[WorkerSlots]:
-        """Who may start a group: of each version the worker with most room, newest weights first.
+        """Who may start a group: of each version the first worker with most room, newest weights first.
 
         Room is free slots for all of it; only where no worker has these, not even one that loads, it is room in the queue. Whether
         a group may start depends on the version that it starts with: where one worker may not, no other of its version may.
         """
-        room = self._with_room[Room.IN_SLOTS] or self._with_room[Room.IN_QUEUE]
-        best: dict[int, tuple[tuple[int, int], WorkerSlots]] = {}
-        for worker in room.values():
-            if worker.loading:
-                continue
-            rank = (worker.slots - worker.unfinished_sequences - worker.eval_sequences, -self._places[worker.name])
-            if worker.version not in best or rank > best[worker.version][0]:
-                best[worker.version] = (rank, worker)
-        return [best[version][1] for version in sorted(best, reverse=True)]
+        least = self._n if self._with_slots else self._n - self._queue_sequences
+        found = []
+        for version in sorted(self._awake, reverse=True):
+            by_free = self._awake[version]
+            if (most := max(by_free)) >= least:
+                found.append(self._in_order[(by_free[most] & -by_free[most]).bit_length() - 1])
+        return found
+
+    def _take_out(self, version: int, free: int, bit: int) -> None:
+        by_free = self._awake[version]
+        by_free[free] &= ~bit
+        if not by_free[free]:
+            del by_free[free]
+        if not by_free:
+            del self._awake[version]

@@ -71,6 +71,8 @@ class Training:
             return None
         if settings.colocate and self._step_in_window == 0:
             await self._rollouts.hand_over(to_trainer=True)
+            if board.stopping:
+                return None
         groups = board.groups.take(settings.step_groups)
         self._warn_of_stale(groups)
         return groups

@@ -32,7 +32,8 @@ class Capacities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Sampled tokens of the groups that were trained: as the workers made them, as the trainer counts them."""
+    """Sampled tokens of the groups that were trained: as the workers made them (in that time, not ahead of it), as the trainer
+    counts them."""
 
     sampled_tokens: float
     trained_tokens: float

@@ -46,6 +46,7 @@ class WorkerBook:
     loading: bool = True
     down: bool = False
     was_lost: bool = False
+    held_when_lost: int = -1
     running_tokens: int = 0
     unfinished: dict[AttemptKey, int] = field(default_factory=dict)
     eval_sequences: int = 0
@@ -56,7 +57,7 @@ class WorkerBook:
 
     def lost(self) -> int:
         """Its process is gone. Returns the tokens of what ran there, as last reported."""
-        lost_tokens = self.running_tokens
+        lost_tokens, self.held_when_lost = self.running_tokens, max(self.held_when_lost, self.version)
         self.version, self.loading, self.down, self.was_lost, self.running_tokens = -1, True, True, True, 0
         return lost_tokens
 

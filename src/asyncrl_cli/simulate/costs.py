@@ -10,7 +10,7 @@ window's first are computed before training (as `train/policy_update.py` does: t
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S
@@ -154,24 +154,40 @@ def _constant(seconds: float) -> Callable[[random.Random], float]:
     return lambda rng: seconds
 
 
-def capacities_of(workload: Workload, profile: Profile, workers: int, spent: Spent) -> Capacities:
-    """Of each phase alone, for the trajectories that were really trained; both in response tokens, the unit of `tokens_trained`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alone:
+    """The phases of a run, each by itself. `speeds`: of its workers, as drawn; `spent`: what its trainer had done when it had
+    trained so many groups."""
 
-    rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and prefills a prompt per trajectory
-    trainer   train steps and old-logprob passes as they were, without overhead
+    workload: Workload
+    profile: Profile
+    speeds: tuple[float, ...]
+    spent: Mapping[int, Spent]
 
-    Neither is slowed by the other phase. Colocate's are those of all its resources working at once: where they share a machine, a
-    phase's own workers or ranks slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase
-    together.
-    """
-    decoding, slots = workload.decoding, profile.rollout.slots
-    tokens, trajectories = max(spent.response_tokens, 1), max(spent.trajectories, 1)
-    prompt_tokens = min(workload.lengths.prompt_tokens, profile.rollout.max_prompt_tokens)
-    token_s = decoding.step_s / slots + decoding.step_s_per_sequence
-    slowdown = _slowdown(decoding, workers, fills_machine=profile.placement.colocate)
-    worker_s = (tokens * token_s + trajectories * prompt_tokens * decoding.prefill_s_per_token) * slowdown
-    return Capacities(
-        rollout_tokens_per_s=workers * tokens / worker_s,
-        trainer_tokens_per_s=tokens / max(spent.seconds, 1e-9),
-        colocated=profile.placement.colocate,
-    )
+    def capacities(self, begin_groups: int, end_groups: int) -> Capacities:
+        """Over a stretch of the run, for the trajectories trained in it; both in response tokens, the unit of `tokens_trained`.
+
+        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`; a prefill per trajectory
+        trainer   train steps and old-logprob passes as they were, without overhead
+
+        Neither is slowed by the other phase. Colocate's are those of all its resources working at once: where they share a machine,
+        a phase's own workers or ranks slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a
+        phase together.
+        """
+        done, before = self.spent[end_groups], self.spent.get(begin_groups, Spent())
+        tokens, trajectories = done.response_tokens - before.response_tokens, done.trajectories - before.trajectories
+        colocate, seconds = self.profile.placement.colocate, done.seconds - before.seconds
+        slowdown = _slowdown(self.workload.decoding, len(self.speeds), fills_machine=colocate)
+        worker_s = self._worker_s(max(tokens, 1), max(trajectories, 1)) * slowdown
+        return Capacities(
+            rollout_tokens_per_s=sum(max(tokens, 1) / (worker_s * speed) for speed in self.speeds),
+            trainer_tokens_per_s=max(tokens, 1) / max(seconds, 1e-9),
+            colocated=colocate,
+        )
+
+    def _worker_s(self, tokens: int, trajectories: int) -> float:
+        """Of one worker of speed 1 with its slots full."""
+        decoding, rollout = self.workload.decoding, self.profile.rollout
+        prompt_tokens = min(self.workload.lengths.prompt_tokens, rollout.max_prompt_tokens)
+        token_s = decoding.step_s / rollout.slots + decoding.step_s_per_sequence
+        return tokens * token_s + trajectories * prompt_tokens * decoding.prefill_s_per_token

@@ -145,8 +145,8 @@ class Invariants:
         self.check(not books.live and not books.waiting, "ends", f"{totals} at the end, {books.waiting} wait to start again")
         num_windows = -(-settings.train_steps // settings.window_steps)
         self.check(books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows")
-        held = {name: worker.version for name, worker in books.workers.items()}
-        self.check(set(held.values()) == {num_windows}, "ends", f"the workers hold {held}, the last version is {num_windows}")
+        held = {name: max(worker.version, worker.held_when_lost) for name, worker in books.workers.items()}
+        self.check(set(held.values()) == {num_windows}, "ends", f"the workers held {held}, the last version is {num_windows}")
         outcomes = {key[:2]: account for key, account in books.ended.items() if account != "requeued"}
         num_fed = len(self.ledger.fed)
         self.check(len(outcomes) == num_fed, "ends", f"{num_fed} prompts were fed, {len(outcomes)} trained or dropped")

@@ -20,11 +20,10 @@ from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.pipeline import Pipeline, World
 from asyncrl_cli.loop.ports import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import DeadlockError, VirtualTimeLoop, run_virtual
-from asyncrl_cli.simulate.costs import TrainCosts, capacities_of, trainer_times, worker_times
+from asyncrl_cli.simulate.costs import Alone, Spent, TrainCosts, trainer_times, worker_times
 from asyncrl_cli.simulate.faults import Faults
 from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.machine import SharedMachine
@@ -49,7 +48,7 @@ class SimulatedRun:
     virtual_s: float
     timer_events: int
     error: BaseException | None
-    capacities: Capacities
+    alone: Alone
 
 
 def simulate(
@@ -72,11 +71,12 @@ def simulate(
     job = compile_job(profile, virtual_cluster(profile))
     settings = _settings(profile, seed, groups)
     costs = _costs(profile, workload, job)
-    recorder = _Recorder(settings.window_steps, on_progress, keep_spans)
-    ended = _Ended()
+    recorder = _Recorder(settings.window_steps, costs.spent, on_progress, keep_spans)
+    ended, speeds = _Ended(), list[float]()
 
     async def run() -> None:
         trainer, workers = _team(profile, workload, job, costs, seed, faults)
+        speeds.extend(worker.speed for worker in workers)
         world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=(recorder, *observers))
         await ended.run(Pipeline(settings, world))
 
@@ -92,7 +92,7 @@ def simulate(
         virtual_s=ended.virtual_s,
         timer_events=ended.timer_events,
         error=error,
-        capacities=capacities_of(workload, profile, job.role(ROLLOUT).workers, costs.spent),
+        alone=Alone(workload=workload, profile=profile, speeds=tuple(speeds), spent=recorder.spent),
     )
 
 
@@ -160,11 +160,14 @@ class _Ended:
 class _Recorder:
     """A loop.ports.Observer that keeps lines and forgets the rest."""
 
-    def __init__(self, window_steps: int, on_progress: Progress | None, keep_spans: bool) -> None:
+    def __init__(self, window_steps: int, spent: Spent, on_progress: Progress | None, keep_spans: bool) -> None:
+        """`spent` is the trainer's, and grows."""
         self.lines: list[dict[str, Any]] = []
+        self.spent: dict[int, Spent] = {}
         self.spans: Spans = {}
         self.events: Counter[str] = Counter()
         self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
+        self._spent = spent
         self._on_progress = on_progress
         self._keep_spans = keep_spans
 
@@ -173,6 +176,7 @@ class _Recorder:
 
     def step(self, record: StepRecord) -> None:
         self.lines.append(self._metrics.update(record))
+        self.spent[record.groups_trained] = replace(self._spent)
         if self._keep_spans:
             for name, spans in record.spans.items():
                 kept = self.spans.setdefault(name, [])
