@@ -1,7 +1,7 @@
 """A worker extension of vLLM (`worker_extension_cls`): what a weight load costs in vLLM's own worker process.
 
 vLLM mixes `ReloadTimes` into its worker class; its methods are called by `AsyncLLM.collective_rpc`. CPU seconds are those of the
-one thread that loads: they mean the same on a busy machine.
+thread that did it: they mean the same on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _seconds: dict[str, float] = {}
 
 class ReloadTimes:
     def watch_loads(self) -> None:
-        """From now on, time whole loads, and of them what CPU layers do to new weights: a second layout, made by oneDNN."""
+        """From now on, time loads (while the model stands still), and what CPU layers do to new weights: oneDNN's layout."""
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -23,8 +23,7 @@ class ReloadTimes:
 
         for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             _time(method, "process_weights_after_loading", "packing")
-        for step in ("start_weight_update", "update_weights", "finish_weight_update"):
-            _time(BucketEngine, step, "worker_load")
+        _time(BucketEngine, "finish_weight_update", "worker_load")
 
     def load_seconds(self) -> dict[str, float]:
         """Since it was asked last: `packing` and `worker_load`, and both with `_cpu`."""

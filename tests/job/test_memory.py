@@ -135,6 +135,15 @@ def test_without_a_second_buffer_a_load_holds_one_slice() -> None:
     assert sizes(planned("builtin:tiny", "weights.dual_buffer=false")[2], ROLLOUT)["load buffer"] == weights  # a slice of 128 MB
 
 
+def test_vllm_on_cpus_holds_the_next_layers_beside_those_that_generate() -> None:
+    """With the received weights three of a size meet. On a GPU the next weights go in place, as they do in the other engine."""
+    weights = sizes(planned("builtin:tiny")[2], ROLLOUT)["weights"]
+    assert sizes(planned("builtin:tiny", "rollout.engine=vllm")[2], ROLLOUT)["prepared layers"] == weights
+    one, other = (planned("builtin:tiny", f"rollout.engine={engine}")[2] for engine in ("vllm", "transformers"))
+    assert one.peak_bytes(ROLLOUT, "host") - other.peak_bytes(ROLLOUT, "host") == weights
+    assert "prepared layers" not in sizes(planned("builtin:tiny", "rollout.engine=vllm", gpus=8)[2], ROLLOUT)
+
+
 def test_ranks_share_what_fsdp_shards_and_nothing_else() -> None:
     alone, shared = (
         sizes(planned("builtin:tiny", f"placement.trainer_workers={ranks}", "rollout.workers=1", gpus=9)[2], TRAINER)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import rollout_actor
 from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.job.rollout_actor import GETS_AHEAD, Received, RolloutActor
@@ -100,6 +101,46 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
     drained_s = 2.0 if interrupt == "drain" else 0.0  # sequences that a drain waits for are busy
     assert state_s.get(State.BUSY, 0.0) == drained_s
     assert state_s[State.LOADING] == 2.5 - drained_s
+
+
+class PreparingEngine(SlowEngine):
+    """Preparing takes 4 s; at the first time it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[Any] = []
+
+    def receive(self, buckets: Any, load_bucket_size_bytes: int) -> Any:
+        return {bucket.entries[0].spec.name: None for bucket in buckets}
+
+    async def prepare(self, weights: Any, version: int) -> None:
+        self.now_s += 4.0
+        self.prepared.append(weights)
+        if len(self.prepared) == 1:
+            raise ExecutorFailed("no memory")
+
+    async def load(self, weights: Any, version: int, interrupt: Interrupt) -> PauseReport:
+        assert weights is self.prepared[-1]
+        return await super().load(weights, version, interrupt)
+
+
+def test_a_received_version_is_prepared_beside_generation_and_counts_only_then() -> None:
+    engine = PreparingEngine()
+    actor = Actor(engine)
+    manifest, buckets = sent({"a": torch.ones(4)}, 3)
+
+    async def main() -> float:
+        actor._meter.running(4)
+        with pytest.raises(ExecutorFailed, match="no memory"):
+            await actor.prefetch(manifest, buckets)
+        with pytest.raises(ValueError, match="was not received"):
+            await actor.load(3, "keep-kv")
+        await actor.prefetch(manifest, buckets)
+        state_s = actor._meter.report(version=2, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
+        assert (state_s[State.BUSY], state_s.get(State.LOADING, 0.0)) == (8.0, 0.0)
+        return (await actor.load(3, "keep-kv")).pause_s
+
+    assert asyncio.run(main()) == 1.5
 
 
 def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:

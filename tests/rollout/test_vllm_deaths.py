@@ -100,6 +100,23 @@ def test_a_start_that_fails_in_another_process_is_told_with_its_error(model: Qwe
         pass
 
 
+def test_an_engine_that_is_killed_while_it_prepares_a_version_fails_that(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    with world(model, model_dir) as there:
+
+        async def body() -> None:
+            engine = engine_processes(os.getpid())["VLLM::EngineCore"]
+            engine.suspend()
+            version = there.newer()
+            preparing = asyncio.create_task(there.engine.prepare(there.weights[version], version))
+            await asyncio.sleep(0)
+            engine.kill()
+            for failing in (preparing, there.engine.load(there.weights[version], version, "keep-kv")):
+                with pytest.raises(ExecutorFailed, match=r"could not prepare|engine process has ended"):
+                    await asyncio.wait_for(failing, FAILS_WITHIN_S)
+
+        there.run(body)
+
+
 @pytest.mark.usefixtures("log_file")
 def test_a_killed_engine_fails_all_that_wait_for_it(model: Qwen3ForCausalLM, model_dir: Path) -> None:
     with world(model, model_dir) as there:
@@ -132,6 +149,7 @@ async def kill_and_expect(there: World, victim: str, how_it_ended: str) -> None:
     waits = [asyncio.create_task(there.generate([5, 6, 7], how)) for _ in range(8)]
     await there.sampled(20)
     version = there.newer()
+    await there.engine.prepare(there.weights[version], version)
     waits.append(asyncio.create_task(there.engine.load(there.weights[version], version, "drain")))
     await asyncio.sleep(0)
     waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed

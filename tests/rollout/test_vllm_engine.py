@@ -219,6 +219,57 @@ def test_drain_lets_running_responses_end_on_their_version(there: World) -> None
     there.run(body)
 
 
+def test_preparing_changes_nothing_for_generation_not_a_bit(there: World) -> None:
+    async def body() -> None:
+        prompt, how, before = prompts(1)[0], sampling(MAX_RESPONSE_TOKENS, temperature=0.2), there.engine.version
+        alone = await there.generate(prompt, how, seed=8)
+        version = there.newer()
+        running = asyncio.create_task(there.generate(prompt, how, seed=8))
+        await there.sampled(5)
+        await there.engine.prepare(there.weights[version], version)
+        assert not running.done()
+        beside = await running
+        after = await there.generate(prompt, how, seed=8)
+        assert alone == beside == after
+        assert set(alone.versions) == {before} == {there.engine.version}
+
+    there.run(body)
+
+
+def test_a_prepared_version_that_is_overtaken_is_never_sampled_from(there: World) -> None:
+    async def body() -> None:
+        overtaken = there.newer()
+        await there.engine.prepare(there.weights[overtaken], overtaken)
+        version = there.newer()
+        await there.engine.prepare(there.weights[version], version)
+        await there.engine.load(there.weights[version], version, "recompute-kv")
+        prompt = prompts(1)[0]
+        completion = await there.generate(prompt, sampling())
+        assert set(completion.versions) == {version}
+        assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
+
+    there.run(body)
+
+
+def test_a_preparation_that_is_cancelled_makes_way_for_the_next(there: World) -> None:
+    async def body() -> None:
+        given_up = there.newer()
+        preparing = asyncio.create_task(there.engine.prepare(there.weights[given_up], given_up))
+        asked = there.engine._updates._number
+        while there.engine._updates._number == asked:  # noqa: ASYNC110  (until vLLM is asked)
+            await asyncio.sleep(0)
+        preparing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await preparing
+        version = there.newer()
+        await there.engine.load(there.weights[version], version, "keep-kv")
+        prompt = prompts(1)[0]
+        completion = await there.generate(prompt, sampling())
+        assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
+
+    there.run(body)
+
+
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
 def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: World, interrupt: str) -> None:
     async def body() -> None:

@@ -12,7 +12,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: the version that waits for its load; with weights.dual_buffer = false one slice
     with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (memory_vllm.py)
-                   host     its own processes
+                   host     its own processes; on CPUs its next layers eP, beside those that generate
 
 A process's peak is what it always has and the most expensive of its phases. Not counted: Python, torch and a GPU's context
 (about 1 GiB per process), and fragmentation.
@@ -221,3 +221,5 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes
     else:
         in_place = f"one slice of the weights of at most {slice_mb} MB (weights.dual_buffer = false)"
         yield item("load buffer", "host", "sync", min(weights, slice_mb * BYTES_PER_MB), in_place)
+    if rollout.engine == "vllm" and plan.device == "cpu":
+        yield item("prepared layers", "host", "sync", weights, "vLLM's next layers, packed beside those that generate")

@@ -4,13 +4,15 @@ Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents l
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
 closes, because the session ended or the driver died, it lets them go for `GRACE_S`, kills the rest, and removes the
-directory.
+directory, and what they have left of Python's shared memory (vLLM's processes talk through it; who would tidy up after them,
+Python's resource tracker, is one of the killed).
 
 Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY`. Linux (/proc).
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -22,6 +24,7 @@ from pathlib import Path
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
+SHARED_MEMORY = "/dev/shm/psm_"
 
 Seen = dict[int, int]
 """Start time by pid, in the kernel's ticks: together they name a process."""
@@ -59,6 +62,16 @@ def look(root: int, seen: Seen) -> None:
         pending.extend(children(pid))
 
 
+def shared_memory_of(pid: int) -> set[str]:
+    """Files of Python's shared memory that a process holds open."""
+    found = set()
+    with contextlib.suppress(OSError):  # the process ends while we look
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # it closes a file
+                found.add(os.readlink(file))
+    return {name for name in found if name.startswith(SHARED_MEMORY) and not name.endswith(" (deleted)")}
+
+
 def users_of(directory: str) -> Seen:
     """Python processes of ours with a file open in `directory`: Ray's agents, if the driver died before we saw them."""
     found: Seen = {}
@@ -82,15 +95,17 @@ def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
 
-def watch(driver_pid: int) -> Seen:
-    """Look until the pipe on stdin closes; returns everything seen that still lives."""
+def watch(driver_pid: int) -> tuple[Seen, set[str]]:
+    """Look until the pipe on stdin closes; returns everything seen that still lives, and all shared memory seen."""
     seen: Seen = {}
+    memory: set[str] = set()
     while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         seen = living(seen)
         look(driver_pid, seen)
+        memory.update(*map(shared_memory_of, seen))
     if started_at(driver_pid) is not None:
         look(driver_pid, seen)
-    return living(seen)
+    return living(seen), memory
 
 
 def reap(seen: Seen) -> None:
@@ -112,14 +127,22 @@ def reap(seen: Seen) -> None:
         seen = living(seen)
 
 
+def remove_shared_memory(names: set[str]) -> None:
+    """But for what another process still holds: the driver's may have opened that one's."""
+    everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    for name in names.difference(*map(shared_memory_of, everyone)):
+        Path(name).unlink(missing_ok=True)
+
+
 def main(driver_pid: int, directory: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver_started_at = started_at(driver_pid)
-    seen = watch(driver_pid)
+    seen, memory = watch(driver_pid)
     if driver_started_at is None or started_at(driver_pid) != driver_started_at:
         seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
     reap(seen)
+    remove_shared_memory(memory)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -135,6 +135,8 @@ class RolloutActor:
         if self._settings.dual_buffer:
             weights = await asyncio.to_thread(self._receive, manifest, bucket_refs)
             self._check_newer(manifest.version)
+            await self._engine.prepare(weights, manifest.version)
+            self._check_newer(manifest.version)
             self._received = Received(manifest=manifest, weights=weights)
         else:
             self._received = Received(manifest=manifest, weights={}, bucket_refs=bucket_refs)

@@ -146,6 +146,12 @@ class Engine(Protocol):
     def receive(self, buckets: Iterable[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
         """Copy buckets, as they arrive, to where `load` takes them from, beside generation. In any thread; may take long."""
 
+    async def prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Do beside generation what of the next `load` of these very weights can be done there (`load` does what was not).
+
+        Raises what `load` would; nothing has changed then. A version that was prepared and never loaded is forgotten.
+        """
+
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         """Swap the weights in place. Always resumes.
 

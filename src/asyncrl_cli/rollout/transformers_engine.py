@@ -198,6 +198,9 @@ class TransformersEngine:
                 weights |= unpack(part)
         return weights
 
+    async def prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Nothing: they are copied as they were received."""
+
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()

@@ -2,7 +2,8 @@
 
     generate() -> SlotGate -> AsyncLLM.generate ──ZMQ──> [engine process: scheduler ─> worker process: model]
                                    ^ tokens as they are sampled ──┘                        ^
-    load() ──> pause ──> update_weights: "map this buffer" ────────────────────────────────┘ ──> version ──> resume
+    prepare() ──> update_weights: "map this buffer, make new layers of it" ── beside ──────┤
+    load() ──> pause ──> finish_weight_update: "exchange them" ────────────────────────────┘ ──> version ──> resume
 
 Who waits for whom: `generate` waits for a slot (given by `leave` of another, or by the end of a drain), then for its tokens.
 `load` with `drain` waits for the running responses; a pause otherwise for one forward pass. If an engine process dies, all of
@@ -12,8 +13,8 @@ Versions are vLLM's own: it labels the outputs of each step with the version tha
 Cached prefixes are keyed by the version that was current when a request began (`cache_salt`): a new request never meets those of
 an older one. (A running request goes on with its own under `keep-kv`, which is what keep-kv means.)
 
-A load that fails while layers are being overwritten leaves a model of two versions: the engine then fails all requests, now
-and later, rather than sample from it.
+A load that fails while layers are being exchanged or overwritten leaves a model of two versions: the engine then fails all
+requests, now and later, rather than sample from it. One that fails in `prepare` has changed nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -61,6 +62,9 @@ class VllmEngine:
         self._counters = VllmCounters()
         self._num_scored = 0
         self._weights_lock = asyncio.Lock()
+        self._prepared: tuple[Mapping[str, torch.Tensor], SharedWeights] | None = None
+        """As they were given, and as vLLM reads them."""
+        self._updates: vllm_weights.Updates
         self._llm: AsyncLLM | None = None
         self._shape: PreTrainedModel
         self._failure = ""
@@ -99,6 +103,8 @@ class VllmEngine:
         starting = asyncio.to_thread(start_llm, setup, self._counters)
         reading = asyncio.to_thread(skeleton, setup.model_dir, trust_remote_code=setup.trust_remote_code)
         self._shape, self._llm = await asyncio.gather(reading, starting)
+        self._updates = vllm_weights.Updates(self._llm)
+        await self._updates.open()
         await answer(self._llm, self._llm.update_weight_version(str(self._version)))
 
     async def close(self) -> None:
@@ -109,8 +115,9 @@ class VllmEngine:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_OUTPUTS_S):
                 await self._gate.idle()
-        self._llm = None
+        self._llm = self._prepared = None
         await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+        self._updates.close()
 
     async def generate(
         self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, so_far: Completion | None = None
@@ -139,18 +146,21 @@ class VllmEngine:
         """One copy, as they arrive, into memory that the engine's processes map. (They read it there: no load bucket is needed.)"""
         return SharedWeights.of_buckets(buckets)
 
+    async def prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """In vLLM's own processes; see weights/vllm_bucket_engine.py."""
+        async with self._weights_lock:
+            await self._prepare(weights, version)
+
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
-            check_fit(self._shape, weights, version)
-            if not isinstance(weights, SharedWeights):
-                weights = await asyncio.to_thread(SharedWeights.of_tensors, weights)
-            required = {name for name, _ in self._shape.named_parameters()}
+            if self._prepared is None or self._prepared[0] is not weights:
+                await self._prepare(weights, version)
             self._gate.close()  # a request that came during a pause would look for prefixes of the old version
             try:
                 if interrupt == "drain":
                     await self._gate.idle()
-                return await self._swap(weights.describe(required), version, interrupt)
+                return await self._swap(version, interrupt)
             except ExecutorFailed as error:
                 self._fail(error.message)
                 raise
@@ -209,7 +219,20 @@ class VllmEngine:
         self._raise_failure()
         return track.completion(versions, reason)
 
-    async def _swap(self, announced: dict[str, Any], version: int, interrupt: Interrupt) -> PauseReport:
+    async def _prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self._raise_failure()
+        self._prepared = None
+        check_fit(self._shape, weights, version)
+        shared = weights if isinstance(weights, SharedWeights) else await asyncio.to_thread(SharedWeights.of_tensors, weights)
+        try:
+            await self._updates.prepare(shared.describe({name for name, _ in self._shape.named_parameters()}))
+        except ExecutorFailed as error:
+            if self._running_llm().errored:
+                self._fail(error.message)
+            raise
+        self._prepared = (weights, shared)
+
+    async def _swap(self, version: int, interrupt: Interrupt) -> PauseReport:
         """Resumes whatever happens; cancelled or failed before the load, the old version goes on."""
         llm = self._running_llm()
         paused_s = time.perf_counter()
@@ -218,7 +241,7 @@ class VllmEngine:
             if interrupt == "recompute-kv":
                 self._counters.caches_cleared()
             try:
-                await vllm_weights.update(llm, announced, version)
+                await self._updates.finish(version)
             except BaseException as error:
                 self._fail(told(error) if llm.errored else f"loading version {version} into vLLM failed half-way: {told(error)}")
                 await self._abort_all()  # before anything goes on with a model of two versions
@@ -227,7 +250,9 @@ class VllmEngine:
                 raise
             self._version = version
             loaded_s = time.perf_counter()
-        return PauseReport(load_s=loaded_s - began_s, pause_s=time.perf_counter() - paused_s)
+        resumed_s = time.perf_counter()
+        self._prepared = None  # giving memory back takes time, too
+        return PauseReport(load_s=loaded_s - began_s, pause_s=resumed_s - paused_s)
 
     @contextlib.contextmanager
     def _death_ends_it(self, llm: AsyncLLM) -> Iterator[AsyncLLM]:

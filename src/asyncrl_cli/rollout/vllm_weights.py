@@ -1,16 +1,21 @@
-"""A load in vLLM's words: pause, three steps of an update, resume."""
+"""A load in vLLM's words: prepare beside generation; pause, finish, resume."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.rollout.vllm_processes import answer
+from asyncrl_cli.rollout.vllm_processes import answer, told
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+FAILED = "vLLM could not prepare the next weights"
 
 
 @asynccontextmanager
@@ -25,10 +30,63 @@ async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
             await answer(llm, llm.resume_generation())
 
 
-async def update(llm: AsyncLLM, announced: dict[str, Any], version: int) -> None:
-    """`announced`: `SharedWeights.describe`. If it raises, layers may be of either version."""
-    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+class Updates:
+    """One version after the other into vLLM's workers. They tell through a pipe, open for the engine's life, when they are ready:
+    vLLM's own calls would keep its engine process, and with it generation, waiting for so long."""
 
-    await answer(llm, llm.start_weight_update())
-    await answer(llm, llm.update_weights(WeightTransferUpdateRequest(update_info=announced)))
-    await answer(llm, llm.finish_weight_update(weight_version=str(version)))
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._is_begun = False
+        """vLLM's update stays open when a prepared version is given up; the next one goes on in it."""
+        self._number = 0
+        self._told = asyncio.StreamReader()
+
+    async def open(self) -> None:
+        reading, self._writing = os.pipe()
+        protocol = asyncio.StreamReaderProtocol(self._told)
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb"))
+
+    def close(self) -> None:
+        self._transport.close()
+        os.close(self._writing)
+
+    async def prepare(self, announced: dict[str, Any]) -> None:
+        """`announced`: `SharedWeights.describe`; that memory is read until this returns, and by `finish`. Nothing has changed for
+        generation. ExecutorFailed with a worker's own error; another version can be prepared after it."""
+        self._number += 1
+        try:
+            await self._ask(announced)
+        except ExecutorFailed:
+            raise
+        except Exception as error:  # it was refused; or a worker has just died, and vLLM does not know it yet
+            self._is_begun = False  # vLLM has ended the update
+            raise ExecutorFailed(f"{FAILED}: {told(error)}") from error
+        for _ in range(self._llm.vllm_config.parallel_config.world_size):
+            await self._one_is_ready()
+
+    async def _ask(self, announced: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        if not self._is_begun:
+            await answer(self._llm, self._begin())
+        pipe = f"/proc/{os.getpid()}/fd/{self._writing}"
+        request = WeightTransferUpdateRequest(update_info=announced | {"number": self._number, "tell": pipe})
+        await answer(self._llm, self._llm.update_weights(request))
+
+    async def _begin(self) -> None:
+        self._is_begun = True  # also if nobody waits for the answer any more
+        await self._llm.start_weight_update()
+
+    async def _one_is_ready(self) -> None:
+        number = 0
+        while number != self._number:  # lines of versions that were given up may still come
+            line = (await answer(self._llm, self._told.readline())).decode().rstrip("\n")
+            number, failure = int(line.partition(" ")[0]), line.partition(" ")[2]
+        if failure:
+            raise ExecutorFailed(f"{FAILED}: {failure}")
+
+    async def finish(self, version: int) -> None:
+        """Within `paused`: what was prepared goes in. If it raises, layers may be of either version."""
+        self._is_begun = False
+        await answer(self._llm, self._llm.finish_weight_update(weight_version=str(version)))

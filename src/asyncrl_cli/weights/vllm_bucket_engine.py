@@ -1,29 +1,37 @@
-"""vLLM's side of a load: shared weights into the running model, in place, on CPUs and GPUs.
+"""vLLM's side of a load: shared weights into the running model, on CPUs and GPUs.
 
     start_weight_update   nothing
-    update_weights        map the shared buffer, look at it, then hand its tensors to the model's own loaders
-    finish_weight_update  process what is left, pack tied layers again, let the buffer go
+    update_weights        map the shared buffer, look at it, and begin to prepare the version in a thread: the model generates
+                          meanwhile. Who asked is told through a pipe when it is done, or why not. A later update replaces it
+    finish_weight_update  the model stands still: the prepared version goes in
 
-vLLM's layerwise reload does the work: a layer whose tensors have all arrived is processed as at the start (CPUs pack linear
-weights into a layout of their own) and copied into the storage that it had, so that captured graphs stay valid. Extra memory is
-one layer's. It copies from the buffer to the layer, with no copy between.
-
-A layer that shares its weight with another one (a tied lm_head) gets no tensor of its own, so the reload leaves its packed copy
-as it was: generation would go on with an old head, without an error. `pack_tied_layers` packs them again.
+Prepared is a second set of layers with the new weights (vllm_twin.py), which are then exchanged: pointers, no bytes. Where that
+cannot be (GPUs; layers that are not known), the buffer's pages are touched, and finish_weight_update copies from them into the
+model's own layers: vLLM's layerwise reload, with one layer of extra memory, into the storages that captured graphs know.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from asyncrl_cli.weights import vllm_twin
 from asyncrl_cli.weights.shared import attached, views
+
+MAX_TOLD_CHARS = 500
+"""Of an error, told through the pipe: with less than 4096 bytes the lines of several workers never mix."""
+
+DROP_AFTER_S = 0.2
+"""Giving memory back takes as long as taking it: once the model goes on, and in a thread."""
 
 
 def is_worth_a_warning(record: logging.LogRecord) -> bool:
@@ -43,11 +51,13 @@ class BucketInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """`SharedWeights.describe`: all weights of one version, in one update."""
+    """`SharedWeights.describe`: all weights of one version, in one update. `number`: of the update; `tell`: path of the pipe."""
 
     path: str
     num_bytes: int
     tensors: list[tuple[str, str, list[int], int]]
+    number: int
+    tell: str
 
 
 class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
@@ -57,47 +67,63 @@ class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 
-    _weights: list[tuple[str, torch.Tensor]] | None = None
+    _prepared: Future[Callable[[], None]] | None = None
+    """Its result puts the version in."""
 
     def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
-        self._weights = None
+        pass
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Not the base class's, which synchronizes an accelerator also where there is none."""
+        """Not the base class's, which waits for an accelerator: nothing is on its way to one yet."""
         self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
-        """Nothing has changed if it raises before the first layer is prepared; the views live until the end of the update,
-        because a layer with elements that are not loaded (padding) is processed only then."""
-        self._weights = views(attached(update_info.path, update_info.num_bytes), update_info.tensors)
-        initialize_layerwise_reload(self.model)
-        self.model.load_weights(iter(self._weights))
+        data = attached(update_info.path, update_info.num_bytes)
+        weights = views(data, update_info.tensors)
+        pipe = os.open(update_info.tell, os.O_WRONLY)
+        before, prepared = self._prepared, Future[Callable[[], None]]()
+
+        def prepare() -> None:
+            nonlocal before
+            failure = ""
+            try:
+                if before is not None:
+                    before.exception()  # one that was given up goes first: not two beside the model
+                    before = None
+                prepared.set_result(self._beside(weights) if self._is_exchangeable() else self._touched(data, weights))
+            except BaseException as error:  # whoever finishes raises it; whoever prepares is told
+                prepared.set_exception(error)
+                failure = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TOLD_CHARS]
+            os.write(pipe, f"{update_info.number} {failure}\n".encode())
+            os.close(pipe)
+
+        self._prepared = prepared
+        threading.Thread(target=prepare, name="prepare-weights", daemon=True).start()
 
     def finish_weight_update(self) -> None:
-        if self._weights is None:
-            return
-        finalize_layerwise_reload(self.model, self.model_config)
-        pack_tied_layers(self.model)
-        self._weights = None
+        assert self._prepared is not None, "finish_weight_update without update_weights"
+        prepared = [self._prepared]
+        self._prepared = None
+        prepared[0].result()()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        dropping = threading.Timer(DROP_AFTER_S, prepared.clear)  # the old layers, or the mapped buffer
+        dropping.daemon = True
+        dropping.start()
 
     def shutdown(self) -> None:
-        self._weights = None
+        self._prepared = None
 
+    def _is_exchangeable(self) -> bool:
+        return vllm_twin.is_exchangeable(self.model, self.device)
 
-def pack_tied_layers(model: torch.nn.Module) -> None:
-    """Process layers that share one weight anew where they keep a packed copy of it, as vLLM does on CPUs."""
-    owners: dict[int, list[torch.nn.Module]] = {}
-    for layer in model.modules():
-        weight = layer._parameters.get("weight")
-        if weight is not None and weight.numel():
-            owners.setdefault(weight.data_ptr(), []).append(layer)
-    for layers in owners.values():
-        for layer in layers if len(layers) > 1 else ():
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase) and hasattr(layer, "cpu_linear"):
-                method.process_weights_after_loading(layer)
+    def _beside(self, weights: list[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+        changes = vllm_twin.loaded_twin(self.model, self.model_config, weights)
+        return lambda: vllm_twin.exchange(changes)
+
+    def _touched(self, data: Any, weights: list[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+        data[:: mmap.PAGESIZE].max()  # the pages are mapped one by one: now, rather than while the model stands still
+        return lambda: vllm_twin.load(self.model, self.model_config, weights)
