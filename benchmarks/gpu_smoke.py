@@ -1,4 +1,4 @@
-"""What only a GPU can show, on one CUDA GPU: each check is run, timed and said to be right or not.
+"""What only a GPU can show, on one CUDA GPU (nccl: on two): each check is run, timed and said to be right or not.
 
     python benchmarks/gpu_smoke.py [--parameters 80000000] [--check NAME...] [--json]
 
@@ -7,9 +7,10 @@
                logprobs of the probes are the trainer's (they were not before)
     sleep-1    AsyncLLM.sleep(1) gives the GPU's memory back, wake_up() brings the same greedy response
     sleep-2    the same with level 2, which discards the weights: they are loaded again before the cache is allocated
-    colocate   `asyncrl train --profile colocate` with vLLM, trainer and rollouts in turns on the one GPU, three train steps
-
-There is no check of weights sent by CUDA IPC (`ipc`): weights.transport has no such way.
+    ipc        as buckets, with the weights sent through CUDA IPC from this process to vLLM's on the same GPU
+    nccl       as buckets, with the weights sent by NCCL to vLLM on a second GPU; skipped where there is one only
+    colocate   `asyncrl train --profile colocate` with vLLM, trainer and rollouts in turns on the one GPU, three train steps; by the
+               object store, and then by `ipc`
 
 Needs vLLM (pip install 'asyncrl-cli[vllm]'). Without a CUDA GPU it says so and exits with 0. Exits with 1 if a check fails.
 """
@@ -29,8 +30,9 @@ from pathlib import Path
 
 import torch
 from engine_kit import RandomModel, has_vllm, make_random_model, table
+from gpu_smoke_direct import check_ipc, check_nccl
 from gpu_smoke_engine import check_buckets, check_sleep_1, check_sleep_2
-from gpu_smoke_kit import GPU_SHARE, TRAIN_STEPS, Wrong
+from gpu_smoke_kit import GPU_SHARE, TRAIN_STEPS, Skipped, Wrong
 from gpu_smoke_trainer import check_trainer
 
 TRAIN_TIMEOUT_S = 900
@@ -40,6 +42,7 @@ TRAIN_TIMEOUT_S = 900
 class Outcome:
     check: str
     passed: bool
+    skipped: bool
     seconds: float
     detail: str
 
@@ -52,9 +55,15 @@ def why_skipped() -> str:
 
 
 def check_colocate(_: RandomModel, options: argparse.Namespace) -> str:
-    """In a process of its own: by now this one holds memory of the GPU."""
+    """In processes of their own: by now this one holds memory of the GPU."""
     torch.cuda.empty_cache()
+    return "; ".join(f"{transport}: {_colocated(transport)}" for transport in ("object-store", "ipc"))
+
+
+def _colocated(transport: str) -> str:
     settings = {
+        "weights.transport": transport,
+        "placement.gpus": 1,
         "rollout.engine": "vllm",
         "rollout.gpu_memory_utilization": GPU_SHARE,
         "placement.device": "cuda",
@@ -76,6 +85,8 @@ def check_colocate(_: RandomModel, options: argparse.Namespace) -> str:
 CHECKS: dict[str, Callable[[RandomModel, argparse.Namespace], str]] = {
     "trainer": check_trainer,
     "buckets": check_buckets,
+    "ipc": check_ipc,
+    "nccl": check_nccl,
     "sleep-1": check_sleep_1,
     "sleep-2": check_sleep_2,
     "colocate": check_colocate,
@@ -85,14 +96,17 @@ CHECKS: dict[str, Callable[[RandomModel, argparse.Namespace], str]] = {
 def outcome_of(name: str, model: RandomModel, options: argparse.Namespace) -> Outcome:
     """Whatever a check ends with is told, so that the others are run too."""
     began_s = time.perf_counter()
+    skipped = False
     try:
         passed, detail = True, CHECKS[name](model, options)
+    except Skipped as why:
+        passed, skipped, detail = True, True, str(why)
     except Wrong as wrong:
         passed, detail = False, str(wrong)
     except Exception as error:
         traceback.print_exc()
         passed, detail = False, f"{type(error).__name__}: {error}"
-    return Outcome(check=name, passed=passed, seconds=time.perf_counter() - began_s, detail=detail)
+    return Outcome(check=name, passed=passed, skipped=skipped, seconds=time.perf_counter() - began_s, detail=detail)
 
 
 def main() -> int:
@@ -110,7 +124,8 @@ def main() -> int:
     if options.json:
         print(json.dumps({"gpu": torch.cuda.get_device_name(), "outcomes": [asdict(outcome) for outcome in outcomes]}))
     else:
-        rows = [[o.check, "ok" if o.passed else "FAILED", f"{o.seconds:.1f}", o.detail] for o in outcomes]
+        ends = ["skipped" if o.skipped else "ok" if o.passed else "FAILED" for o in outcomes]
+        rows = [[o.check, end, f"{o.seconds:.1f}", o.detail] for o, end in zip(outcomes, ends, strict=True)]
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {model.parameters / 1e6:.1f} million parameters")
         print(table(["check", "", "seconds", "what was seen"], rows))
     return int(not all(outcome.passed for outcome in outcomes))

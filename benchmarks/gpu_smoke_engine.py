@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from gpu_smoke_trainer import trained
 from asyncrl_cli.rollout.engine import Sampling
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 from asyncrl_cli.weights.probes import mean_abs_diff
+from asyncrl_cli.weights.vllm_plugin import BACKEND
 
 if TYPE_CHECKING:
     from asyncrl_cli.rollout.vllm_engine import VllmEngine
@@ -28,7 +29,7 @@ LOAD_BUCKET_BYTES = 128 * MB
 
 
 @asynccontextmanager
-async def engine_on_gpu(model: RandomModel, **engine_args: Any) -> AsyncIterator[VllmEngine]:
+async def engine_on_gpu(model: RandomModel, weight_backend: str = BACKEND, **engine_args: Any) -> AsyncIterator[VllmEngine]:
     from asyncrl_cli.rollout.vllm_engine import VllmEngine
     from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup
 
@@ -39,6 +40,7 @@ async def engine_on_gpu(model: RandomModel, **engine_args: Any) -> AsyncIterator
         max_response_tokens=RESPONSE_TOKENS,
         device=DEVICE.partition(":")[0],
         dtype="bfloat16",
+        weight_backend=weight_backend,
         options=VllmOptions(gpu_memory_utilization=GPU_SHARE, engine_args=engine_args),
     )
     engine = VllmEngine(setup)
@@ -56,28 +58,35 @@ async def difference_of(engine: VllmEngine, manifest: Manifest) -> float:
 
 def check_buckets(model: RandomModel, _: argparse.Namespace) -> str:
     with trained(model) as (manifest, buckets, _detail):
-        return asyncio.run(_load_in_flight(model, manifest, buckets))
+        return asyncio.run(_load_buckets(model, manifest, buckets))
 
 
-async def _load_in_flight(model: RandomModel, manifest: Manifest, buckets: list[Bucket]) -> str:
+async def _load_buckets(model: RandomModel, manifest: Manifest, buckets: list[Bucket]) -> str:
     async with engine_on_gpu(model) as engine:
-        before = await difference_of(engine, manifest)
-        sampling = Sampling(temperature=1.0, max_response_tokens=RESPONSE_TOKENS)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(engine.generate(f"running-{row}", prompt, sampling, row))
-                for row, prompt in enumerate(prompts_of(model, SLOTS))
-            ]
-            while engine.sampled_tokens == 0:  # noqa: ASYNC110  (it is counted where the tokens come in)
-                await asyncio.sleep(0.001)
-            weights = await asyncio.to_thread(engine.receive, buckets, LOAD_BUCKET_BYTES)
-            report = await engine.load(weights, manifest.version, "recompute-kv")
-        versions = {version for task in running for version in task.result().versions}
-        after = await difference_of(engine, manifest)
-        if not (after <= LARGEST_DIFFERENCE and before >= 2 * after):
-            raise Wrong(f"logprobs differ from the trainer's by {after:.4f} after the load, by {before:.4f} before")
-        pause = f"pause {1e3 * report.pause_s:.0f} ms, load {1e3 * report.load_s:.0f} ms"
-        return f"{pause}, |logprob| off by {after:.4f} (before {before:.4f}), versions sampled {sorted(versions)}"
+        return await load_in_flight(engine, model, manifest, lambda: engine.receive(buckets, LOAD_BUCKET_BYTES))
+
+
+async def load_in_flight(
+    engine: VllmEngine, model: RandomModel, manifest: Manifest, receive: Callable[[], Mapping[str, torch.Tensor]]
+) -> str:
+    """The version is loaded while all slots generate; then the engine's logprobs of the probes must be the trainer's."""
+    before = await difference_of(engine, manifest)
+    sampling = Sampling(temperature=1.0, max_response_tokens=RESPONSE_TOKENS)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(engine.generate(f"running-{row}", prompt, sampling, row))
+            for row, prompt in enumerate(prompts_of(model, SLOTS))
+        ]
+        while engine.sampled_tokens == 0:  # noqa: ASYNC110  (it is counted where the tokens come in)
+            await asyncio.sleep(0.001)
+        weights = await asyncio.to_thread(receive)
+        report = await engine.load(weights, manifest.version, "recompute-kv")
+    versions = {version for task in running for version in task.result().versions}
+    after = await difference_of(engine, manifest)
+    if not (after <= LARGEST_DIFFERENCE and before >= 2 * after):
+        raise Wrong(f"logprobs differ from the trainer's by {after:.4f} after the load, by {before:.4f} before")
+    pause = f"pause {1e3 * report.pause_s:.0f} ms, load {1e3 * report.load_s:.0f} ms"
+    return f"{pause}, |logprob| off by {after:.4f} (before {before:.4f}), versions sampled {sorted(versions)}"
 
 
 def check_sleep_1(model: RandomModel, _: argparse.Namespace) -> str:

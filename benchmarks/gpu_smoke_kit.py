@@ -11,3 +11,7 @@ GPU_SHARE = 0.3
 
 class Wrong(Exception):
     """A check ran to its end and found this."""
+
+
+class Skipped(Exception):
+    """A check that this machine cannot run, and why."""

@@ -61,7 +61,9 @@ class Actor(RolloutActor):
     def __init__(self, engine: Any, *, dual_buffer: bool = True, overlap: bool = True, load_bytes: int = 2**20) -> None:
         self._name = "rollout-0"
         self._engine = engine
-        settings: Any = SimpleNamespace(dual_buffer=dual_buffer, overlap=overlap, load_bucket_size_bytes=load_bytes)
+        settings: Any = SimpleNamespace(
+            transport="object-store", dual_buffer=dual_buffer, overlap=overlap, load_bucket_size_bytes=load_bytes
+        )
         self._settings = settings
         self._held = FIRST_VERSION - 1
         self._received = None

@@ -7,6 +7,8 @@ import pytest
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.layers import load
 
+ON_GPUS = ("rollout.engine=vllm", "placement.device=cuda")
+
 CONFLICTS = [
     (
         "partial-rollout",
@@ -73,6 +75,43 @@ CONFLICTS = [
         ["weights.dual_buffer = false", 'weights.transport = "disk"'],
         "weights.transport=object-store",
     ),
+    ("base", ["weights.transport=nccl", "placement.device=cuda"], ['transport = "nccl"', 'engine = "transformers"'], "engine=vllm"),
+    (
+        "base",
+        ["weights.transport=nccl", "rollout.engine=vllm"],
+        ['transport = "nccl"', 'device = "auto"'],
+        "--set placement.device=cuda, or --set weights.transport=object-store",
+    ),
+    (
+        "colocate",
+        ["weights.transport=ipc", "rollout.engine=vllm", "placement.device=cpu"],
+        ['transport = "ipc"', 'device = "cpu"'],
+        "--set placement.device=cuda",
+    ),
+    (
+        "colocate",
+        ["weights.transport=nccl", *ON_GPUS],
+        ['transport = "nccl"', "placement.colocate = true", "share one"],
+        "--set weights.transport=ipc",
+    ),
+    (
+        "base",
+        ["weights.transport=ipc", *ON_GPUS],
+        ['transport = "ipc"', "placement.colocate = false"],
+        "--set weights.transport=nccl",
+    ),
+    (
+        "base",
+        ["weights.transport=nccl", "weights.dual_buffer=false", *ON_GPUS],
+        ["weights.dual_buffer = false", 'transport = "nccl"', "no second buffer"],
+        "--set weights.dual_buffer=true",
+    ),
+    (
+        "colocate",
+        ["weights.transport=ipc", "weights.probe_sequences=0", *ON_GPUS],
+        ["weights.probe_sequences = 0", 'transport = "ipc"', "no fingerprint"],
+        "--set weights.probe_sequences=4",
+    ),
 ]
 
 
@@ -85,6 +124,12 @@ def test_a_combination_that_makes_no_sense_is_refused_with_numbers_and_a_fix(
     assert caught.value.exit_code == 2
     assert all(part in caught.value.message for part in parts), caught.value.message
     assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(("reference", "transport"), [("partial-rollout", "nccl"), ("stale-samples", "nccl"), ("colocate", "ipc")])
+def test_weights_may_go_from_gpu_to_gpu_where_vllm_computes_on_gpus(reference: str, transport: str) -> None:
+    loaded = load(reference, [f"weights.transport={transport}", *ON_GPUS], environ={})
+    assert loaded.profile.weights.transport == transport
 
 
 def test_a_run_without_a_length_is_refused(tmp_path: Path) -> None:

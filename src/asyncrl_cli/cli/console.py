@@ -28,9 +28,11 @@ _has_document = False
 
 
 def begin() -> None:
-    """A command line begins: nothing is on stdout yet."""
+    """A command line begins: nothing is on stdout yet, and the terminal is as wide as it is now."""
     global _has_document
     _has_document = False
+    stdout.cache_clear()
+    stderr.cache_clear()
 
 
 def print_json(value: Any) -> None:

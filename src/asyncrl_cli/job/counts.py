@@ -99,6 +99,12 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
             hint=" ".join(f"--set {key}={min(given.values())}" for key in given),
         )
     gpus = next(iter(given.values())) if given else _total(profile, cluster)
+    if profile.weights.transport == "ipc" and gpus > 1:
+        raise ConfigError(
+            f'weights.transport = "ipc" with {gpus} GPUs: weights pass through the memory of rank 0\'s GPU, which the rollout '
+            "workers of the others cannot map",
+            hint=" ".join(f"--set {key}=1" for key in given or ("placement.gpus",)) + ", or --set weights.transport=object-store",
+        )
     return _cuda(profile, gpus, gpus, gpus)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncrl_cli.job.settings import RolloutSettings, planned_vllm
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.rollout.engine import Engine, Sampling
 
 
@@ -53,11 +53,13 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
         check_vllm(settings.device)  # on this worker's own node
         from asyncrl_cli.rollout.vllm_engine import VllmEngine
         from asyncrl_cli.rollout.vllm_settings import VllmSetup
+        from asyncrl_cli.weights.vllm_plugin import BACKEND
 
         setup = VllmSetup(
             model_dir=settings.model_dir,
             truncated_sampling=settings.truncates,
             sleeps=settings.takes_turns_on_gpu,
+            weight_backend=settings.transport if settings.transport in DIRECT_TRANSPORTS else BACKEND,
             options=settings.vllm,
             **sizes,
         )

@@ -14,6 +14,9 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (memory_vllm.py)
                    host     its own processes; on CPUs its next layers eP, beside those that generate
 
+    wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
+                            nccl 3 (w + m) at rank 0 beside training, 2 (w + m) at each process of vLLM; ipc max(w, m) at both
+
 A process's peak is what it always has and the most expensive of its phases. Not counted: Python, torch and a GPU's context
 (about 1 GiB per process), and fragmentation.
 """
@@ -27,7 +30,7 @@ from typing import Literal
 from asyncrl_cli.job import memory_vllm
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.models.shape import ModelShape
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -145,6 +148,7 @@ def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Itera
     yield item("whole gradients", "step", *_whole_gradients(plan, shape, e))
     yield item("activations", "step", tokens * per_token, f"{tokens} tokens of a microbatch; nothing is recomputed")
     yield item("logits", "step", tokens * shape.vocab_size * LOGIT_BYTES, f"{tokens} tokens * {shape.vocab_size} of vocabulary")
+    yield from _wires(profile, shape, TRAINER, 1)
 
 
 def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
@@ -167,7 +171,7 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
     shard = -(-shape.parameters // ranks)
     keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
-    holder = "the run's directory" if profile.weights.transport == "disk" else "Ray's object store"
+    holders = {"disk": "; the run's directory holds as much again", "object-store": "; Ray's object store holds as much again"}
     buckets = -(-e * shape.parameters // (profile.weights.gather_bucket_size_mb * BYTES_PER_MB))
 
     def item(what: str, phase: Phase, num_bytes: int, how: str, processes: int = ranks) -> MemoryItem:
@@ -180,11 +184,35 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
         "sync",
         2 * e * shape.parameters,
         f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {profile.weights.gather_bucket_size_mb} MB each, "
-        f"new and previous version; {holder} holds as much again",
+        f"new and previous version{holders.get(profile.weights.transport, '')}",
         processes=1,
     )
     copies = 4 if keeps_first else 3
     yield item("checkpoint", "sync", copies * MASTER_BYTES * shard, "the snapshot that is being written")
+
+
+def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> Iterator[MemoryItem]:
+    """What a version passes through on a GPU. vLLM's NCCL buffers end with the tensor that passes their size: they may be larger by
+    one; and rank 0 packs the next while two are on their way."""
+    transport, wire_mb = profile.weights.transport, profile.weights.load_bucket_size_mb
+    if transport not in DIRECT_TRANSPORTS:
+        return
+    largest = BYTES_OF[profile.model.dtype] * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
+    wire, buffers, phase = max(wire_mb * BYTES_PER_MB, largest), 1, "sync"
+    if transport == "nccl":
+        wire, buffers = wire_mb * BYTES_PER_MB + largest, 3 if role == TRAINER else 2
+        phase = "step" if role == TRAINER else "sync"
+    how = f"{buffers} of {wire_mb} MB and the largest tensor" if transport == "nccl" else f"{wire_mb} MB or the largest tensor"
+    beside = ", beside training" if phase == "step" else ""
+    yield MemoryItem(
+        role=role,
+        what="wire buffers",
+        place="device",
+        phase=phase,
+        num_bytes=buffers * wire,
+        how=f"weights.transport = {transport}: {how}{beside}",
+        processes=processes,
+    )
 
 
 def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
@@ -215,7 +243,9 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes
     yield item("prefill", "device", "step", prefill, f"{batch_tokens} tokens in one pass")
     yield item("sampling", "device", "step", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     slice_mb = profile.weights.load_bucket_size_mb
-    if profile.weights.dual_buffer:
+    if profile.weights.transport in DIRECT_TRANSPORTS:
+        yield from _wires(profile, shape, ROLLOUT, workers)
+    elif profile.weights.dual_buffer:
         copied = "which vLLM's processes map" if vllm else f"copied in slices of {slice_mb} MB"
         yield item("load buffer", "host", "sync", weights, f"received weights, {copied}")
     else:

@@ -130,6 +130,7 @@ REMEDIES = {
     "sampling": "lower rollout.slots",
     "window's first weights": 'algorithm.old_logprobs = "rollout" keeps none',
     "checkpoint": "checkpoint.every_steps = 0 writes none",
+    "wire buffers": "lower weights.load_bucket_size_mb",
 }
 """Keys that make an item smaller, by its name; other items follow the model's size and the number of processes."""
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import ray
 
+from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.job.calls import all_of, answer
-from asyncrl_cli.job.transports import held
+from asyncrl_cli.job.direct import leave
+from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.loop.ports import (
     AttemptKey,
     EvalRequest,
@@ -43,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 CALL_KEY = "rollout.call_timeout_s"
 WEIGHTS_KEY = "weights.timeout_s"
+CONNECT_MARGIN = 1.5
+"""The ends of a meeting bound it by `weights.timeout_s` themselves, and say who is missing; the driver waits that much longer."""
 
 
 class RayRolloutWorker:
@@ -57,6 +62,7 @@ class RayRolloutWorker:
         self._restart_timeout_s = restart_timeout_s
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
+        self._rank_zero: Any = None
 
     async def generate(self, request: GroupRequest) -> GroupResult:
         result_ref, payload_ref = self.actor.generate.remote(request)
@@ -108,17 +114,32 @@ class RayRolloutWorker:
         driver owns their references, and the node's object store has the bytes.
         """
         ray.kill(self.actor)
+        if self._rank_zero is not None:
+            await leave(self._rank_zero, self.name)
         self.actor = self._make_actor()
         await self.start(self._restart_timeout_s)
+        if self._rank_zero is not None:
+            await self.connect(self._rank_zero)
 
     async def start(self, timeout_s: float) -> None:
         await self._answer(self.actor.start.remote(), "its start", timeout_s, None)
+
+    async def connect(self, rank_zero: Any) -> None:
+        """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
+        self._rank_zero = rank_zero
+        ref = self.actor.connect.remote(rank_zero)
+        await self._answer(ref, "its meeting with trainer-0", CONNECT_MARGIN * self._weights_timeout_s, None)
 
     async def stop(self, timeout_s: float) -> None:
         await self._answer(self.actor.stop.remote(), "its end", timeout_s, None)
 
     async def _answer(self, ref: Any, call: str, timeout_s: float, key: str | None) -> Any:
-        return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key)
+        try:
+            return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key)
+        except ExecutorLost:
+            if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
+                self._rank_zero.leave.remote(self.name)
+            raise
 
 
 class RayTrainer:
@@ -134,6 +155,7 @@ class RayTrainer:
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
         self._transport = profile.weights.transport
+        self._wanted: WeakValueDictionary[int, list[Any]] = WeakValueDictionary()
 
     async def train(self, batch: TrainBatch) -> TrainReport:
         """Split the step over ranks and mini-batches by metadata; each rank fetches its payloads itself."""
@@ -173,7 +195,7 @@ class RayTrainer:
             self._dumping = None
 
     async def gather(self, version: int) -> GatherReport:
-        answers = await self._collective("gather", version, call=f"the gather of version {version}")
+        answers = await self._collective("gather", version, sorted(self._wanted), call=f"the gather of version {version}")
         return GatherReport(version=version, gather_s=max(seconds for seconds, _ in answers), report=answers[0][1])
 
     async def publish(self, version: int) -> Published:
@@ -181,12 +203,11 @@ class RayTrainer:
         ref = self.actors[0].publish.remote(version)
         what = f"the publish of version {version}"
         manifest, bucket_refs = await self._answer(0, ref, what, self._weights_timeout_s, WEIGHTS_KEY)
-        return Published(
-            version=version,
-            num_bytes=manifest.num_bytes,
-            publish_s=time.monotonic() - began_s,
-            handle=(manifest, held(self._transport, bucket_refs)),
-        )
+        refs = held(self._transport, bucket_refs)
+        if isinstance(refs, HeldLayouts):
+            self._wanted[version] = refs
+        publish_s = time.monotonic() - began_s
+        return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
 
     async def snapshot(self, step: int) -> float:
         return float(max(await self._collective("snapshot", step, call=f"the snapshot of step {step}")))

@@ -39,6 +39,7 @@ from asyncrl_cli.loop.ports import (
     LoadReport,
     Progress,
 )
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS
 from asyncrl_cli.samples.trajectory import GroupPayload
 
 if TYPE_CHECKING:
@@ -91,6 +92,14 @@ class RolloutActor:
         self._runner = make_runner(self._settings, self._engine, self._rewards)
         logger.info("%s started: %s", self._name, self._settings)
 
+    async def connect(self, rank_zero: Any) -> None:
+        """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""
+        from asyncrl_cli.job.direct import RayRankZero
+
+        settings = self._settings
+        link = RayRankZero(rank_zero, self._name, settings.weights_timeout_s)
+        await self._engine.connect(link, settings.load_bucket_size_bytes, settings.weights_timeout_s)
+
     async def stop(self) -> None:
         """End the reward process and the engine. Running groups end with an error."""
         await asyncio.gather(self._pool.close(), self._engine.close())
@@ -126,13 +135,18 @@ class RolloutActor:
         return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
-        """Fetch, check and unpack the buckets off the event loop; generation goes on. Without a second buffer: only note them.
+        """Fetch, check and unpack the buckets off the event loop; generation goes on. Without a second buffer, and where rank 0
+        sends the bytes within the load (`nccl`, `ipc`): only note them.
 
         ValueError for a version that is not newer than what this worker holds or has received; also if a newer one came meanwhile.
         """
         began_s = time.monotonic()
         self._check_newer(manifest.version)
-        if self._settings.dual_buffer:
+        if self._settings.transport in DIRECT_TRANSPORTS:
+            from asyncrl_cli.weights.direct import AnnouncedWeights
+
+            self._received = Received(manifest=manifest, weights=AnnouncedWeights(bucket_refs))
+        elif self._settings.dual_buffer:
             weights = await asyncio.to_thread(self._receive, manifest, bucket_refs)
             self._check_newer(manifest.version)
             await self._engine.prepare(weights, manifest.version)

@@ -36,6 +36,7 @@ class RolloutSettings:
     reward: RewardSpec
     reward_timeout_s: float
     load_bucket_size_bytes: int
+    weights_timeout_s: float = 300.0
     takes_turns_on_gpu: bool = False
     transport: str = "object-store"
     overlap: bool = True
@@ -72,6 +73,7 @@ class RolloutSettings:
             reward=reward,
             reward_timeout_s=profile.task.reward_timeout_s,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
+            weights_timeout_s=profile.weights.timeout_s,
             takes_turns_on_gpu=plan.colocate and plan.device == "cuda",
             transport=profile.weights.transport,
             overlap=profile.weights.overlap,

@@ -3,9 +3,11 @@
     group main     one thread: start, load, train, gather, snapshot. All ranks get the same calls in the same order
     group publish  rank 0: fingerprints of what gather copied, and its way into the transport, beside training (or beside gather)
     group write    the snapshot and dumps of samples to disk, beside training
-    group control  report, addresses: answered at once, whatever else runs
+    group direct   rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
+    group control  report, addresses, a worker's leave: answered at once, whatever else runs
 
-Who waits for whom: collectives in `main` for the other ranks' `main`; `write` for the other ranks' `write`.
+Who waits for whom: collectives in `main` for the other ranks' `main`; `write` for the other ranks' `write`; `direct` for the
+vLLM processes of the worker that has called it, for `weights.timeout_s` at most.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import sender_for
@@ -32,8 +35,11 @@ if TYPE_CHECKING:
     from asyncrl_cli.train.policy_trainer import RankReport
     from asyncrl_cli.train.settings import TrainerSettings
     from asyncrl_cli.weights.buckets import Manifest
+    from asyncrl_cli.weights.direct import HeldVersions
+    from asyncrl_cli.weights.transports import Sender
 
 CONCURRENCY_GROUPS = {"main": 1, "publish": 1, "write": 1, "control": 1}
+"""And `direct`: one thread for each rollout worker, which has one call at a time (workers.py)."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +63,17 @@ class TrainerActor:
         log_path: Path | None = None,
         kept: KeptVersions | None = None,
         weights_dir: Path | None = None,
+        direct: DirectTransport | None = None,
     ) -> None:
-        """`weights_dir`: where published versions go as files; None: into the object store."""
+        """`weights_dir`: where published versions go as files; `direct`: who serves them itself; neither: the object store does."""
         set_up_process(threads=settings.threads, log_path=log_path)
         self._rank = rank
         self._world_size = world_size
         self._settings = settings
         self._kept = kept
         self._weights_dir = weights_dir
+        self._transport = direct
+        self._held: HeldVersions | None = None
         self._tokenizer: Any = None
         self._lock = threading.Lock()
         self._clock = StateClock("trainer", "trainer", time.monotonic)
@@ -88,8 +97,7 @@ class TrainerActor:
         self._trainer = PolicyTrainer(
             self._settings, rank=self._rank, world_size=self._world_size, device=device, init_method=init_method
         )
-        sender = sender_for(self._weights_dir, Path(self._settings.model_dir))
-        self._sending = Sending(sender, overlap=self._settings.overlap)
+        self._sending = Sending(self._make_sender(), overlap=self._settings.overlap)
         logger.info("trainer-%d of %d started: %s", self._rank, self._world_size, self._settings)
 
     @ray.method(concurrency_group="main")
@@ -118,8 +126,13 @@ class TrainerActor:
             return replace(report, train_s=report.train_s + fetch_s), self._clock.report()
 
     @ray.method(concurrency_group="main")
-    def gather(self, version: int) -> tuple[float, ExecutorReport]:
-        """Seconds, and this rank's report: with the answer, because a further call would cost the loop its delay."""
+    def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
+        """Seconds, and this rank's report: with the answer, because a further call would cost the loop its delay.
+
+        `wanted`: older versions that a worker may still ask for (`nccl`, `ipc`); rank 0 lets go of the others.
+        """
+        if self._held is not None:
+            self._held.keep(wanted)
         with self._in(State.SYNCING, "weights to be gathered"):
             gather_s = self._trainer.gather(version, self._sending.of(version))
         with self._lock:
@@ -140,6 +153,24 @@ class TrainerActor:
         if self._kept is not None:
             keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
         return manifest, refs
+
+    @ray.method(concurrency_group="direct")
+    def direct(self, call: str, worker: str, *args: Any) -> Any:
+        """Rank 0: `join`, `turn`, `broadcast` or `export` of `weights/vllm_nccl.py` or `weights/vllm_ipc.py`, for that worker."""
+        return getattr(self._end, call)(worker, *args)
+
+    @ray.method(concurrency_group="control")
+    def leave(self, worker: str) -> None:
+        self._end.leave(worker)
+
+    def _make_sender(self) -> Sender:
+        if self._transport is None or self._rank > 0:
+            return sender_for(self._weights_dir, Path(self._settings.model_dir))
+        from asyncrl_cli.weights.direct import HeldVersions
+
+        self._held = HeldVersions()
+        self._end = self._transport.end(self._held, self._trainer.ranks.device)
+        return self._held
 
     @ray.method(concurrency_group="write")
     def write(self, step: int, directory: str, payload_refs: list[Any], with_published: bool) -> None:

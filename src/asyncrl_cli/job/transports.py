@@ -1,4 +1,5 @@
-"""Transports by name: `object-store` keeps buckets as Ray objects, `disk` as files that live as long as the driver holds them."""
+"""Transports by name: `object-store` keeps buckets as Ray objects, `disk` as files that live as long as the driver holds them;
+`nccl` and `ipc` leave them on rank 0 (weights/direct.py)."""
 
 from __future__ import annotations
 
@@ -71,9 +72,14 @@ def receiver_for(transport: str) -> Receiver:
     return DiskReceiver()
 
 
+class HeldLayouts(list[Any]):
+    """The driver's refs of a version that rank 0 holds. While they live it may be wanted; the next gather says so (RayTrainer)."""
+
+
 def held(transport: str, refs: list[Any]) -> list[Any]:
     """The refs as the driver is to hold them."""
-    return HeldFiles(refs) if transport == "disk" else refs
+    kinds: dict[str, type[list[Any]]] = {"disk": HeldFiles, "nccl": HeldLayouts, "ipc": HeldLayouts}
+    return kinds.get(transport, list)(refs)
 
 
 def clear(weights_dir: Path) -> None:

@@ -16,6 +16,7 @@ from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.calls import all_of
+from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.placement import Placement, place
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer, put_payloads
@@ -24,7 +25,7 @@ from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, KeptVersions, TrainerActor
 from asyncrl_cli.job.transports import clear
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.train.settings import TrainerSettings
 
@@ -76,12 +77,21 @@ async def started_workers(
             starts = [_started(trainer.start(plan.device, timeout_s), "trainer", progress)]
             starts += [_started(worker.start(timeout_s), worker.name, progress) for worker in workers]
             await all_of(starts)
+            if profile.weights.transport in DIRECT_TRANSPORTS:
+                await _connect(trainer, workers, progress)
             yield trainer, workers, await _restore(trainer, checkpoint, progress) if checkpoint else []
         finally:
             await stop_workers(trainer, workers)
             await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
     finally:
         placement.remove()
+
+
+async def _connect(trainer: RayTrainer, workers: Sequence[RayRolloutWorker], progress: Say) -> None:
+    """One after the other: making an NCCL group changes rank 0's environment for a moment."""
+    for worker in workers:
+        progress(f"{worker.name} and trainer-0 agree on how weights come")
+        await worker.connect(trainer.actors[0])
 
 
 async def _restore(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
@@ -130,10 +140,12 @@ def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
         root = (crew.run_dir / "versions").absolute()
         kept = KeptVersions(root=root, keep_versions=crew.profile.weights.keep_versions)
     weights_dir = (crew.run_dir / WEIGHTS_DIR).absolute() if crew.profile.weights.transport == "disk" else None
-    actor_class = ray.remote(concurrency_groups=CONCURRENCY_GROUPS, **NEVER_AGAIN)(TrainerActor)
+    direct = DirectTransport.of(crew.profile)
+    groups = CONCURRENCY_GROUPS | {"direct": crew.plan.role(ROLLOUT).workers if direct is not None else 1}
+    actor_class = ray.remote(concurrency_groups=groups, **NEVER_AGAIN)(TrainerActor)
     return [
         actor_class.options(**placement.options(TRAINER, rank)).remote(
-            rank, role.workers, settings, crew.log_path(f"trainer-{rank}"), kept, weights_dir
+            rank, role.workers, settings, crew.log_path(f"trainer-{rank}"), kept, weights_dir, direct
         )
         for rank in range(role.workers)
     ]

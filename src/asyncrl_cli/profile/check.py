@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.rollout.vllm_arguments import not_yours
 from asyncrl_cli.weights.probes import PROBE_TOKENS
 
@@ -155,7 +155,47 @@ def _vllm_sampling(profile: Profile) -> Iterator[ConfigError]:
             )
 
 
+def _direct_transport(profile: Profile) -> Iterator[ConfigError]:
+    """`nccl` and `ipc` end in vLLM's processes, on a GPU; what arrives is verified by its effect only."""
+    transport, placement = profile.weights.transport, profile.placement
+    if transport not in DIRECT_TRANSPORTS:
+        return
+    given = f'weights.transport = "{transport}"'
+    if profile.rollout.engine != "vllm":
+        yield ConfigError(
+            f'{given} with rollout.engine = "{profile.rollout.engine}": the bytes go into vLLM\'s own processes',
+            hint="--set rollout.engine=vllm, or --set weights.transport=object-store",
+        )
+    if placement.device != "cuda":
+        yield ConfigError(
+            f'{given} with placement.device = "{placement.device}": the bytes go from GPU memory to GPU memory',
+            hint="--set placement.device=cuda, or --set weights.transport=object-store",
+        )
+    if transport == "nccl" and placement.colocate:
+        yield ConfigError(
+            f"{given} with placement.colocate = true: NCCL connects GPUs, and the trainer and its rollout worker share one",
+            hint="--set weights.transport=ipc, or --set placement.colocate=false",
+        )
+    if transport == "ipc" and not placement.colocate:
+        yield ConfigError(
+            f"{given} with placement.colocate = false: the trainer's GPU memory can be mapped only by who computes on the same GPU",
+            hint="--set weights.transport=nccl, or --set placement.colocate=true",
+        )
+    if not profile.weights.dual_buffer:
+        yield ConfigError(
+            f"weights.dual_buffer = false with {given}: the bytes come within the load, so there is no second buffer to do without",
+            hint="--set weights.dual_buffer=true, or --set weights.transport=object-store",
+        )
+    if profile.weights.probe_sequences == 0:
+        yield ConfigError(
+            f"weights.probe_sequences = 0 with {given}: no fingerprint is compared on a GPU, so nothing would tell wrong weights",
+            hint="--set weights.probe_sequences=4, or --set weights.transport=object-store",
+        )
+
+
 def _one_buffer(profile: Profile) -> Iterator[ConfigError]:
+    if profile.weights.transport in DIRECT_TRANSPORTS:
+        return
     if profile.rollout.engine == "vllm" and not profile.weights.dual_buffer:
         yield ConfigError(
             'weights.dual_buffer = false with rollout.engine = "vllm": vLLM\'s processes read new weights from memory that the '
@@ -181,6 +221,7 @@ RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _vllm_arguments,
     _vllm_sizes,
     _vllm_sampling,
+    _direct_transport,
     _one_buffer,
 )
 

@@ -34,6 +34,9 @@ def _exact(value: Any) -> Any:
     return value
 
 
+DIRECT_TRANSPORTS = ("nccl", "ipc")
+"""Values of `weights.transport` that go from GPU memory to GPU memory, within a worker's load."""
+
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_plain)]
@@ -256,13 +259,14 @@ class PlacementSection(Section):
 class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
-    transport: Literal["object-store", "disk"] = "object-store"
+    transport: Literal["object-store", "disk", "nccl", "ipc"] = "object-store"
     """The way of a version to the workers: `object-store` is buckets as Ray objects; `disk` is safetensors files below the
-    run's directory, which all nodes must share."""
+    run's directory, which all nodes must share; `nccl` is from the trainer's GPU to the GPUs of vLLM; `ipc` is within the one GPU
+    that the trainer and vLLM share (colocate)."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Bucket size on the trainer's side."""
     load_bucket_size_mb: PositiveInt = 128
-    """Bucket size on the rollout side: a load's extra memory."""
+    """Bucket size on the rollout side: a load's extra memory; nccl, ipc: the size of the buffers on the GPUs at both ends."""
     mode: Literal["async", "sync"] = "async"
     """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
     overlap: bool = True

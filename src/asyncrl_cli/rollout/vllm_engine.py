@@ -35,11 +35,13 @@ from asyncrl_cli.rollout import vllm_requests, vllm_settings, vllm_weights
 from asyncrl_cli.rollout.engine import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores, check_request
 from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.vllm_counters import SCORE_PREFIX, VllmCounters
-from asyncrl_cli.rollout.vllm_processes import answer, dead, start_llm, told
+from asyncrl_cli.rollout.vllm_direct import Incoming, Way, way_of
+from asyncrl_cli.rollout.vllm_processes import answer, dead, end_processes, start_llm, told
 from asyncrl_cli.rollout.vllm_requests import VllmTrack
 from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket
+from asyncrl_cli.weights.direct import AnnouncedWeights, RankZero
 from asyncrl_cli.weights.shared import SharedWeights
 
 if TYPE_CHECKING:
@@ -62,10 +64,11 @@ class VllmEngine:
         self._counters = VllmCounters()
         self._num_scored = 0
         self._weights_lock = asyncio.Lock()
-        self._prepared: tuple[Mapping[str, torch.Tensor], SharedWeights] | None = None
-        """As they were given, and as vLLM reads them."""
+        self._prepared: tuple[Mapping[str, torch.Tensor], SharedWeights | Incoming] | None = None
+        """As they were given, and as vLLM reads them, or who will send them."""
         self._updates: vllm_weights.Updates
         self._llm: AsyncLLM | None = None
+        self._way: Way | None = None
         self._shape: PreTrainedModel
         self._failure = ""
 
@@ -106,6 +109,17 @@ class VllmEngine:
         self._updates = vllm_weights.Updates(self._llm)
         await self._updates.open()
         await answer(self._llm, self._llm.update_weight_version(str(self._version)))
+
+    async def connect(self, rank_zero: RankZero, wire_bytes: int, timeout_s: float) -> None:
+        """`nccl`, `ipc`: agree with rank 0 on how weights come. After `start`, before the first load. Bounded by `timeout_s`."""
+        self._way = way_of(self._setup.weight_backend, rank_zero, wire_bytes=wire_bytes, timeout_s=timeout_s)
+        llm = self._running_llm()
+        try:
+            await self._way.join(llm)
+        except BaseException as error:
+            self._fail(told(error))
+            await end_processes(llm)
+            raise
 
     async def close(self) -> None:
         self._fail("the rollout engine is closed")
@@ -156,6 +170,8 @@ class VllmEngine:
             self._raise_failure()
             if self._prepared is None or self._prepared[0] is not weights:
                 await self._prepare(weights, version)
+            if self._way is not None and interrupt != "drain":  # generation goes on while rank 0 sends to another worker
+                await self._way.turn()
             self._gate.close()  # a request that came during a pause would look for prefixes of the old version
             try:
                 if interrupt == "drain":
@@ -223,9 +239,14 @@ class VllmEngine:
         self._raise_failure()
         self._prepared = None
         check_fit(self._shape, weights, version)
+        required = {name for name, _ in self._shape.named_parameters()}
+        if isinstance(weights, AnnouncedWeights):
+            assert self._way is not None, "connect comes before the first load"
+            self._prepared = (weights, Incoming.of(weights, required, self._way))
+            return
         shared = weights if isinstance(weights, SharedWeights) else await asyncio.to_thread(SharedWeights.of_tensors, weights)
         try:
-            await self._updates.prepare(shared.describe({name for name, _ in self._shape.named_parameters()}))
+            await self._updates.prepare(shared.describe(required))
         except ExecutorFailed as error:
             if self._running_llm().errored:
                 self._fail(error.message)
@@ -235,16 +256,20 @@ class VllmEngine:
     async def _swap(self, version: int, interrupt: Interrupt) -> PauseReport:
         """Resumes whatever happens; cancelled or failed before the load, the old version goes on."""
         llm = self._running_llm()
+        assert self._prepared is not None
+        incoming = self._prepared[1]
         paused_s = time.perf_counter()
         async with vllm_weights.paused(llm, interrupt):
             began_s = time.perf_counter()
             if interrupt == "recompute-kv":
                 self._counters.caches_cleared()
             try:
-                await self._updates.finish(version)
+                await (incoming.update(llm, version) if isinstance(incoming, Incoming) else self._updates.finish(version))
             except BaseException as error:
                 self._fail(told(error) if llm.errored else f"loading version {version} into vLLM failed half-way: {told(error)}")
                 await self._abort_all()  # before anything goes on with a model of two versions
+                if isinstance(incoming, Incoming):
+                    await end_processes(llm)  # they may still wait for bytes, and would not hear a resume
                 if isinstance(error, Exception):
                     raise ExecutorFailed(self._failure) from error
                 raise

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 LOOK_S = 0.2
 """How often `answer` looks whether the engine still lives."""
+END_TIMEOUT_S = 10.0
 _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
 """What each engine's processes have written since it was started."""
 
@@ -38,10 +39,9 @@ def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from asyncrl_cli.weights.vllm_plugin import BACKEND
-
     check_engine_args(setup, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
-    engine_args = AsyncEngineArgs(**engine_arguments(setup), weight_transfer_config=WeightTransferConfig(backend=BACKEND))
+    transfer = WeightTransferConfig(backend=setup.weight_backend)
+    engine_args = AsyncEngineArgs(**engine_arguments(setup), weight_transfer_config=transfer)
     log = EngineLog()
     try:
         llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger_into(counters)])
@@ -64,6 +64,15 @@ async def answer(llm: AsyncLLM, asked: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         task.cancel()
+
+
+async def end_processes(llm: AsyncLLM) -> None:
+    """Kill vLLM's processes, which may wait for something that never comes. Returns when vLLM knows, so that nobody asks them."""
+    for process in llm.engine_core.resources.engine_manager.processes:
+        process.kill()
+    async with asyncio.timeout(END_TIMEOUT_S):
+        while not llm.errored:  # noqa: ASYNC110  (vLLM's own thread sets it)
+            await asyncio.sleep(LOOK_S)
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:

@@ -14,7 +14,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.rollout.vllm_arguments import not_yours
 from asyncrl_cli.weights.probes import PROBE_TOKENS
-from asyncrl_cli.weights.vllm_plugin import OWNER_VARIABLE
+from asyncrl_cli.weights.vllm_plugin import BACKEND, OWNER_VARIABLE
 
 PAGE_TOKENS = 128
 """At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
@@ -54,6 +54,8 @@ class VllmSetup:
     whole engine.)
 
     `sleeps`: a trainer takes turns with this engine on its GPUs (see `Engine.sleep`).
+
+    `weight_backend`: the engine of vLLM that receives weights: ours, or vLLM's own `nccl` or `ipc`.
     """
 
     model_dir: Path | str
@@ -67,6 +69,7 @@ class VllmSetup:
     trust_remote_code: bool = False
     truncated_sampling: bool = False
     sleeps: bool = False
+    weight_backend: str = BACKEND
     options: VllmOptions = field(default_factory=VllmOptions)
 
     @property
@@ -85,6 +88,9 @@ def set_environment(setup: VllmSetup) -> None:
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     # A forked process would not call our plugin, which ends it with its parent. (In a Ray actor vLLM spawns anyway.)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    if setup.weight_backend == "ipc":
+        # A CUDA handle passes vLLM's own sockets only pickled, and vLLM unpickles nothing without this.
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(setup.threads)}
     if setup.device == "cpu":
         # "auto" pins every engine of a machine to the same first cores.

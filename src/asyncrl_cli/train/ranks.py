@@ -19,9 +19,9 @@ class Ranks:
     def __init__(self, *, rank: int, world_size: int, device: torch.device, init_method: str, timeout_s: float) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.device = device
+        self.device = indexed(device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(self.device)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -56,3 +56,8 @@ class Ranks:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def indexed(device: torch.device) -> torch.device:
+    """`cuda` is the first GPU that this process sees (Ray shows a rank its own one only): torch wants it by its number."""
+    return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device

@@ -1,0 +1,89 @@
+"""gpu_smoke.py's checks of weights that go from GPU memory to GPU memory: `ipc` on one GPU, `nccl` from the first to the second."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from engine_kit import RandomModel
+from gpu_smoke_engine import LOAD_BUCKET_BYTES, engine_on_gpu, load_in_flight
+from gpu_smoke_kit import DEVICE, Skipped
+from gpu_smoke_trainer import trained
+
+from asyncrl_cli.weights.buckets import Bucket, Manifest
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting
+from asyncrl_cli.weights.transports import send
+from asyncrl_cli.weights.vllm_ipc import IpcExports, produce_on
+from asyncrl_cli.weights.vllm_nccl import NcclGroup, NcclLinks
+
+WORKER = "smoke"
+TIMEOUT_S = 60.0
+NCCL_PORT = 29_561
+
+
+class ThisProcess:
+    """Rank 0 in this process, as an engine asks it (`weights.direct.RankZero`); vLLM's processes are others."""
+
+    def __init__(self, end: Any) -> None:
+        self._end = end
+
+    async def meeting_point(self) -> tuple[str, int]:
+        return "127.0.0.1", NCCL_PORT
+
+    async def join(self, meeting: Meeting) -> None:
+        await asyncio.to_thread(self._end.join, WORKER, meeting)
+
+    async def turn(self) -> None:
+        await asyncio.to_thread(self._end.turn, WORKER)
+
+    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
+        await asyncio.to_thread(self._end.broadcast, WORKER, version, names)
+
+    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+        return await asyncio.to_thread(self._end.export, WORKER, version, names, part)
+
+    async def leave(self) -> None:
+        self._end.leave(WORKER)
+
+
+def check_ipc(model: RandomModel, _: argparse.Namespace) -> str:
+    with trained(model) as (manifest, buckets, _detail):
+        return asyncio.run(_load(model, manifest, buckets, "ipc"))
+
+
+def check_nccl(model: RandomModel, _: argparse.Namespace) -> str:
+    if torch.cuda.device_count() < 2:
+        raise Skipped(f"needs two GPUs, this machine has {torch.cuda.device_count()}")
+    with trained(model) as (manifest, buckets, _detail), _second_gpu_only():
+        return asyncio.run(_load(model, manifest, buckets, "nccl"))
+
+
+async def _load(model: RandomModel, manifest: Manifest, buckets: list[Bucket], transport: str) -> str:
+    held, device = HeldVersions(), torch.device(DEVICE)
+    layouts = send(held, manifest, buckets)
+    end: Any = IpcExports(held, produce_on(device), buffer_bytes=LOAD_BUCKET_BYTES)
+    if transport == "nccl":
+        end = NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=TIMEOUT_S)
+    async with engine_on_gpu(model, weight_backend=transport) as engine:
+        await engine.connect(ThisProcess(end), LOAD_BUCKET_BYTES, TIMEOUT_S)
+        return await load_in_flight(engine, model, manifest, lambda: AnnouncedWeights(layouts))
+
+
+@contextmanager
+def _second_gpu_only() -> Iterator[None]:
+    """For the processes that are started meanwhile; this one has its GPUs already."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = before.split(",") if before else [str(index) for index in range(torch.cuda.device_count())]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[1]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before

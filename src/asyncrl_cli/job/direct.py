@@ -1,0 +1,92 @@
+"""Rank 0 as a rollout worker asks it for weights (`nccl`, `ipc`): calls from actor to actor, past the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.job.calls import answer
+from asyncrl_cli.job.settings import BYTES_PER_MB
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+
+if TYPE_CHECKING:
+    import torch
+
+    from asyncrl_cli.weights.direct import HeldVersions, Meeting
+    from asyncrl_cli.weights.vllm_ipc import IpcExports
+    from asyncrl_cli.weights.vllm_nccl import NcclLinks
+
+KEY = "weights.timeout_s"
+LEAVE_TIMEOUT_S = 10.0
+
+
+class RayRankZero:
+    """`weights.direct.RankZero` on the trainer's first actor, for one worker.
+
+    Rank 0 bounds its own work by `timeout_s`; the wait for it is that much longer, so that its words come first.
+    """
+
+    def __init__(self, actor: Any, worker: str, timeout_s: float) -> None:
+        self._actor = actor
+        self._worker = worker
+        self._timeout_s = timeout_s
+
+    async def meeting_point(self) -> tuple[str, int]:
+        address = await self._answer(self._actor.meeting_point.remote(), "an address", self._timeout_s)
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+    async def join(self, meeting: Meeting) -> None:
+        await self._direct("join", meeting)
+
+    async def turn(self) -> None:
+        await self._direct("turn")
+
+    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
+        await self._direct("broadcast", version, names)
+
+    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+        update_info: dict[str, Any] | None = await self._direct("export", version, names, part)
+        return update_info
+
+    async def leave(self) -> None:
+        await leave(self._actor, self._worker)
+
+    async def _direct(self, call: str, *args: Any) -> Any:
+        ref = self._actor.direct.remote(call, self._worker, *args)
+        return await self._answer(ref, f"{call} for {self._worker}", self._timeout_s + LEAVE_TIMEOUT_S)
+
+    async def _answer(self, ref: Any, call: str, timeout_s: float) -> Any:
+        return await answer(ref, executor="trainer-0", call=call, timeout_s=timeout_s, key=KEY)
+
+
+async def leave(rank_zero_actor: Any, worker: str) -> None:
+    """Rank 0 ends what it does for this worker."""
+    ref = rank_zero_actor.leave.remote(worker)
+    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", timeout_s=LEAVE_TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectTransport:
+    """What rank 0 serves its workers with. `wire_bytes`: of a buffer that bytes pass through on a GPU."""
+
+    name: str
+    wire_bytes: int
+    timeout_s: float
+
+    @classmethod
+    def of(cls, profile: Profile) -> DirectTransport | None:
+        weights = profile.weights
+        if weights.transport not in DIRECT_TRANSPORTS:
+            return None
+        return cls(name=weights.transport, wire_bytes=weights.load_bucket_size_mb * BYTES_PER_MB, timeout_s=weights.timeout_s)
+
+    def end(self, held: HeldVersions, device: torch.device) -> NcclLinks | IpcExports:
+        if self.name == "nccl":
+            from asyncrl_cli.weights.vllm_nccl import NcclGroup, NcclLinks
+
+            return NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=self.timeout_s)
+        from asyncrl_cli.weights.vllm_ipc import IpcExports, produce_on
+
+        return IpcExports(held, produce_on(device), buffer_bytes=self.wire_bytes)

@@ -1,0 +1,127 @@
+"""Weights that go from rank 0's GPU straight into vLLM's processes: `weights.transport = "nccl"` and `"ipc"`.
+
+    rank 0   keeps the gathered buckets (HeldVersions): what travels as a bucket's ref is its layout, without a byte
+    driver   carries (manifest, layouts), and says with each gather which versions are still wanted
+    worker   prefetch: notes the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
+    rank 0   sends exactly that version to exactly that worker, in a thread beside training: vllm_nccl.py, vllm_ipc.py
+
+The worker asks, because it alone knows when its engine stands still: rank 0 holds nothing ready on its GPU, and no transfer waits
+there for a worker that drains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl_cli.weights.buckets import Bucket, Entry, Manifest, Spec, torch_dtype, view_of
+
+Layout = tuple[Entry, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where rank 0 and a worker's vLLM processes make their NCCL group, and the wire sizes that both ends must agree on."""
+
+    host: str
+    port: int
+    world_size: int
+    wire_bytes: int
+    num_wires: int = 2
+
+
+class RankZero(Protocol):
+    """Rank 0, as one worker asks it. Every answer is bounded; what it raises says what rank 0 failed in."""
+
+    async def meeting_point(self) -> tuple[str, int]: ...
+
+    async def join(self, meeting: Meeting) -> None:
+        """`nccl`: make the group, as its rank 0; an older one of this worker is given up."""
+
+    async def turn(self) -> None:
+        """`nccl`: wait until rank 0 sends to no other worker; it then waits for this one's `broadcast`, or `leave`."""
+
+    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
+        """`nccl`: send these tensors (`loaded_as`) to the group, in the order of their layouts. Returns when they are sent."""
+
+    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+        """`ipc`: the next part of the version, as vLLM's update info; None when all parts were exported. Part 0 begins anew."""
+
+    async def leave(self) -> None:
+        """Whatever rank 0 does for this worker, or holds on its GPU for it, ends. Answered at once."""
+
+
+class HeldVersions:
+    """Rank 0's `transports.Sender`: the host buckets of published versions, until `keep` leaves them out."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, list[Bucket]] = {}
+        self._begun = -1
+        self._lock = threading.Lock()
+
+    def begin(self, version: int) -> None:
+        with self._lock:
+            self._begun = version
+            self._buckets[version] = []
+
+    def put(self, bucket: Bucket) -> Layout:
+        with self._lock:
+            self._buckets[self._begun].append(bucket)
+        return bucket.entries
+
+    def finish(self, manifest: Manifest) -> None:
+        assert manifest.version == self._begun, f"version {self._begun} was begun, {manifest.version} is finished"
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """Let go of all other versions. One that is being sent goes when it is sent."""
+        with self._lock:
+            self._buckets = {version: buckets for version, buckets in self._buckets.items() if version in wanted}
+
+    def tensors(self, version: int, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the order of the layouts: the name that vLLM loads, the tensor in host memory.
+
+        Raises:
+            ValueError: at once, if the version is not held or has no tensor of one of the names.
+        """
+        with self._lock:
+            buckets = list(self._buckets.get(version, ()))
+            held = sorted(self._buckets)
+        found = [(bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names]
+        if not buckets or len(found) != len(names):
+            raise ValueError(f"{len(found)} of {len(names)} tensors of version {version} are held by rank 0 (it holds {held})")
+        return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)
+
+
+class AnnouncedWeights(Mapping[str, torch.Tensor]):
+    """A version by its layouts: all names, aliases too, to tensors of the right shape and dtype that have no memory."""
+
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
+        self._tensors = {
+            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
+            for spec in self.specs
+            for name in (spec.name, *spec.aliases)
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def loaded_as(specs: Sequence[Spec], required: Collection[str]) -> list[tuple[str, Spec]]:
+    """What vLLM is to load: each tensor once, by the first of its names that is required; the others are left out."""
+    chosen = []
+    for spec in specs:
+        name = next((name for name in (spec.name, *spec.aliases) if name in required), None)
+        if name is not None:
+            chosen.append((name, spec))
+    return chosen

@@ -1,0 +1,94 @@
+"""Rank 0's end of `weights.transport = "ipc"`: a version passes through one buffer on the GPU that rank 0 and vLLM share.
+
+    export(part 0)   allocate the buffer, copy the first tensors into it -> its CUDA IPC handle, names, sizes
+    export(part i)   the next tensors into the same buffer: vLLM has copied the part before (its `update_weights` has returned)
+    leave            the buffer is given up
+
+vLLM's own producer and consumer. A handle is exported for each load, and never before: torch pairs one export with one consumer
+that opens and closes it. A handle that nobody opens, or two processes one after the other, would keep its memory for ever.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from asyncrl_cli.weights.direct import HeldVersions
+
+
+class Chunk(Protocol):
+    """vLLM's `PackedIpcChunk`: what lies in the buffer now, and its handle by the GPU's UUID."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype_names: list[str]
+    tensor_sizes: list[int]
+    ipc_handle: dict[str, tuple[Any, ...]]
+
+
+Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Chunk]]
+
+
+def produce_on(device: torch.device) -> Produce:
+    """vLLM's producer on that GPU."""
+
+    def produce(tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[Chunk]:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
+
+        torch.cuda.set_device(device)
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        chunks: Iterator[Chunk] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
+        return chunks
+
+    return produce
+
+
+def collect() -> None:
+    """Free what consumers have closed."""
+    torch.cuda.ipc_collect()
+
+
+class IpcExports:
+    """One load at a time per worker; calls in one thread."""
+
+    def __init__(self, held: HeldVersions, produce: Produce, *, buffer_bytes: int, collect: Callable[[], None] = collect) -> None:
+        """`buffer_bytes`: at least; a tensor that is larger makes the buffer as large as it is."""
+        self._held = held
+        self._produce = produce
+        self._buffer_bytes = buffer_bytes
+        self._collect = collect
+        self._open: dict[str, tuple[int, int, Iterator[Chunk]]] = {}
+
+    def export(self, worker: str, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+        """vLLM's update info of the next part, None after the last. Raises ValueError for a version that is not held."""
+        if part == 0:
+            self.leave(worker)
+            tensors = list(self._held.tensors(version, names))
+            largest = max((tensor.nbytes for _, tensor in tensors), default=0)
+            self._open[worker] = version, 0, self._produce(iter(tensors), max(largest, self._buffer_bytes))
+        begun, expected, chunks = self._open.get(worker, (-1, -1, iter(())))
+        if (version, part) != (begun, expected):
+            raise ValueError(f"{worker} asked for part {part} of version {version}, next is part {expected} of version {begun}")
+        self._open[worker] = version, part + 1, chunks
+        chunk = next(chunks, None)
+        return None if chunk is None else update_info(chunk)
+
+    def leave(self, worker: str) -> None:
+        """What the worker's processes have closed is free afterwards; what a killed one had open stays, one buffer."""
+        if self._open.pop(worker, None) is not None:
+            self._collect()
+
+
+def update_info(chunk: Chunk) -> dict[str, Any]:
+    """vLLM's IPCWeightTransferUpdateInfo, with the handle in the form that passes through vLLM's sockets."""
+    return {
+        "names": chunk.names,
+        "dtype_names": chunk.dtype_names,
+        "shapes": chunk.shapes,
+        "ipc_handles_pickled": base64.b64encode(pickle.dumps(chunk.ipc_handle)).decode("ascii"),
+        "tensor_sizes": chunk.tensor_sizes,
+    }

@@ -1,0 +1,193 @@
+"""Rank 0's end of `weights.transport = "nccl"`: one NCCL group with each rollout worker's vLLM processes.
+
+    group of a worker    rank 0: this process;  1, 2, ...: the worker's tensor-parallel ranks
+    join                 rank 0 and vLLM's processes meet at an address, at the start and after each restart of the worker
+    turn                 no other worker is sent to until this one was
+    broadcast            a version's tensors, packed by vLLM's own producer into wire buffers of a fixed size
+
+One group per worker, so that each has its own swap. One broadcast at a time: the GPU's memory and its bus are shared anyway. A
+worker whose generation goes on until it loads waits for its `turn` before it pauses.
+
+A call into NCCL cannot be interrupted and waits for its peers for ever, so each is made in a thread of its own; when the worker has
+left, or time is up, the group is destroyed, which ends the call.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.weights.direct import HeldVersions, Meeting
+
+LOOK_S = 0.2
+"""How often a waiting call looks whether its worker has left."""
+KEY = "weights.timeout_s"
+
+
+class Group(Protocol):
+    """Rank 0's end of one worker's group."""
+
+    def broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """All of them, in this order; returns when they are sent. After `destroy` it ends soon, in whatever way."""
+
+    def destroy(self) -> None:
+        """From any thread, also while `broadcast` waits. Returns within seconds."""
+
+
+class NcclGroup:
+    """vLLM's own communicator and packing. Making one waits until all ranks have met."""
+
+    def __init__(self, meeting: Meeting, device: torch.device) -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        torch.cuda.set_device(device)  # of this thread: vLLM takes the current one
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._meeting = meeting
+        where = {"master_address": meeting.host, "master_port": meeting.port, "world_size": meeting.world_size}
+        self._communicator = trainer_init(where)
+        if not self._communicator.available:
+            raise AsyncrlError("vLLM found no NCCL library beside this torch", hint="--set weights.transport=object-store")
+
+    def broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        torch.cuda.set_device(self._device)
+        packed_nccl_broadcast_producer(
+            iterator=tensors,
+            group=self._communicator,
+            src=0,
+            post_iter_func=lambda item: item[1].to(self._device),  # in the stream that packs and broadcasts it
+            buffer_size_bytes=self._meeting.wire_bytes,
+            num_buffers=self._meeting.num_wires,
+        )
+
+    def destroy(self) -> None:
+        self._communicator.destroy()
+
+
+@dataclass(slots=True)
+class _Link:
+    """A worker's group, from the moment it is asked for. `ended`: nobody uses it any more, and it is destroyed."""
+
+    worker: str
+    group: Group | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def holds(self, group: Group) -> None:
+        with self._lock:
+            self.group = group
+            if self.ended.is_set():
+                self._destroy()
+
+    def end(self) -> None:
+        with self._lock:
+            self.ended.set()
+            self._destroy()
+
+    def _destroy(self) -> None:
+        if self.group is not None:
+            self.group.destroy()
+            self.group = None
+
+
+class NcclLinks:
+    """The groups of all workers, by name. Calls for different workers may come in different threads."""
+
+    def __init__(self, held: HeldVersions, open_group: Callable[[Meeting], Group], *, timeout_s: float) -> None:
+        self._held = held
+        self._open_group = open_group
+        self._timeout_s = timeout_s
+        self._links: dict[str, _Link] = {}
+        self._turn = threading.Lock()
+        self._turn_of: _Link | None = None
+        self._giving = threading.Lock()
+
+    def join(self, worker: str, meeting: Meeting) -> None:
+        """Raises AsyncrlError if the worker's processes do not come in time, or the worker leaves meanwhile."""
+        self.leave(worker)
+        link = self._links[worker] = _Link(worker)
+        self._bounded(link, lambda: link.holds(self._open_group(meeting)), f"for {worker}'s vLLM processes to meet it by NCCL")
+
+    def broadcast(self, worker: str, version: int, names: Mapping[str, str]) -> None:
+        """Raises AsyncrlError likewise, ValueError for a version that is not held. A failed broadcast ends the group."""
+        tensors = self._held.tensors(version, names)
+        link, group = self._joined(worker)
+        self._take_turn(link)
+        try:
+            self._bounded(link, lambda: group.broadcast(tensors), f"for {worker}'s vLLM processes to take version {version}")
+        finally:
+            self._give_turn(link)
+
+    def turn(self, worker: str) -> None:
+        """Raises AsyncrlError if another worker has it for too long."""
+        self._take_turn(self._joined(worker)[0])
+
+    def leave(self, worker: str) -> None:
+        link = self._links.pop(worker, None)
+        if link is not None:
+            link.ended.set()
+            self._give_turn(link)
+            threading.Thread(target=link.end, name=f"end the group with {worker}", daemon=True).start()
+
+    def _joined(self, worker: str) -> tuple[_Link, Group]:
+        link = self._links.get(worker)
+        if link is None or link.group is None:
+            raise AsyncrlError(f"rank 0 has no NCCL group with {worker}")
+        return link, link.group
+
+    def _take_turn(self, link: _Link) -> None:
+        if self._turn_of is link:
+            return
+        ends_s = time.monotonic() + self._timeout_s
+        while not self._turn.acquire(timeout=LOOK_S):
+            if link.ended.is_set() or time.monotonic() > ends_s:
+                other = self._turn_of.worker if self._turn_of is not None else "another worker"
+                raise AsyncrlError(f"{link.worker} waited for rank 0, which was sending to {other}: {self._how_it_ended(link)}")
+        self._turn_of = link
+        if link.ended.is_set():
+            self._give_turn(link)
+            raise AsyncrlError(f"{link.worker} waited for rank 0: {self._how_it_ended(link)}")
+
+    def _give_turn(self, link: _Link) -> None:
+        with self._giving:
+            if self._turn_of is link:
+                self._turn_of = None
+                self._turn.release()
+
+    def _how_it_ended(self, link: _Link) -> str:
+        return f"{link.worker} has left" if link.ended.is_set() else f"longer than {KEY} = {self._timeout_s:g} s"
+
+    def _bounded(self, link: _Link, call: Callable[[], None], waits: str) -> None:
+        ends_s = time.monotonic() + self._timeout_s
+        made: Future[None] = Future()
+        threading.Thread(target=_make, args=(made, call), name=f"nccl with {link.worker}", daemon=True).start()
+        while not wait([made], timeout=LOOK_S).done:
+            if link.ended.is_set() or time.monotonic() > ends_s:
+                break
+        if made.done() and not link.ended.is_set():
+            if error := made.exception():
+                link.end()
+                raise error
+            return
+        how = self._how_it_ended(link)
+        link.end()
+        raise AsyncrlError(f"rank 0 waited {waits}: {how}")
+
+
+def _make(made: Future[None], call: Callable[[], None]) -> None:
+    try:
+        call()
+    except Exception as error:  # told to whom waits for `made`
+        made.set_exception(error)
+    else:
+        made.set_result(None)

@@ -1,0 +1,309 @@
+"""`nccl` and `ipc` between the driver, rank 0's actor and a worker's, without Ray and without a GPU: who is told what, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.exceptions import ActorDiedError
+
+from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.job.counts import cuda_counts
+from asyncrl_cli.job.direct import DirectTransport, RayRankZero
+from asyncrl_cli.job.engines import make_engine
+from asyncrl_cli.job.memory import estimate_memory
+from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
+from asyncrl_cli.job.rollout_actor import RolloutActor
+from asyncrl_cli.job.sending import Sending
+from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.job.trainer_actor import TrainerActor
+from asyncrl_cli.job.transports import HeldLayouts, held
+from asyncrl_cli.loop.states import StateClock
+from asyncrl_cli.models.shape import shape_of_directory
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.rollout.vllm_settings import set_environment
+from asyncrl_cli.train.policy_trainer import PolicyTrainer
+from asyncrl_cli.train.ranks import indexed
+from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting, loaded_as
+from asyncrl_cli.weights.vllm_nccl import NcclLinks
+from tests.job.crew import REWARD, make_model, nodes, small_profile
+from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup
+
+WORKER = "rollout-0"
+DEVICE = {"device": "cuda"}
+SMALL_BUCKETS = 8192
+
+
+def direct_profile(transport: str, **placement: Any) -> Profile:
+    weights = {"transport": transport, "timeout_s": 20.0, "load_bucket_size_mb": 3}
+    return small_profile(placement=DEVICE | placement, rollout={"engine": "vllm"}, weights=weights)
+
+
+def remote(call: Callable[..., Any]) -> Any:
+    """An actor's method: called by `remote`, awaited by who asked."""
+
+    def submit(*args: Any) -> Any:
+        return asyncio.ensure_future(asyncio.to_thread(call, *args))
+
+    return SimpleNamespace(remote=submit)
+
+
+# --- rank 0's actor
+
+
+class InProcessNccl(DirectTransport):
+    def end(self, held: HeldVersions, device: torch.device) -> Any:
+        assert device.type == "cpu"  # this test's trainer
+        return NcclLinks(held, lambda meeting: InProcessGroup(EXCHANGE, meeting), timeout_s=self.timeout_s)
+
+
+EXCHANGE = Exchange()
+
+
+@pytest.fixture(scope="module")
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Rank 0 with a real trainer, not in Ray."""
+    directory = tmp_path_factory.mktemp("direct")
+    settings = TrainerSettings(model_dir=str(make_model(directory / "model")), gather_bucket_size_bytes=SMALL_BUCKETS)
+    rank_zero: Any = object.__new__(TrainerActor)
+    rank_zero._rank, rank_zero._settings, rank_zero._weights_dir, rank_zero._kept = 0, settings, None, None
+    rank_zero._lock, rank_zero._clock = threading.Lock(), StateClock("trainer", "trainer", lambda: 0.0)
+    rank_zero._transport = InProcessNccl(name="nccl", wire_bytes=1, timeout_s=WAIT_S)
+    rank_zero._trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{directory}/meet")
+    rank_zero._sending = Sending(rank_zero._make_sender(), overlap=True)
+    yield rank_zero
+    rank_zero._trainer.close()
+
+
+def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_more(actor: Any) -> None:
+    actor.gather(1)
+    manifest, layouts = actor.publish(1)
+    assert len(layouts) == len(manifest.fingerprints) > 2
+    assert [type(layout).__name__ for layout in layouts] == ["tuple"] * len(layouts)  # no bytes
+    chosen = loaded_as(AnnouncedWeights(layouts).specs, {name for layout in layouts for e in layout for name in (e.spec.name,)})
+    names = {spec.name: name for name, spec in chosen}
+    host, port = EXCHANGE.meeting_point()
+    meeting = Meeting(host=host, port=port, world_size=2, wire_bytes=1)
+    with ThreadPoolExecutor() as threads:
+        came = threads.submit(EXCHANGE.pipe(port).met.wait, WAIT_S)
+        actor.direct("join", WORKER, meeting)
+        came.result()
+        model = actor._trainer.model
+        expected = {name: model.full(spec).clone() for name, spec in zip(names, model.specs(), strict=True)}
+        for version in (2, 3):  # a worker that is still at version 1 keeps it
+            actor.gather(version, [1])
+            actor.publish(version)
+        sending = threads.submit(actor.direct, "broadcast", WORKER, 1, names)
+        got = dict(EXCHANGE.pipe(port).slot.get(timeout=WAIT_S) for _ in names)
+        sending.result(WAIT_S)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    actor.gather(4, [3])
+    assert sorted(actor._held._buckets) == [3, 4]
+    with pytest.raises(ValueError, match="of version 1 are held by rank 0"):
+        actor.direct("broadcast", WORKER, 1, names)
+    actor.leave(WORKER)
+    assert EXCHANGE.pipe(port).destroyed.wait(WAIT_S)
+
+
+# --- the driver
+
+
+class Driver:
+    """A trainer and a worker on actors that note their calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, transport: str = "nccl") -> None:
+        self.calls: list[Any] = []
+        monkeypatch.setattr(ray, "kill", lambda actor: self.calls.append("kill"))
+        self.trainer_actor = SimpleNamespace(
+            gather=remote(lambda version, wanted: self.calls.append(("gather", version, wanted)) or (0.5, None)),
+            publish=remote(lambda version: (Manifest(version=version, num_bytes=1, fingerprints=(1,), temperature=1.0), [()])),
+            leave=remote(lambda worker: self.calls.append(("leave", worker))),
+        )
+        profile = direct_profile(transport)
+        self.trainer = RayTrainer([self.trainer_actor], profile, samples_dir=Path("samples"))
+        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile, restart_timeout_s=WAIT_S)
+
+    def _make_actor(self) -> Any:
+        self.calls.append("made")
+        return SimpleNamespace(
+            start=remote(lambda: self.calls.append("started")),
+            connect=remote(lambda actor: self.calls.append(("connect", actor is self.trainer_actor))),
+        )
+
+
+def test_a_restarted_worker_leaves_rank_zero_before_its_successor_is_made_and_meets_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    there = Driver(monkeypatch)
+
+    async def body() -> None:
+        await there.worker.connect(there.trainer_actor)
+        await there.worker.restart()
+
+    asyncio.run(body())
+    assert there.calls == ["made", ("connect", True), "kill", ("leave", WORKER), "made", "started", ("connect", True)]
+
+
+def test_rank_zero_hears_at_once_of_a_worker_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Driver(monkeypatch)
+
+    def died(version: int, interrupt: str) -> None:
+        raise ActorDiedError
+
+    async def body() -> None:
+        await there.worker.connect(there.trainer_actor)
+        there.worker.actor.load = remote(died)
+        with pytest.raises(ExecutorLost, match="its process ended during the load of version 3"):
+            await there.worker.load(3, "keep-kv")
+        while ("leave", WORKER) not in there.calls:  # noqa: ASYNC110  (nobody awaits that call)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(body(), WAIT_S))
+
+
+def test_a_restart_with_another_transport_asks_rank_zero_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Driver(monkeypatch)
+    asyncio.run(there.worker.restart())
+    assert there.calls == ["made", "kill", "made", "started"]
+
+
+def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Driver(monkeypatch)
+
+    async def body() -> None:
+        published = {}
+        for version in (1, 2):
+            await there.trainer.gather(version)
+            published[version] = await there.trainer.publish(version)
+        await there.trainer.gather(3)
+        del published[1]
+        gc.collect()
+        await there.trainer.gather(4)
+
+    asyncio.run(body())
+    gathers = [call for call in there.calls if call[0] == "gather"]
+    assert gathers == [("gather", 1, []), ("gather", 2, [1]), ("gather", 3, [1, 2]), ("gather", 4, [2])]
+
+
+@pytest.mark.parametrize(("transport", "is_tracked"), [("object-store", False), ("nccl", True), ("ipc", True)])
+def test_only_what_rank_zero_holds_is_tracked_by_the_driver(transport: str, is_tracked: bool) -> None:
+    assert isinstance(held(transport, [()]), HeldLayouts) == is_tracked
+
+
+# --- a worker's actor
+
+
+def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(tmp_path: Path) -> None:
+    profile = direct_profile("nccl", trainer_workers=1)
+    plan = compile_job(profile.model_copy(update={"rollout": profile.rollout.model_copy(update={"workers": 1})}), nodes((4, 2)))
+    settings = RolloutSettings.from_profile(profile, plan, model_dir=tmp_path, reward=REWARD, version=0)
+    assert (settings.transport, settings.weights_timeout_s, settings.load_bucket_size_bytes) == ("nccl", 20.0, 3 * 2**20)
+    asked: list[Any] = []
+    rank_zero = SimpleNamespace(
+        meeting_point=remote(lambda: "tcp://10.0.0.7:2345"),
+        direct=remote(lambda call, worker, *args: asked.append((call, worker, *args)) or {"part": 0}),
+        leave=remote(lambda worker: asked.append(("leave", worker))),
+    )
+
+    async def connect(link: RayRankZero, wire_bytes: int, timeout_s: float) -> None:
+        assert (wire_bytes, timeout_s) == (3 * 2**20, 20.0)
+        assert await link.meeting_point() == ("10.0.0.7", 2345)
+        await link.turn()
+        await link.broadcast(7, {"a": "b"})
+        assert await link.export(7, {"a": "b"}, 0) == {"part": 0}
+        await link.leave()
+
+    (bucket,) = pack({"a": torch.zeros(4)}, 64)
+    manifest = Manifest(version=3, num_bytes=16, fingerprints=(fingerprint(bucket.data),), temperature=1.0)
+
+    async def body() -> Any:
+        actor: Any = object.__new__(RolloutActor)
+        actor._name, actor._settings, actor._held, actor._received = WORKER, settings, 2, None
+        actor._engine = SimpleNamespace(connect=connect)
+        await actor.connect(rank_zero)
+        await actor.prefetch(manifest, [bucket.entries])
+        return actor._received
+
+    received = asyncio.run(body())
+    named = (WORKER, 7, {"a": "b"})
+    assert asked == [("turn", WORKER), ("broadcast", *named), ("export", *named, 0), ("leave", WORKER)]
+    assert isinstance(received.weights, AnnouncedWeights)
+    assert {name: tensor.device.type for name, tensor in received.weights.items()} == {"a": "meta"}
+
+
+@pytest.mark.parametrize(("transport", "backend"), [("nccl", "nccl"), ("ipc", "ipc"), ("object-store", "asyncrl-buckets")])
+def test_vllm_is_started_with_the_engine_that_receives_this_transport(
+    transport: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = direct_profile(transport, **({"colocate": True, "gpus": 1} if transport == "ipc" else {}))
+    plan = compile_job(profile, nodes((4, 2)))
+    settings = RolloutSettings.from_profile(profile, plan, model_dir=tmp_path, reward=REWARD, version=0)
+    setup = make_engine(settings, lambda running: None)._setup  # type: ignore[attr-defined]
+    assert setup.weight_backend == backend
+    environment = {"PATH": "/bin"}
+    monkeypatch.setattr(os, "environ", environment)
+    set_environment(setup)
+    assert environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == ("1" if transport == "ipc" else None)
+
+
+def test_what_rank_zero_fails_in_is_told_with_its_name() -> None:
+    def fails(*args: Any) -> None:
+        raise ExecutorFailed("rank 0 waited for rollout-0's vLLM processes to take version 3: longer than weights.timeout_s = 20 s")
+
+    async def body() -> None:
+        link = RayRankZero(SimpleNamespace(direct=remote(fails)), WORKER, 20.0)
+        with pytest.raises(ExecutorFailed, match="rank 0 waited for rollout-0's vLLM processes to take version 3"):
+            await link.broadcast(3, {})
+
+    asyncio.run(body())
+
+
+# --- counts and memory
+
+
+def test_ipc_shares_one_gpu_only() -> None:
+    four = nodes((16, 4))
+    for placement, hint in (({}, "placement.gpus=1"), ({"trainer_workers": 2}, "placement.trainer_workers=1")):
+        with pytest.raises(ConfigError, match=r'weights.transport = "ipc" with [24] GPUs') as caught:
+            cuda_counts(direct_profile("ipc", colocate=True, **placement), four)
+        assert f"--set {hint}" in caught.value.hint
+    assert cuda_counts(direct_profile("ipc", colocate=True, gpus=1), four).gpus == 1
+
+
+def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_path: Path) -> None:
+    shape = shape_of_directory(make_model(tmp_path))
+    largest = 4 * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
+
+    def wires(profile: Profile) -> dict[str, int]:
+        estimate = estimate_memory(profile, compile_job(profile, nodes((16, 4))), shape)
+        found = {item.role: item for item in estimate.items if item.what == "wire buffers"}
+        assert all(item.place == "device" for item in found.values())
+        assert not [item for item in estimate.items if item.what == "load buffer"] or not found
+        return {role: item.total_bytes for role, item in found.items()}
+
+    apart = direct_profile("nccl", trainer_workers=2)
+    apart = apart.model_copy(update={"rollout": apart.rollout.model_copy(update={"workers": 2})})
+    mb = 2**20
+    assert wires(apart) == {TRAINER: 3 * (3 * mb + largest), ROLLOUT: 2 * 2 * (3 * mb + largest)}
+    assert wires(direct_profile("ipc", colocate=True, gpus=1)) == {TRAINER: 3 * mb, ROLLOUT: 3 * mb}
+    assert wires(small_profile(placement=DEVICE)) == {}
+
+
+def test_a_gpu_without_a_number_is_the_first_one() -> None:
+    assert indexed(torch.device("cuda")) == torch.device("cuda:0")
+    assert indexed(torch.device("cuda:3")) == torch.device("cuda:3")
+    assert indexed(torch.device("cpu")) == torch.device("cpu")

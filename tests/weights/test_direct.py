@@ -1,0 +1,288 @@
+"""Rank 0's ends of `nccl` and `ipc`: exactly which bytes leave, in which order, and that no wait is without an end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.weights.buckets import Manifest, pack
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting, loaded_as
+from asyncrl_cli.weights.shared import SharedWeights
+from asyncrl_cli.weights.transports import send
+from asyncrl_cli.weights.vllm_ipc import IpcExports
+from asyncrl_cli.weights.vllm_nccl import NcclLinks
+from tests.rollout import tiny
+from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup, InProcessMemory
+
+SOON_S = 5.0
+WORKER = "rollout-0"
+
+
+def weights_of(version: int, tied: bool = True) -> dict[str, torch.Tensor]:
+    return tiny.weights_after(tiny.make_model(tied=tied), version)
+
+
+def published(held: HeldVersions, version: int, weights: dict[str, torch.Tensor], bucket_bytes: int = 300_000) -> list[Layout]:
+    buckets = pack(weights, bucket_bytes)
+    assert len(buckets) > 2
+    manifest = Manifest(version=version, num_bytes=0, fingerprints=(0,) * len(buckets), temperature=1.0)
+    return send(held, manifest, buckets)
+
+
+def names_of(layouts: list[Layout], required: set[str]) -> dict[str, str]:
+    return {spec.name: name for name, spec in loaded_as(AnnouncedWeights(layouts).specs, required)}
+
+
+# --- what is announced, and what is held
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_announced_has_the_shapes_and_names_of_the_weights_and_no_bytes(tied: bool) -> None:
+    weights = weights_of(1, tied)
+    announced = AnnouncedWeights(published(HeldVersions(), 1, weights))
+    assert announced.keys() == weights.keys()
+    assert {name: (t.shape, t.dtype) for name, t in announced.items()} == {n: (t.shape, t.dtype) for n, t in weights.items()}
+    assert {tensor.device.type for tensor in announced.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("required", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_tensor_travels_once_under_the_name_that_vllm_loads(required: str) -> None:
+    weights = weights_of(1)
+    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+    needed = {name for name in weights if name not in ("model.embed_tokens.weight", "lm_head.weight")} | {required}
+    chosen = loaded_as(AnnouncedWeights(published(HeldVersions(), 1, weights)).specs, needed)
+    assert [name for name, _ in chosen].count(required) == 1
+    assert {name for name, _ in chosen} == needed
+    told_otherwise = SharedWeights.of_tensors(weights).describe(needed)["tensors"]
+    assert [(name, spec.dtype, list(spec.shape)) for name, spec in chosen] == [tensor[:3] for tensor in told_otherwise]
+
+
+def test_rank_zero_holds_a_version_until_nobody_can_want_it() -> None:
+    held = HeldVersions()
+    first, second = weights_of(1), weights_of(2)
+    layouts = published(held, 1, first)
+    names = names_of(layouts, set(first))
+    published(held, 2, second)
+    sending = held.tensors(1, names)
+    held.keep([2])
+    assert all(torch.equal(tensor, first[name]) for name, tensor in sending)  # what is being sent is sent to its end
+    assert {name: tensor.sum() for name, tensor in held.tensors(2, names)} == {name: second[name].sum() for name in names}
+    with pytest.raises(ValueError, match=r"0 of 35 tensors of version 1 are held by rank 0 \(it holds \[2\]\)"):
+        held.tensors(1, names)
+    with pytest.raises(ValueError, match=r"35 of 36 tensors of version 2"):
+        held.tensors(2, names | {"another": "another"})
+
+
+# --- nccl
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+class Held:
+    """Version 1 and 2 on rank 0, and groups that are made in this process."""
+
+    def __init__(self, timeout_s: float = WAIT_S) -> None:
+        self.exchange = Exchange()
+        self.held = HeldVersions()
+        self.weights = {version: weights_of(version) for version in (1, 2)}
+        self.layouts = {version: published(self.held, version, weights) for version, weights in self.weights.items()}
+        self.names = names_of(self.layouts[1], set(self.weights[1]))
+        self.groups: list[InProcessGroup] = []
+        self.links = NcclLinks(self.held, self._open, timeout_s=timeout_s)
+
+    def _open(self, meeting: Meeting) -> InProcessGroup:
+        self.groups.append(InProcessGroup(self.exchange, meeting))
+        return self.groups[-1]
+
+    def meeting(self) -> Meeting:
+        host, port = self.exchange.meeting_point()
+        return Meeting(host=host, port=port, world_size=2, wire_bytes=1)
+
+    def joined(self, threads: ThreadPoolExecutor, worker: str = WORKER) -> InProcessGroup:
+        meeting = self.meeting()
+        came = threads.submit(self.exchange.pipe(meeting.port).met.wait, WAIT_S)
+        self.links.join(worker, meeting)
+        came.result()
+        return self.groups[-1]
+
+
+def test_a_worker_gets_exactly_the_version_it_asked_for_in_the_order_of_the_layouts(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    group, other = there.joined(threads), there.joined(threads, "rollout-1")
+    sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
+    got = [group.pipe.slot.get(timeout=WAIT_S) for _ in there.names]
+    sending.result(WAIT_S)
+    assert [name for name, _ in got] == list(there.names.values()) == [n for n in there.weights[1] if n != "lm_head.weight"]
+    assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got)
+    assert group.pipe.slot.empty()
+    assert other.pipe.slot.empty()
+
+
+def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    group = there.joined(threads)
+    sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
+    group.pipe.slot.get(timeout=WAIT_S)  # one of many tensors; then the worker is gone
+    there.links.leave(WORKER)
+    with pytest.raises(AsyncrlError, match="rank 0 waited for rollout-0's vLLM processes to take version 2: rollout-0 has left"):
+        sending.result(SOON_S)
+    assert group.pipe.destroyed.wait(SOON_S)
+    with pytest.raises(AsyncrlError, match="rank 0 has no NCCL group with rollout-0"):
+        there.links.broadcast(WORKER, 2, there.names)
+
+
+def test_a_restarted_worker_joins_anew_and_gets_all_of_the_version(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    old = there.joined(threads)
+    sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
+    old.pipe.slot.get(timeout=WAIT_S)
+    new = there.joined(threads)  # nobody has told rank 0 that the old process is gone
+    with pytest.raises(AsyncrlError, match="rollout-0 has left"):
+        sending.result(SOON_S)
+    assert old.pipe.destroyed.wait(SOON_S)
+    again = threads.submit(there.links.broadcast, WORKER, 2, there.names)
+    got = dict(new.pipe.slot.get(timeout=WAIT_S) for _ in there.names)
+    again.result(WAIT_S)
+    assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
+    assert not new.pipe.destroyed.is_set()
+
+
+def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(threads: ThreadPoolExecutor) -> None:
+    there = Held(timeout_s=1.0)
+    group = there.joined(threads)
+    began_s = time.monotonic()
+    with pytest.raises(AsyncrlError, match=r"to take version 1: longer than weights.timeout_s = 1 s"):
+        there.links.broadcast(WORKER, 1, there.names)
+    assert 1.0 <= time.monotonic() - began_s < SOON_S
+    assert group.pipe.destroyed.is_set()
+
+
+def test_a_meeting_that_nobody_comes_to_ends_in_bounded_time_and_whoever_comes_late_finds_its_group_destroyed(
+    threads: ThreadPoolExecutor,
+) -> None:
+    there = Held(timeout_s=1.0)
+    meeting = there.meeting()
+    with pytest.raises(AsyncrlError, match=r"for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s"):
+        there.links.join(WORKER, meeting)
+    pipe = there.exchange.pipe(meeting.port)
+    pipe.met.wait(WAIT_S)
+    assert pipe.destroyed.wait(SOON_S)
+
+
+def test_workers_are_sent_to_one_after_another(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    groups = [there.joined(threads, f"rollout-{number}") for number in range(2)]
+    first = threads.submit(there.links.broadcast, "rollout-0", 1, there.names)
+    groups[0].pipe.slot.get(timeout=WAIT_S)  # the first one's turn has come
+    second = threads.submit(there.links.broadcast, "rollout-1", 2, there.names)
+    for _ in range(len(there.names) - 1):
+        assert groups[1].pipe.slot.empty()
+        groups[0].pipe.slot.get(timeout=WAIT_S)
+    first.result(WAIT_S)
+    got = dict(groups[1].pipe.slot.get(timeout=WAIT_S) for _ in there.names)
+    second.result(WAIT_S)
+    assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
+
+
+def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_it_back(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    groups = [there.joined(threads, f"rollout-{number}") for number in range(3)]
+    there.links.turn("rollout-0")
+    there.links.turn("rollout-0")  # it has it
+    second, third = (threads.submit(there.links.turn, f"rollout-{number}") for number in (1, 2))
+    assert wait([second, third], timeout=0.5).done == set()
+    there.links.leave("rollout-0")  # it has begun nothing, and is gone
+    (first,) = wait([second, third], timeout=SOON_S, return_when=FIRST_COMPLETED).done
+    has, waits = ("rollout-1", "rollout-2") if first is second else ("rollout-2", "rollout-1")
+    there.links.leave(waits)  # gone while it waits
+    with pytest.raises(AsyncrlError, match=f"{waits} waited for rank 0, which was sending to {has}: {waits} has left"):
+        (third if first is second else second).result(SOON_S)
+    sending = threads.submit(there.links.broadcast, has, 1, there.names)
+    for _ in there.names:
+        groups[int(has[-1])].pipe.slot.get(timeout=WAIT_S)
+    sending.result(WAIT_S)
+    there.joined(threads)
+    there.links.turn(WORKER)  # the broadcast has given it back
+
+
+def test_a_turn_that_is_never_given_back_fails_those_who_wait_in_bounded_time(threads: ThreadPoolExecutor) -> None:
+    there = Held(timeout_s=1.0)
+    there.joined(threads)
+    group = there.joined(threads, "rollout-1")
+    there.links.turn(WORKER)
+    why = r"rollout-1 waited for rank 0, which was sending to rollout-0: longer than weights.timeout_s = 1 s"
+    with pytest.raises(AsyncrlError, match=why):
+        there.links.broadcast("rollout-1", 1, there.names)
+    assert not group.pipe.destroyed.is_set()  # nothing was sent: it may ask again
+
+
+def test_what_a_group_fails_with_is_raised_and_ends_it(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    destroyed = threading.Event()
+
+    def broadcast(tensors: Any) -> None:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    group: Any = SimpleNamespace(broadcast=broadcast, destroy=destroyed.set)
+    links = NcclLinks(there.held, lambda meeting: group, timeout_s=WAIT_S)
+    links.join(WORKER, there.meeting())
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        links.broadcast(WORKER, 1, there.names)
+    assert destroyed.is_set()
+
+
+# --- ipc
+
+
+def exports(there: Held, memory: InProcessMemory, buffer_bytes: int = 100_000) -> IpcExports:
+    return IpcExports(there.held, memory.produce, buffer_bytes=buffer_bytes, collect=memory.collect)
+
+
+def test_a_version_passes_through_one_buffer_part_by_part() -> None:
+    there, memory = Held(), InProcessMemory()
+    rank_zero = exports(there, memory)
+    got: dict[str, torch.Tensor] = {}
+    part = 0
+    while (info := rank_zero.export(WORKER, 2, there.names, part)) is not None:
+        got |= memory.read(info)
+        part += 1
+    assert part > 2
+    assert list(got) == list(there.names.values())
+    assert all(torch.equal(tensor, there.weights[2][name]) for name, tensor in got.items())
+    largest = max(tensor.nbytes for tensor in there.weights[2].values())
+    assert memory.sizes == [largest]
+    assert largest > 100_000
+    assert memory.collected == 0
+    rank_zero.leave(WORKER)
+    rank_zero.leave(WORKER)
+    assert memory.collected == 1
+
+
+def test_a_load_that_begins_again_gets_a_handle_of_its_own_and_a_part_out_of_order_is_refused() -> None:
+    there, memory = Held(), InProcessMemory()
+    rank_zero = exports(there, memory, 2**20)
+    with pytest.raises(ValueError, match="rollout-0 asked for part 1 of version 1, next is part -1"):
+        rank_zero.export(WORKER, 1, there.names, 1)
+    first = rank_zero.export(WORKER, 1, there.names, 0)
+    again = rank_zero.export(WORKER, 1, there.names, 0)  # the process that had the first was killed
+    assert first is not None
+    assert again is not None
+    assert first["ipc_handles_pickled"] != again["ipc_handles_pickled"]
+    assert memory.sizes == [2**20, 2**20]
+    with pytest.raises(ValueError, match="asked for part 1 of version 2, next is part 1 of version 1"):
+        rank_zero.export(WORKER, 2, there.names, 1)
+    there.held.keep([2])
+    with pytest.raises(ValueError, match=r"0 of 35 tensors of version 1"):
+        rank_zero.export(WORKER, 1, there.names, 0)
