@@ -1,8 +1,15 @@
-"""What every test has: one compute thread, no hub, no telemetry, and no ASYNCRL_* names of whoever runs it."""
+"""What every test has: one compute thread, no hub, no telemetry, and no ASYNCRL_* names of whoever runs it.
+
+pytest runs two processes (pyproject.toml): the slow files come first, so that neither is left alone with one; and a test that
+measures the machine, marked `alone`, has it to itself.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +27,22 @@ for name, value in {
 def _no_foreign_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.upper().startswith("ASYNCRL_")]:
         monkeypatch.delenv(name)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(autouse=True)
+def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Shared with the test that the other process runs, unless one of the two is marked `alone`."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    directory: Path = tmp_path_factory.getbasetemp().parent
+    with (directory / "gate").open("w") as gate, (directory / "machine").open("w") as machine:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone keeps it meanwhile: nobody gets ahead
+        fcntl.flock(machine, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield

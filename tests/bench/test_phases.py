@@ -247,6 +247,7 @@ phases may be no faster than the split side's, and which of the two medians is l
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp_path: Path) -> None:
     """The median over repeats of the ratio to the split side's measurement that was made next to it."""
     sets = ("model.warm_start_steps=2", f'model.cache_dir="{tmp_path}"')
@@ -255,7 +256,7 @@ def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp
     model_dir = resolve_model(profiles["colocate"], task)
     rng = random.Random(0)
     lengths = [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(2048)]
-    measured = measure_all(profiles, model_dir, task, response_tokens=lengths, repeats=5, at_once=False)
+    measured = measure_all(profiles, model_dir, task, response_tokens=lengths, repeats=3, at_once=False)
     split, colocate = measured["partial-rollout"], measured["colocate"]
     generation = median_ratio(colocate.rollout_repeats, split.rollout_repeats)
     training = median_ratio(colocate.trainer_repeats, split.trainer_repeats)

@@ -168,13 +168,13 @@ def test_nothing_is_overwritten(make_run, capsys, tmp_path):
     assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "empty").iterdir()) == before
 
 
-def test_a_target_that_cannot_be_is_refused_before_a_byte_is_read(make_run, capsys, tmp_path, monkeypatch):
+def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_read(make_run, capsys, tmp_path, monkeypatch):
     made = make_run()
     exported(made)
     (tmp_path / "file").write_text("mine")
-    monkeypatch.setattr("asyncrl_cli.export.source.load_checkpoint", lambda directory: pytest.fail("read the checkpoint"))
     with pytest.raises(RefusedError, match=r"exports/step-000003 exists and is not empty"):
         exported(made)
+    monkeypatch.setattr("asyncrl_cli.export.source.load_checkpoint", lambda directory: pytest.fail("read the checkpoint"))
     assert run(["export", "otter", "--runs-dir", str(made.runs_dir), "--out", str(tmp_path / "file")]) == 4
     assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err
 

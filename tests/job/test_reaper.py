@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl_cli.job import reaper
 
+pytestmark = pytest.mark.filterwarnings("ignore:resource_tracker")  # of this process: another test may have ended it
 ENDS_WITHIN_S = 30.0
 
 HOLD_SHARED_MEMORY = """

@@ -135,14 +135,15 @@ def test_what_an_engine_tells_of_its_cache_fits_into_a_hundred_columns(status, w
     assert all(line.endswith(shown) for line in rows)
 
 
-def test_an_error_is_left_to_the_command_which_says_it_last(status):
+def test_an_error_is_said_when_the_stop_begins_and_then_left_to_the_command(status):
     stream = io.StringIO()
     plain = Plain(stream)
     failed = status | {"phase": "failed", "error": "rollout-0 failed: out of memory"}
     plain.event({"time_s": 1.0, "event": "failed", "error": "rollout-0 failed: out of memory"})
     plain.status(failed)
     plain.close(failed)
-    assert "out of memory" not in stream.getvalue()
+    assert stream.getvalue().count("out of memory") == 1
+    assert "stopping: rollout-0 failed" in stream.getvalue()
     assert "brave-otter: failed" in stream.getvalue()
     console = Console(width=100, file=io.StringIO())
     print_status(RunStatus(directory=Path("x"), status=failed, liveness="ended", age_s=3), console)

@@ -115,8 +115,9 @@ def work_of(lines: Sequence[Line], stretch: Stretch) -> Work:
     before = [line for line in lines if line["time_s"] <= stretch.begin_s][-1]
     trained = sum(sampled_tokens(line) for line in stretch.lines)
     rates = [(line[RATE], spent_s(line, "step")) for line in stretch.lines if RATE in line]
+    steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
     return Work(
-        sampled_tokens=min([trained, *(rate * stretch.seconds for rate in _means({RATE: rates}).values())]),
+        sampled_tokens=min([trained, *(rate * steps_s for rate in _means({RATE: rates}).values())]),
         trained_tokens=stretch.lines[-1]["tokens_trained"] - before["tokens_trained"],
     )
 

@@ -177,7 +177,7 @@ def _vllm() -> Finding:
     if found is None:
         return Finding(what="engine vllm", found="not installed (optional)", hint=line)
     if found.split("+")[0] != VLLM_VERSION:
-        return Finding(what="engine vllm", found=f"{found}, asyncrl works with {VLLM_VERSION}", ok=False, hint=line)
+        return Finding(what="engine vllm", found=f"{found}, asyncrl works with {VLLM_VERSION} (optional)", hint=line)
     say("importing vLLM, which takes a while")
     if wrong := _import_fails("vllm.v1.engine.async_llm"):
         return Finding(what="engine vllm", found=f"{found}, cannot be imported: {wrong}", ok=False, hint=line)

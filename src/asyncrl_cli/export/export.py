@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from asyncrl_cli.checkpoint.find import resolve
 from asyncrl_cli.export.directory import Read, Written, check_target, write_directory
 from asyncrl_cli.export.model_files import check_fit, find_model_files, original_names
 from asyncrl_cli.export.saved_weights import SavedWeights
-from asyncrl_cli.export.source import Source, find_source, run_dir_of
+from asyncrl_cli.export.source import Source, find_source
 
 Dtype = Literal["float32", "bfloat16"]
 Progress = Callable[..., None]
@@ -65,8 +64,8 @@ def export(
         ConfigError, RefusedError, PreflightError: see `find_source`, `check_target`, `find_model_files`, `check_fit`.
         AsyncrlError: if the directory cannot be written.
     """
-    newest = resolve(argument, runs_dir)
-    check_target(out or _default_target(run_dir_of(newest), "", newest.name, version))  # before every byte of it is read
+    if out is not None:
+        check_target(out)  # before every byte of the checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
     target = out or _default_target(source.run_dir, source.run, source.path.name, version)
     check_target(target)

@@ -17,9 +17,9 @@ SHOWN_EVENTS = {
     "checkpointed": lambda event: f"checkpoint of step {event.get('step')} written",
     "restarted": lambda event: f"{event.get('worker')} was restarted in {event.get('restart_s', 0.0):.0f} s",
     "resumed": lambda event: f"resumed from step {event.get('from_step')}",
+    "failed": lambda event: f"stopping: {event.get('error', '')}",
     "warning": lambda event: f"warning: {event.get('message', '')}",
 }
-"""Not `failed`: the command's own error says it once, as the last of all."""
 
 
 class Plain(NullSink):

@@ -174,7 +174,7 @@ class Alone:
         a phase's own workers or ranks slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a
         phase together.
         """
-        done, before = self.spent[end_groups], self.spent.get(begin_groups, Spent())
+        done, before = self.spent[end_groups], self.spent[begin_groups] if begin_groups else Spent()
         tokens, trajectories = done.response_tokens - before.response_tokens, done.trajectories - before.trajectories
         colocate, seconds = self.profile.placement.colocate, done.seconds - before.seconds
         slowdown = _slowdown(self.workload.decoding, len(self.speeds), fills_machine=colocate)

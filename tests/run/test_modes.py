@@ -1,0 +1,51 @@
+"""Whole runs of the other profiles, some with two vLLM engines: real Ray, real engines, a real model that trains."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.engines import needs_vllm
+from tests.run.commands import lines, train
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("profile", ["on-policy-pipeline", "stale-samples", "colocate"])
+def test_the_other_ways_to_sync_train_too(tmp_path, profile):
+    code, _, err = train(tmp_path, profile, "short", "run.train_steps=4", "rollout.workers=2")
+    assert code == 0, err
+    steps = lines(tmp_path / "runs" / "short" / "metrics.jsonl")
+    assert steps[-1]["ledger/trained"] == 16
+    assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
+    assert max(step["staleness/max"] for step in steps) <= (1 if profile == "stale-samples" else 0)
+    status = json.loads((tmp_path / "runs" / "short" / "status.json").read_text())
+    assert status["phase"] == "done"
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("profile", "workers", "sets", "versions"),
+    [
+        ("stale-samples", 2, ("weights.transport=disk", "async_training.trigger_parameter_sync_step=2"), [0, 1, 2]),
+        # Two here as well: each place of the machine, the trainer's too, has a worker.
+        ("colocate", 1, ("weights.mode=sync",), [0, 1, 2, 3, 4]),
+    ],
+)
+def test_two_vllm_workers_load_every_version_each_for_itself(tmp_path, profile, workers, sets, versions):
+    sets = ("run.train_steps=4", "rollout.engine=vllm", f"rollout.workers={workers}", *sets)
+    code, _, err = train(tmp_path, profile, "two", *sets, limit_s=270)
+    assert code == 0, err
+    run = tmp_path / "runs" / "two"
+    events, steps = lines(run / "events.jsonl"), lines(run / "metrics.jsonl")
+    loaded = [event for event in events if event["event"] == "loaded"]
+    assert {event["worker"] for event in loaded} == {"rollout-0", "rollout-1"}
+    for worker in ("rollout-0", "rollout-1"):
+        assert [event["version"] for event in loaded if event["worker"] == worker] == versions
+        assert any(event["event"] == "running" and event["worker"] == worker for event in events)
+    assert max(event["logprob_abs_diff"] for event in loaded) <= 1e-4
+    assert steps[-1]["sync/logprob_abs_diff"] <= 1e-4
+    assert steps[-1]["version"] == versions[-1]
+    assert steps[-1]["ledger/trained"] == steps[-1]["ledger/admitted_total"] - steps[-1]["ledger/requeued"] == 16
+    assert steps[-1]["ledger/dropped"] == 0
