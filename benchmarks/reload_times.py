@@ -1,4 +1,4 @@
-"""A worker extension of vLLM (`worker_extension_cls`): what a weight load costs in vLLM's own worker process.
+"""A worker extension of vLLM (`worker_extension_cls`): what a weight load costs in vLLM's own process.
 
 vLLM mixes `ReloadTimes` into its worker class; its methods are called by `AsyncLLM.collective_rpc`. CPU seconds are those of the
 thread that did it: they mean the same on a busy machine.

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl_cli.job import reaper
@@ -34,6 +38,43 @@ def foreign() -> Iterator[SharedMemory]:
     yield memory
     memory.close()
     memory.unlink()
+
+
+def test_what_cannot_be_removed_keeps_nothing_else() -> None:
+    """A directory in the place of a file: to unlink it is an error for every user."""
+    memory = SharedMemory(create=True, size=64)
+    resource_tracker.unregister(memory._name, "shared_memory")  # type: ignore[attr-defined]
+    memory.close()
+    file = Path("/dev/shm") / memory.name
+    directory = Path(tempfile.mkdtemp(prefix="psm_", dir="/dev/shm"))
+    try:
+        reaper.remove_shared_memory({str(directory), str(file), f"{file}-gone"})
+        assert directory.exists()
+        assert not file.exists()
+    finally:
+        directory.rmdir()
+
+
+def test_shared_memory_that_only_the_last_look_meets_is_told(
+    foreign: SharedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "driver.py"
+    program.write_text(HOLD_SHARED_MEMORY)
+    driver = subprocess.Popen([sys.executable, str(program), foreign.name], stdout=subprocess.PIPE, text=True)
+    try:
+        assert driver.stdout is not None
+        memory = f"/dev/shm/{driver.stdout.readline().strip()}"
+        with open(os.devnull) as closed:  # its end is there at once: no look comes before the last one
+            monkeypatch.setattr(sys, "stdin", closed)
+            seen, told = reaper.watch(driver.pid)
+    finally:
+        children = psutil.Process(driver.pid).children()
+        for process in (*children, driver):
+            process.kill()
+        driver.communicate(timeout=ENDS_WITHIN_S)
+        Path(memory).unlink()
+    assert children[0].pid in seen  # Python's resource tracker may be another
+    assert told == {memory, f"/dev/shm/{foreign.name}"}
 
 
 def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Path, foreign: SharedMemory) -> None:

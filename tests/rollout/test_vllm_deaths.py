@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ from transformers import Qwen3ForCausalLM
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from tests.engines import needs_vllm
-from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
+from tests.rollout.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, replace, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,18 +102,34 @@ def test_a_start_that_fails_in_another_process_is_told_with_its_error(model: Qwe
         pass
 
 
-def test_an_engine_that_is_killed_while_it_prepares_a_version_fails_that(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+def is_preparing(worker: Any) -> bool:
+    return "prepare-weights" in [thread.name for thread in threading.enumerate()]
+
+
+def test_an_engine_that_is_killed_while_it_prepares_a_version_fails_that(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*FUNCTIONS_MAY_BE_SENT)
     with world(model, model_dir) as there:
 
         async def body() -> None:
-            engine = engine_processes(os.getpid())["VLLM::EngineCore"]
-            engine.suspend()
+            asked = asyncio.Event()
+            ask = there.engine._updates._ask
+
+            async def ask_and_say_so(announced: dict[str, Any]) -> None:
+                await ask(announced)
+                asked.set()
+
+            monkeypatch.setattr(there.engine._updates, "_ask", ask_and_say_so)
+            await there.in_engine(replace, "loaded_twin", "never returns")
             version = there.newer()
             preparing = asyncio.create_task(there.engine.prepare(there.weights[version], version))
-            await asyncio.sleep(0)
-            engine.kill()
+            await asked.wait()
+            assert await there.in_engine(is_preparing)
+            assert not preparing.done()
+            engine_processes(os.getpid())["VLLM::EngineCore"].kill()
             for failing in (preparing, there.engine.load(there.weights[version], version, "keep-kv")):
-                with pytest.raises(ExecutorFailed, match=r"could not prepare|engine process has ended"):
+                with pytest.raises(ExecutorFailed, match="engine process has ended"):
                     await asyncio.wait_for(failing, FAILS_WITHIN_S)
 
         there.run(body)

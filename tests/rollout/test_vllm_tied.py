@@ -1,10 +1,11 @@
 """A tied model: the head must follow the embedding, and if it did not, the probes would say so; and loads that fail. An engine of
-its own, whose functions are replaced in vLLM's worker process."""
+its own, whose functions are replaced in the process that holds the model. A test that ends it leaves the next one a new one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 from tests.engines import needs_vllm
 from tests.rollout import tiny
-from tests.rollout.vllm_world import MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+from tests.rollout.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,17 +23,33 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
     pytest.mark.timeout(600),
 ]
+LOOKS = 1000
+"""At what the engine process holds, some milliseconds each: together they take much longer than DROP_AFTER_S."""
 ALARM = WeightsSection().max_logprob_diff
 PROBES = [list(probe) for probe in make_probes(4, 64, 0)]
 
 
 @pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of ours run in the worker, below
+def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], World]]:
+    """The engine of all tests here; another one, if it has failed for good."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as running:
+        patch.setenv(*FUNCTIONS_MAY_BE_SENT)
         model = tiny.make_model(tied=True)
-        with world(model, tiny.save(model, tmp_path_factory.mktemp("tied"))) as running:
-            yield running
+        directory = tiny.save(model, tmp_path_factory.mktemp("tied"))
+        worlds: list[World] = []
+
+        def world_of_a_living_engine() -> World:
+            if not worlds or worlds[-1].engine._failure:
+                running.close()
+                worlds.append(running.enter_context(world(model, directory)))
+            return worlds[-1]
+
+        yield world_of_a_living_engine
+
+
+@pytest.fixture
+def tied(living: Callable[[], World]) -> World:
+    return living()
 
 
 async def load_newer(there: World) -> int:
@@ -47,38 +64,77 @@ async def probe_diff(there: World, version: int) -> float:
     return mean_abs_diff(scores.logprobs, plain)
 
 
-def replaced(worker: Any, name: str, how: str) -> None:
-    """Runs in vLLM's worker: a function of `weights/vllm_twin.py` does otherwise from here on."""
-    from asyncrl_cli.weights import vllm_twin
-
-    def fails(*args: Any) -> None:
-        raise MemoryError("no memory for packing")
-
-    original = vars(vllm_twin).setdefault(f"original_{name}", getattr(vllm_twin, name))
-    ways = {"original": original, "does nothing": lambda *args: None, "is false": lambda *args: False, "fails": fails}
-    setattr(vllm_twin, name, ways[how])
-
-
-async def replace(there: World, name: str, how: str) -> None:
-    assert there.engine._llm is not None
-    await there.engine._llm.collective_rpc(replaced, args=(name, how))
-
-
-def packed_matrices(worker: Any) -> int:
-    """Runs in vLLM's worker: how many it holds, of all versions that it has loaded."""
+def packed_matrices(worker: Any) -> tuple[int, int]:
+    """For `in_engine`: how many there are, of all versions that it has loaded; and of the one that generates."""
     import gc
 
     from vllm._custom_ops import CPUDNNLGEMMHandler
 
-    return sum(isinstance(one, CPUDNNLGEMMHandler) for one in gc.get_objects())
+    held = sum(isinstance(one, CPUDNNLGEMMHandler) for one in gc.get_objects())
+    return held, sum("cpu_linear" in vars(layer) for layer in worker.get_model().modules())
+
+
+def keep_loaders(worker: Any) -> None:
+    """For `in_engine`. A model that is loaded in place keeps loaders that lead to its own layers: no twin can have them, which no
+    engine of one kind ever sees, and the next test would."""
+    from asyncrl_cli.weights import vllm_twin
+
+    kept = []
+    for layer in worker.get_model().modules():
+        info = vllm_twin.get_layerwise_info(layer)
+        metadata = tuple({name: vllm_twin._copy(tensor, {}) for name, tensor in kind.items()} for kind in info.restore_metadata)
+        kept.append((info, metadata))
+    vars(vllm_twin)["kept_loaders"] = kept
+
+
+def put_loaders_back(worker: Any) -> None:
+    from asyncrl_cli.weights import vllm_twin
+
+    for info, metadata in vars(vllm_twin).pop("kept_loaders"):
+        info.restore_metadata = metadata
+
+
+@asynccontextmanager
+async def loaded_in_place(tied: World) -> AsyncIterator[None]:
+    """As on GPUs."""
+    await tied.in_engine(keep_loaders)
+    try:
+        async with tied.replaced("is_exchangeable", "is false"), tied.replaced("exchange", "fails"):
+            yield
+    finally:
+        await tied.in_engine(put_loaders_back)
+
+
+def collector(worker: Any, is_on: bool) -> None:
+    """For `in_engine`: Python's garbage collector, which runs when it likes, must not be what frees old layers."""
+    import gc
+
+    gc.collect()
+    (gc.enable if is_on else gc.disable)()
+
+
+@asynccontextmanager
+async def at_the_end_one_version_is_held(tied: World) -> AsyncIterator[None]:
+    await tied.in_engine(collector, False)
+    try:
+        yield
+        for _ in range(LOOKS):  # what a version held goes in a thread, just after the next one's load
+            held, of_the_model = await tied.in_engine(packed_matrices)
+            if held == of_the_model:
+                break
+        assert held == of_the_model > 0, f"{held} packed matrices after {LOOKS} looks, of which the model has {of_the_model}"
+    finally:
+        await tied.in_engine(collector, True)
 
 
 async def check_that_the_head_follows(tied: World) -> None:
     before = tied.engine.version
+    version = tied.newer()
+    await tied.engine.prepare(tied.weights[version], version)  # first: on a busy machine the responses could end meanwhile
     requests = prompts(8)
-    generating = asyncio.create_task(tied.all_of(requests, sampling(100, temperature=0.8)))
+    generating = asyncio.create_task(tied.all_of(requests, sampling(200, temperature=0.8)))
     await tied.sampled(100)
-    version = await load_newer(tied)
+    await tied.engine.load(tied.weights[version], version, "recompute-kv")
     assert await probe_diff(tied, version) < 1e-4
     completions = await generating
     assert any(set(completion.versions) == {before, version} for completion in completions)
@@ -89,11 +145,10 @@ async def check_that_the_head_follows(tied: World) -> None:
 
 
 async def check_that_the_probes_tell_of_a_head_left_behind(tied: World) -> None:
-    await replace(tied, "pack_tied_layers", "does nothing")
-    diff = await probe_diff(tied, await load_newer(tied))
+    async with tied.replaced("pack_tied_layers", "does nothing"):
+        diff = await probe_diff(tied, await load_newer(tied))
     print(f"probes without packing the tied head: {diff:.3f}")
     assert diff > 100 * ALARM
-    await replace(tied, "pack_tied_layers", "original")
     assert await probe_diff(tied, await load_newer(tied)) < 1e-4
 
 
@@ -107,64 +162,61 @@ def test_the_probes_tell_of_a_head_that_was_left_behind(tied: World) -> None:
 
 def test_loads_in_a_row_hold_one_versions_layers_and_leave_the_collector_nothing_to_do(tied: World) -> None:
     async def body() -> None:
-        assert tied.engine._llm is not None
-        await load_newer(tied)
-        given_up = tied.newer()
-        await tied.engine.prepare(tied.weights[given_up], given_up)
-        prepared = (await tied.engine._llm.collective_rpc(packed_matrices))[0]
-        for _ in range(3):
+        async with at_the_end_one_version_is_held(tied):
             await load_newer(tied)
-        held = prepared
-        while held > prepared / 2:  # what a version held goes in a thread, just after the next one's load
-            held = (await tied.engine._llm.collective_rpc(packed_matrices))[0]
-        assert held > 0
+            given_up = tied.newer()
+            await tied.engine.prepare(tied.weights[given_up], given_up)
+            for _ in range(3):
+                await load_newer(tied)
 
     tied.run(body)
 
 
-def test_a_preparation_that_fails_leaves_the_old_version_serving(tied: World) -> None:
+@pytest.mark.parametrize(
+    ("name", "how", "why"),
+    [
+        ("pack_tied_layers", "fails", "MemoryError: no memory for packing"),
+        ("available_bytes", "is 1000", r"AsyncrlError: a second set of layers takes (?!0\.0)\S+ MiB of memory, 0\.0 MiB are free"),
+    ],
+)
+def test_a_preparation_that_fails_leaves_the_old_version_serving(tied: World, name: str, how: str, why: str) -> None:
     async def body() -> None:
-        await replace(tied, "pack_tied_layers", "fails")
         before = tied.engine.version
-        how = sampling(MAX_RESPONSE_TOKENS, temperature=0.8)
-        running = asyncio.create_task(tied.generate([5, 6, 7], how))
+        running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.8)))
         await tied.sampled(5)
-        for _ in range(2):
-            with pytest.raises(ExecutorFailed, match="could not prepare the next weights: MemoryError: no memory for packing"):
-                await load_newer(tied)
-        completion = await running
-        assert set(completion.versions) == {before}
-        assert completion.logprobs == pytest.approx(tied.plain(before, [5, 6, 7], completion, 0.8), abs=1e-4)
-        assert tied.engine.version == before
-        await replace(tied, "pack_tied_layers", "original")
-        assert await probe_diff(tied, await load_newer(tied)) < 1e-4
+        async with at_the_end_one_version_is_held(tied):
+            async with tied.replaced(name, how):
+                for _ in range(2):
+                    with pytest.raises(ExecutorFailed, match=f"could not prepare the next weights: {why}"):
+                        await load_newer(tied)
+                completion = await running
+            assert set(completion.versions) == {before}
+            assert completion.logprobs == pytest.approx(tied.plain(before, [5, 6, 7], completion, 0.8), abs=1e-4)
+            assert tied.engine.version == before
+            assert await probe_diff(tied, await load_newer(tied)) < 1e-4
 
     tied.run(body)
 
 
 def test_layers_that_cannot_be_exchanged_are_overwritten_in_place(tied: World) -> None:
-    """As on GPUs. From here on: vLLM keeps the loaders of a model that was loaded in place, and no twin can have them."""
-
     async def body() -> None:
-        await replace(tied, "is_exchangeable", "is false")
-        await replace(tied, "exchange", "fails")
-        await check_that_the_head_follows(tied)
-        await check_that_the_probes_tell_of_a_head_left_behind(tied)
+        async with loaded_in_place(tied):
+            await check_that_the_head_follows(tied)
+            await check_that_the_probes_tell_of_a_head_left_behind(tied)
 
     tied.run(body)
 
 
 def test_a_load_that_fails_half_way_ends_the_engine_rather_than_mix_versions(tied: World) -> None:
-    """The module's last test: it ends the engine."""
+    """At the end of the file: a test after it would need another engine."""
 
     async def body() -> None:
-        await replace(tied, "is_exchangeable", "is false")
-        await replace(tied, "pack_tied_layers", "fails")
         before = tied.engine.version
         running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
         await tied.sampled(5)
-        with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
-            await load_newer(tied)
+        async with tied.replaced("is_exchangeable", "is false"), tied.replaced("pack_tied_layers", "fails"):
+            with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
+                await load_newer(tied)
         with pytest.raises(ExecutorFailed, match="half-way"):
             await running
         with pytest.raises(ExecutorFailed, match="half-way"):

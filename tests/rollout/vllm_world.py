@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 import time
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.rollout.engine import Completion, Sampling
 from asyncrl_cli.rollout.vllm_engine import VllmEngine
+from asyncrl_cli.rollout.vllm_processes import answer
 from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from tests.rollout import tiny
 
 DEADLINE_S = 120.0
 MAX_PROMPT_TOKENS = 64
 MAX_RESPONSE_TOKENS = 256
+FUNCTIONS_MAY_BE_SENT = ("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+"""In the environment of an engine's start."""
 KEPT: list[Any] = []
 """ZMQ contexts of ended engines. vLLM leaves them to the garbage collector, which warns, in whatever test it happens to run; at the
 end of the interpreter nobody does."""
@@ -69,10 +73,44 @@ class World:
         while self.engine.sampled_tokens < until:  # noqa: ASYNC110  (it is counted where the tokens come in)
             await asyncio.sleep(0)
 
+    async def in_engine(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function of ours in the process that holds the model, with vLLM's worker as its first argument. The engine
+        must have been started with `FUNCTIONS_MAY_BE_SENT`."""
+        assert self.engine._llm is not None
+        return (await answer(self.engine._llm, self.engine._llm.collective_rpc(function, args=args)))[0]
+
+    @asynccontextmanager
+    async def replaced(self, name: str, how: str) -> AsyncIterator[None]:
+        """A function of `weights/vllm_twin.py` does otherwise in the block."""
+        await self.in_engine(replace, name, how)
+        try:
+            yield
+        finally:
+            await self.in_engine(replace, name, "original")
+
     def plain(self, version: int, prompt: list[int], completion: Completion, temperature: float = 1.0) -> list[float]:
         """Of the response's tokens, by a plain transformers forward of one version's weights."""
         found = tiny.plain_logprobs(self.model, self.weights[version], prompt + completion.tokens, temperature)
         return found[len(prompt) - 1 :]
+
+
+def replace(worker: Any, name: str, how: str) -> None:
+    """For `in_engine`: a function of `weights/vllm_twin.py` does otherwise from here on."""
+    from asyncrl_cli.weights import vllm_twin
+
+    def fails(*args: Any) -> None:
+        raise MemoryError("no memory for packing")
+
+    original = vars(vllm_twin).setdefault(f"original_{name}", getattr(vllm_twin, name))
+    ways = {
+        "original": original,
+        "does nothing": lambda *args: None,
+        "is false": lambda *args: False,
+        "is 1000": lambda *args: 1000,
+        "fails": fails,
+        "never returns": lambda *args: threading.Event().wait(),
+    }
+    setattr(vllm_twin, name, ways[how])
 
 
 @contextmanager

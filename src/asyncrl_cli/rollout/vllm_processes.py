@@ -1,6 +1,6 @@
 """vLLM's processes: how they are started, how they are asked, and that nobody waits for them once they are dead.
 
-    this process: AsyncLLM ──ZMQ──> engine process: scheduler ──> worker process(es): model
+    this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model (tensor_parallel_size > 1: worker processes)
 
 When an engine process dies, vLLM fails the requests that generate. What else it was asked (to pause, to load, to resume) is
 never answered: `answer` is how we wait for that. The other way round: a killed parent takes them along (weights/vllm_plugin.py).
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
+import logging
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -26,8 +28,16 @@ T = TypeVar("T")
 LOOK_S = 0.2
 """How often `answer` looks whether the engine still lives."""
 END_TIMEOUT_S = 10.0
+logger = logging.getLogger(__name__)
 _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
 """What each engine's processes have written since it was started."""
+
+
+def import_vllm() -> None:
+    """Before `start_llm`, and not called by what will hold the engine: vLLM keeps an error of its own import, and that
+    the frames of all its callers, for ever. An engine that one of them refers to lives until the interpreter's end, where it cannot
+    tidy up."""
+    importlib.import_module("vllm.v1.engine.async_llm")
 
 
 def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
@@ -67,12 +77,17 @@ async def answer(llm: AsyncLLM, asked: Coroutine[Any, Any, T]) -> T:
 
 
 async def end_processes(llm: AsyncLLM) -> None:
-    """Kill vLLM's processes, which may wait for something that never comes. Returns when vLLM knows, so that nobody asks them."""
+    """Kill vLLM's processes, which may wait for something that never comes. Returns when vLLM knows, so that nobody asks them.
+
+    That it does not know in time is a warning: who ends them has an error of its own to tell."""
     for process in llm.engine_core.resources.engine_manager.processes:
         process.kill()
-    async with asyncio.timeout(END_TIMEOUT_S):
-        while not llm.errored:  # noqa: ASYNC110  (vLLM's own thread sets it)
-            await asyncio.sleep(LOOK_S)
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            while not llm.errored:  # noqa: ASYNC110  (vLLM's own thread sets it)
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        logger.warning("vLLM has not noticed in %g s that its engine processes were killed", END_TIMEOUT_S)
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import ExecutorFailed
@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 FAILED = "vLLM could not prepare the next weights"
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
-    """No forward pass runs inside; without `keep-kv` all caches are empty at the end. A dead engine is not resumed."""
+    """No forward pass runs inside; without `keep-kv` all caches are empty at the end.
+
+    If the pause fails or is cancelled, generation goes on. If the block raises, the engine has failed and nobody asks it to resume:
+    its processes may wait for bytes that never come, and would not answer."""
     try:
         mode = "wait" if interrupt == "drain" else "keep"
         await answer(llm, llm.pause_generation(mode=mode, clear_cache=interrupt != "keep-kv"))
-        yield
-    finally:
+    except BaseException:
         if not llm.errored:
             await answer(llm, llm.resume_generation())
+        raise
+    yield
+    await answer(llm, llm.resume_generation())
 
 
 class Updates:
@@ -40,16 +45,20 @@ class Updates:
         """vLLM's update stays open when a prepared version is given up; the next one goes on in it."""
         self._number = 0
         self._told = asyncio.StreamReader()
+        self._ends = contextlib.ExitStack()
+        """Of the pipe."""
 
     async def open(self) -> None:
         reading, self._writing = os.pipe()
+        self._ends.callback(os.close, self._writing)
+        pipe = self._ends.enter_context(os.fdopen(reading, "rb"))
         protocol = asyncio.StreamReaderProtocol(self._told)
-        loop = asyncio.get_running_loop()
-        self._transport, _ = await loop.connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb"))
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, pipe)
+        self._ends.callback(transport.close)
 
     def close(self) -> None:
-        self._transport.close()
-        os.close(self._writing)
+        """Also of one that was never opened, or not wholly."""
+        self._ends.close()
 
     async def prepare(self, announced: dict[str, Any]) -> None:
         """`announced`: `SharedWeights.describe`; that memory is read until this returns, and by `finish`. Nothing has changed for

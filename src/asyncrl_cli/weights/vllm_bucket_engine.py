@@ -16,6 +16,7 @@ import logging
 import mmap
 import os
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
     def receive_weights(self, update_info: BucketUpdateInfo) -> None:
         data = attached(update_info.path, update_info.num_bytes)
         weights = views(data, update_info.tensors)
-        pipe = os.open(update_info.tell, os.O_WRONLY)
+        pipe = os.open(update_info.tell, os.O_WRONLY | os.O_NONBLOCK)  # an error if nobody reads: who asked is gone
         before, prepared = self._prepared, Future[Callable[[], None]]()
 
         def prepare() -> None:
@@ -95,13 +96,20 @@ class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
                     before = None
                 prepared.set_result(self._beside(weights) if self._is_exchangeable() else self._touched(data, weights))
             except BaseException as error:  # whoever finishes raises it; whoever prepares is told
+                traceback.clear_frames(error.__traceback__)  # not the layers that were begun
                 prepared.set_exception(error)
                 failure = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_TOLD_CHARS]
-            os.write(pipe, f"{update_info.number} {failure}\n".encode())
-            os.close(pipe)
+            try:
+                os.write(pipe, f"{update_info.number} {failure}\n".encode())
+            finally:
+                os.close(pipe)
 
-        self._prepared = prepared
-        threading.Thread(target=prepare, name="prepare-weights", daemon=True).start()
+        try:
+            threading.Thread(target=prepare, name="prepare-weights", daemon=True).start()
+        except RuntimeError:  # no more threads
+            os.close(pipe)
+            raise
+        self._prepared = prepared  # not before somebody is there to complete it
 
     def finish_weight_update(self) -> None:
         assert self._prepared is not None, "finish_weight_update without update_weights"
@@ -121,6 +129,7 @@ class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
         return vllm_twin.is_exchangeable(self.model, self.device)
 
     def _beside(self, weights: list[tuple[str, torch.Tensor]]) -> Callable[[], None]:
+        vllm_twin.check_room(weights)
         changes = vllm_twin.loaded_twin(self.model, self.model_config, weights)
         return lambda: vllm_twin.exchange(changes)
 

@@ -3,7 +3,8 @@
     register()   our weight transfer engine is known; and a process that an engine of ours started ends with its parent
 
 vLLM's processes outlive a parent that is killed: its engine process notices nothing, and keeps its workers, their memory and
-their GPUs. So each of them watches its own parent: engine process -> rollout worker, vLLM's workers -> engine process.
+their GPUs. So each of them watches its own parent: engine process -> rollout worker; with tensor_parallel_size > 1 also
+vLLM's workers -> engine process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _registered = False
 
 
 def register() -> None:
-    """Make our weight transfer engine known; its module is imported when it is made, in the worker process."""
+    """Make our weight transfer engine known; its module is imported when it is made, in the process that holds the model."""
     global _registered
     if _registered:
         return

@@ -1,5 +1,6 @@
 """A second set of layers beside those of a running vLLM model: loaded and packed while the model generates, then exchanged.
 
+    check_room(weights)  an error if the machine has no memory for them, before any of it is taken
     loaded_twin(model)   the same modules, with tensors of their own (tied ones tied), loaded by vLLM's own layerwise reload.
                          Returned are the changes that an exchange makes: tensors' storages, and the packed matrices (`cpu_linear`)
     exchange(changes)    pointers only, so that it takes no time and cannot fail. The twin then holds the old version
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import psutil
 import torch
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -20,6 +22,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, get_layerwise_info
+
+from asyncrl_cli.errors import AsyncrlError
 
 Change = tuple[Any, Any, str]
 """Two owners and the name of the attribute whose values they exchange."""
@@ -36,6 +40,19 @@ def _is_known(layer: torch.nn.Module) -> bool:
     return method is None or (type(method) in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod) and "cpu_linear" in vars(layer))
 
 
+def check_room(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """As for the buffer they come in (shared.py): asking the kernel for more than there is does not fail, it ends processes."""
+    missing, available = sum(tensor.nbytes for _, tensor in weights), available_bytes()
+    if missing > available:
+        raise AsyncrlError(
+            f"a second set of layers takes {missing / 2**20:.1f} MiB of memory, {available / 2**20:.1f} MiB are free"
+        )
+
+
+def available_bytes() -> int:
+    return int(psutil.virtual_memory().available)
+
+
 @torch.no_grad()
 def loaded_twin(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[Change]:
     """In any thread, while the model runs: nothing of it changes."""
@@ -44,8 +61,9 @@ def loaded_twin(model: torch.nn.Module, model_config: Any, weights: Iterable[tup
         load(twin, model_config, weights)
         return _changes(model, twin)
     finally:
-        for layer in twin.modules():
-            LAYERWISE_INFO.pop(layer, None)  # what vLLM notes of a layer refers to it: it would stay for ever
+        for layer in twin.modules():  # what vLLM notes of a layer refers to it: it would stay for ever
+            if (info := LAYERWISE_INFO.pop(layer, None)) is not None:
+                info.restore_metadata = ({}, {})  # by now with loaders that refer to both, and would keep all until a collection
 
 
 def exchange(pairs: Iterable[Change]) -> None:

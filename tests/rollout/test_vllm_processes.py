@@ -1,0 +1,154 @@
+"""What is asked of vLLM's processes when they fail. They are played here: nothing needs vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.rollout import vllm_processes
+from asyncrl_cli.rollout.vllm_engine import VllmEngine
+from asyncrl_cli.rollout.vllm_processes import end_processes
+from asyncrl_cli.rollout.vllm_settings import VllmSetup
+from asyncrl_cli.rollout.vllm_weights import Updates, paused
+
+
+class Process:
+    """One that vLLM has started; `on_kill`: what vLLM then notices."""
+
+    def __init__(self, on_kill: Callable[[], None] = lambda: None) -> None:
+        self.on_kill = on_kill
+        self.is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+        self.on_kill()
+
+
+class Llm:
+    """AsyncLLM, as far as a pause knows it."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.asked: list[str] = []
+        self.pausing: Callable[[], Coroutine[Any, Any, None]] = lambda: asyncio.sleep(0)
+        self.process = Process()
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=SimpleNamespace(processes=[self.process])))
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.asked.append(f"pause {mode} {clear_cache}")
+        await self.pausing()
+
+    async def resume_generation(self) -> None:
+        self.asked.append("resume")
+
+    def shutdown(self, timeout_s: float) -> None:
+        self.asked.append("shutdown")
+        raise RuntimeError("a process does not go")
+
+
+def test_killed_processes_that_vllm_does_not_miss_are_a_warning_beside_the_real_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(vllm_processes, "END_TIMEOUT_S", 0.01)
+    llm = Llm()
+
+    async def fail() -> None:
+        try:
+            raise ExecutorFailed("the meeting failed")
+        except ExecutorFailed:
+            await end_processes(llm)  # type: ignore[arg-type]
+            raise
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ExecutorFailed, match="the meeting failed"):
+        asyncio.run(fail())
+    assert llm.process.is_killed
+    assert caplog.messages == ["vLLM has not noticed in 0.01 s that its engine processes were killed"]
+
+
+def test_killed_processes_that_vllm_misses_are_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    llm = Llm()
+    llm.process.on_kill = lambda: setattr(llm, "errored", True)
+    asyncio.run(end_processes(llm))  # type: ignore[arg-type]
+    assert llm.process.is_killed
+    assert caplog.messages == []
+
+
+def test_an_engine_that_has_failed_in_a_pause_is_not_asked_to_resume() -> None:
+    llm = Llm()
+
+    async def body() -> None:
+        async with paused(llm, "keep-kv"):  # type: ignore[arg-type]
+            raise MemoryError("half-way")
+
+    with pytest.raises(MemoryError):
+        asyncio.run(body())
+    assert llm.asked == ["pause keep False"]
+
+
+def test_a_pause_that_is_cancelled_before_it_begins_lets_generation_go_on() -> None:
+    llm = Llm()
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    async def load() -> None:
+        async with paused(llm, "drain"):  # type: ignore[arg-type]
+            raise AssertionError("it is not paused")
+
+    async def body() -> None:
+        llm.pausing = never
+        loading = asyncio.create_task(load())
+        while not llm.asked:  # noqa: ASYNC110  (it asks in its first turns)
+            await asyncio.sleep(0)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    asyncio.run(body())
+    assert llm.asked == ["pause wait True", "resume"]
+
+
+def test_a_pause_ends_with_a_resume() -> None:
+    llm = Llm()
+
+    async def body() -> None:
+        async with paused(llm, "recompute-kv"):  # type: ignore[arg-type]
+            llm.asked.append("load")
+
+    asyncio.run(body())
+    assert llm.asked == ["pause keep True", "load", "resume"]
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+def test_a_close_closes_the_pipe_of_updates_though_vllm_does_not_shut_down(tmp_path: Any, is_opened: bool) -> None:
+    """Or though the pipe was never opened, because the start failed."""
+    engine = VllmEngine(VllmSetup(model_dir=tmp_path, slots=1, max_prompt_tokens=1, max_response_tokens=1))
+    llm = Llm()
+    before = open_descriptors()
+
+    async def body() -> None:
+        engine._llm = llm  # type: ignore[assignment]
+        engine._updates = Updates(llm)  # type: ignore[arg-type]
+        inside = open_descriptors()
+        if is_opened:
+            await engine._updates.open()
+            assert open_descriptors() == inside + 2
+        with pytest.raises(RuntimeError, match="does not go"):
+            await engine.close()
+        await asyncio.sleep(0)
+        assert open_descriptors() == inside
+
+    asyncio.run(body())
+    assert llm.asked == ["shutdown"]
+    assert open_descriptors() == before
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
