@@ -18,6 +18,7 @@ import torch
 from ray.exceptions import ActorDiedError
 
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.job import direct, ports
 from asyncrl_cli.job.counts import cuda_counts
 from asyncrl_cli.job.direct import DirectTransport, RayRankZero
 from asyncrl_cli.job.engines import make_engine
@@ -29,15 +30,18 @@ from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.job.transports import HeldLayouts, held
+from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.rollout.vllm_processes import END_TIMEOUT_S
 from asyncrl_cli.rollout.vllm_settings import set_environment
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting, loaded_as
+from asyncrl_cli.weights.limits import WORKER_MARGIN_S
 from asyncrl_cli.weights.vllm_nccl import NcclLinks
 from tests.job.crew import REWARD, make_model, nodes, small_profile
 from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup
@@ -175,6 +179,66 @@ def test_rank_zero_hears_at_once_of_a_worker_that_is_lost(monkeypatch: pytest.Mo
     asyncio.run(asyncio.wait_for(body(), WAIT_S))
 
 
+@pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_first(
+    workers: int, interrupt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeout_s = 20.0  # direct_profile
+    limits: dict[str, float] = {}
+
+    async def answer(ref: Any, *, call: str, timeout_s: float, **_: Any) -> Any:
+        limits[call.partition(" of ")[0]] = timeout_s
+        return "tcp://10.0.0.7:2345"
+
+    for module in (direct, ports):
+        monkeypatch.setattr(module, "answer", answer)
+    profile = direct_profile("nccl")
+    drain_s = profile.rollout.call_timeout_s if interrupt == "drain" else 0.0
+    methods = ("direct", "leave", "load", "connect", "meeting_point")
+    actor: Any = SimpleNamespace(**dict.fromkeys(methods, remote(lambda *args: None)))
+
+    async def body() -> None:
+        link = RayRankZero(actor, WORKER, timeout_s, workers)
+        await link.meeting_point()
+        await link.turn()
+        await link.broadcast(1, {})
+        await link.join(Meeting(host="10.0.0.7", port=2345, world_size=2, wire_bytes=1))
+        await link.leave()
+        worker = RayRolloutWorker(WORKER, lambda: actor, profile, WAIT_S, workers)
+        await worker.connect(actor)
+        await worker.load(1, interrupt)
+
+    asyncio.run(body())
+    rank_zeros_turn_s, own_s = workers * timeout_s, timeout_s + WORKER_MARGIN_S  # NcclLinks; NcclWay
+    after_s = limits["the leave"] + END_TIMEOUT_S  # of a transfer that failed
+    assert rank_zeros_turn_s < limits["turn for rollout-0"]
+    assert timeout_s < own_s < limits["broadcast for rollout-0"] == limits["join for rollout-0"]
+    assert limits["an address"] + own_s + after_s < limits["its meeting with trainer-0"]
+    assert drain_s + limits["turn for rollout-0"] + own_s + after_s < limits["the load"]
+    partial = {"partial_rollout": interrupt != "drain", "staleness_threshold": 0.5}
+    changed = profile.model_copy(update={"async_training": profile.async_training.model_copy(update=partial)})
+    settings = loop_settings(changed, workers)
+    assert settings.interrupt == interrupt
+    assert limits["the load"] < settings.sync_timeout_s < settings.stall_timeout_s
+
+
+def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Driver(monkeypatch)
+    monkeypatch.setattr(ports, "DRIVER_MARGIN_S", 0.25 - 20.0)
+
+    async def body() -> None:
+        there.worker.actor.connect = SimpleNamespace(remote=lambda actor: asyncio.sleep(WAIT_S))
+        with pytest.raises(ExecutorLost) as caught:
+            await there.worker.connect(there.trainer_actor)
+        assert str(caught.value) == (
+            "rollout-0 failed: its meeting with trainer-0 took longer than 0.25 s (by weights.timeout_s = 20 s)"
+        )
+        assert caught.value.hint.endswith("--set weights.timeout_s=...")
+
+    asyncio.run(body())
+
+
 def test_a_restart_with_another_transport_asks_rank_zero_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Driver(monkeypatch)
     asyncio.run(there.worker.restart())
@@ -265,7 +329,7 @@ def test_what_rank_zero_fails_in_is_told_with_its_name() -> None:
         raise ExecutorFailed("rank 0 waited for rollout-0's vLLM processes to take version 3: longer than weights.timeout_s = 20 s")
 
     async def body() -> None:
-        link = RayRankZero(SimpleNamespace(direct=remote(fails)), WORKER, 20.0)
+        link = RayRankZero(SimpleNamespace(direct=remote(fails)), WORKER, 20.0, 1)
         with pytest.raises(ExecutorFailed, match="rank 0 waited for rollout-0's vLLM processes to take version 3"):
             await link.broadcast(3, {})
 

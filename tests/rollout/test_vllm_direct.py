@@ -7,6 +7,7 @@ import asyncio
 import base64
 import inspect
 import pickle
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,9 +18,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.skeleton import skeleton
+from asyncrl_cli.rollout import vllm_direct
 from asyncrl_cli.rollout.vllm_direct import NcclWay, nccl_init_info, nccl_update_info
 from asyncrl_cli.rollout.vllm_engine import VllmEngine
 from asyncrl_cli.rollout.vllm_settings import VllmSetup
@@ -48,7 +50,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 MEETING = Meeting(host="10.0.0.7", port=29511, world_size=3, wire_bytes=2**27)
-SOON_S = 5.0
 
 
 def layouts_of(held: HeldVersions, version: int, weights: dict[str, torch.Tensor]) -> list[Layout]:
@@ -262,11 +263,11 @@ def test_each_load_brings_all_bytes_of_its_version_within_one_pause(
     run(body)
 
 
-@pytest.mark.parametrize(("interrupt", "is_paused"), [("keep-kv", False), ("recompute-kv", False), ("drain", True)])
+@pytest.mark.parametrize(("interrupt", "is_drained"), [("keep-kv", False), ("recompute-kv", False), ("drain", True)])
 def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
-    interrupt: Interrupt, is_paused: bool, model: Qwen3ForCausalLM, model_dir: Path
+    interrupt: Interrupt, is_drained: bool, model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
-    """A drained worker has nothing left to go on with."""
+    """A drained worker has nothing left to go on with, and its vLLM waits for no bytes meanwhile."""
 
     async def body() -> None:
         there = Direct(model, model_dir, "nccl")
@@ -275,15 +276,20 @@ def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
         rank_zero = InProcessRankZero(there.end, there.exchange, "rollout-1")
         await NcclWay(rank_zero, 1, WAIT_S).join(other)  # type: ignore[arg-type]
         await rank_zero.turn()
+        asks, turn = threading.Event(), there.end.turn
+        there.end.turn = lambda worker: (asks.set(), turn(worker))
         loading = asyncio.create_task(there.load(1, interrupt))
-        await asyncio.wait([loading], timeout=0.5)
-        assert ("pause" in there.llm.calls) == is_paused
-        assert there.engine._gate._is_open != is_paused
+        await asyncio.to_thread(asks.wait, WAIT_S)
+        asked_s = time.perf_counter()
+        await asyncio.wait([loading], timeout=0.2)
+        assert there.llm.calls == []
+        assert there.engine._gate._is_open != is_drained
+        waited_s = time.perf_counter() - asked_s
         await rank_zero.leave()
         report = await loading
         assert there.holds(1)
-        if is_paused:
-            assert report.pause_s > 0.4  # the wait is a part of the stop
+        if is_drained:
+            assert report.pause_s > waited_s + report.load_s  # the wait is a part of the stop
 
     run(body)
 
@@ -317,7 +323,7 @@ def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
             ExecutorFailed, match=r"the transfer of version 1 by .* failed: .*0 of 36 tensors of version 1"
         ) as caught:
             await there.load(1)
-        assert time.monotonic() - began_s < SOON_S  # vLLM's processes, which waited for bytes, are gone: nobody waits for them
+        assert time.monotonic() - began_s < WAIT_S  # vLLM's processes, which waited for bytes, are gone: nobody waits for them
         assert there.llm.killed.is_set()
         assert "resume" not in there.llm.calls
         with pytest.raises(ExecutorFailed) as later:
@@ -329,17 +335,23 @@ def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
 
 def test_processes_that_stop_receiving_half_way_end_both_sides_in_bounded_time(model: Qwen3ForCausalLM, model_dir: Path) -> None:
     async def body() -> None:
-        there = Direct(model, model_dir, "nccl", timeout_s=2.0, breaks_after=5)
+        there = Direct(model, model_dir, "nccl", breaks_after=5)
         await there.connect()
+        there.end._timeout_s = 0.5
         began_s = time.monotonic()
-        with pytest.raises(ExecutorFailed, match=r"the transfer of version 1 by NCCL .*weights.timeout_s = 2 s"):
+        with pytest.raises(ExecutorFailed) as caught:
             await there.load(1)
-        assert time.monotonic() - began_s < SOON_S
+        assert str(caught.value) == (
+            "loading version 1 into vLLM failed half-way: the transfer of version 1 by NCCL failed: "
+            "rank 0 waited for rollout-0's vLLM processes to take version 1: longer than weights.timeout_s = 0.5 s"
+        )
+        assert time.monotonic() - began_s < WAIT_S
         assert there.llm.killed.is_set()
         assert there.engine.version == 0
         group = there.exchange.pipe(there.llm.init_info["master_port"])
-        assert await asyncio.to_thread(group.destroyed.wait, SOON_S)
+        assert await asyncio.to_thread(group.destroyed.wait, WAIT_S)
 
+        there.end._timeout_s = WAIT_S
         there.restarted()
         await there.connect()
         await there.load(2)
@@ -380,25 +392,120 @@ def test_a_cancelled_load_ends_both_sides(model: Qwen3ForCausalLM, model_dir: Pa
             await asyncio.sleep(0.01)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(asyncio.gather(loading)), SOON_S)
+            await asyncio.wait_for(asyncio.shield(asyncio.gather(loading)), WAIT_S)
         assert there.llm.killed.is_set()
         pipe = there.exchange.pipe(there.llm.init_info["master_port"])
-        assert await asyncio.to_thread(pipe.destroyed.wait, SOON_S)
+        assert await asyncio.to_thread(pipe.destroyed.wait, WAIT_S)
 
     run(body)
 
 
-def test_a_meeting_to_which_vllm_does_not_come_names_who_is_missing(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+async def never(*args: Any) -> None:
+    await asyncio.sleep(4 * WAIT_S)
+
+
+async def at_once(*args: Any) -> None:
+    pass
+
+
+def test_a_meeting_to_which_vllm_does_not_come_is_told_in_rank_zeros_words(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    async def body() -> None:
+        there = Direct(model, model_dir, "nccl")
+        there.end._timeout_s = 0.5
+        there.llm.init_weight_transfer_engine = never  # type: ignore[method-assign]
+        with pytest.raises(ExecutorFailed) as caught:
+            await there.connect()
+        assert str(caught.value) == (
+            "the meeting by NCCL at in-process:1 failed: "
+            "rank 0 waited for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s = 0.5 s"
+        )
+        assert there.llm.killed.is_set()
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("rank_zero", "vllm", "missing"), [(never, never, "rank 0"), (never, at_once, "rank 0"), (at_once, never, "vLLM's processes")]
+)
+def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
+    rank_zero: Any, vllm: Any, missing: str, model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither end comes: it is rank 0, which would have said that it waits."""
+    monkeypatch.setattr(vllm_direct, "WORKER_MARGIN_S", 0.0)
+    monkeypatch.setattr(InProcessRankZero, "join", rank_zero)
+
     async def body() -> None:
         there = Direct(model, model_dir, "nccl", timeout_s=0.5)
-
-        async def never(request: Any) -> None:
-            await asyncio.sleep(2 * WAIT_S)
-
-        there.llm.init_weight_transfer_engine = never  # type: ignore[method-assign]
-        with pytest.raises(ExecutorFailed, match=r"the meeting by NCCL at in-process:1 .*(vLLM's processes|vLLM processes)"):
+        there.llm.init_weight_transfer_engine = vllm  # type: ignore[method-assign]
+        with pytest.raises(ExecutorFailed) as caught:
             await there.connect()
+        why = f"the meeting by NCCL at in-process:1 took longer than weights.timeout_s = 0.5 s: still waiting for {missing}"
+        assert str(caught.value) == why
         assert there.llm.killed.is_set()
+
+    run(body)
+
+
+@pytest.mark.parametrize(("export", "update", "missing"), [(never, at_once, "rank 0"), (None, never, "vLLM's processes")])
+def test_a_part_that_does_not_come_through_names_who_is_missing(
+    export: Any, update: Any, missing: str, model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def a_part(*args: Any) -> dict[str, Any]:
+        return {}
+
+    monkeypatch.setattr(InProcessRankZero, "export", export or a_part)
+
+    async def body() -> None:
+        there = Direct(model, model_dir, "ipc", timeout_s=0.5)
+        there.llm.update_weights = update  # type: ignore[method-assign]
+        await there.connect()
+        with pytest.raises(ExecutorFailed) as caught:
+            await there.load(1)
+        assert str(caught.value) == (
+            "loading version 1 into vLLM failed half-way: "
+            f"the transfer of version 1 by CUDA IPC took longer than weights.timeout_s = 0.5 s: still waiting for {missing}"
+        )
+
+    run(body)
+
+
+def test_a_load_that_has_ended_well_stays_so_when_rank_zero_answers_late(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def late(self: Any) -> None:
+        raise ExecutorLost("trainer-0 failed: the leave of rollout-0 took longer than 10 s")
+
+    monkeypatch.setattr(InProcessRankZero, "leave", late)
+
+    async def body() -> None:
+        there = Direct(model, model_dir, "ipc")
+        await there.connect()
+        for version in (1, 2):
+            await there.load(version)
+            assert there.holds(version)
+        assert not there.llm.killed.is_set()
+
+    run(body)
+    assert caplog.text.count("the leave of rollout-0 took longer than 10 s") == 2
+
+
+def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(self: Any) -> None:
+        raise AsyncrlError("trainer-0: rank 0 has no NCCL group with rollout-0")
+
+    async def body() -> None:
+        there = Direct(model, model_dir, "nccl")
+        await there.connect()
+        with monkeypatch.context() as patch:
+            patch.setattr(InProcessRankZero, "turn", refused)
+            with pytest.raises(ExecutorFailed, match="the wait until rank 0 sends to this worker failed: trainer-0: rank 0 has no"):
+                await there.load(1)
+        assert there.llm.calls == []
+        assert there.engine._gate._is_open
+        await there.load(2)
+        assert there.holds(2)
 
     run(body)
 
@@ -428,6 +535,6 @@ def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(model: Qwen
             with pytest.raises(ExecutorFailed, match="version 1 by NCCL failed: trainer-0 failed"):
                 await running
             print(f"ended in {time.monotonic() - began_s:.2f} s")
-            assert time.monotonic() - began_s < 2 * SOON_S
+            assert time.monotonic() - began_s < WAIT_S
 
         there.run(body)

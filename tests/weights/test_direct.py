@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from types import SimpleNamespace
@@ -12,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.buckets import Manifest, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting, loaded_as
 from asyncrl_cli.weights.shared import SharedWeights
 from asyncrl_cli.weights.transports import send
-from asyncrl_cli.weights.vllm_ipc import IpcExports
-from asyncrl_cli.weights.vllm_nccl import NcclLinks
+from asyncrl_cli.weights.vllm_ipc import Chunk, IpcExports
+from asyncrl_cli.weights.vllm_nccl import LOOK_S, NcclLinks
 from tests.rollout import tiny
-from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup, InProcessMemory
+from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
 
-SOON_S = 5.0
 WORKER = "rollout-0"
 
 
@@ -91,18 +91,24 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 class Held:
-    """Version 1 and 2 on rank 0, and groups that are made in this process."""
+    """Version 1 and 2 on rank 0, and groups that are made in this process. `passed_s`: rank 0's clock is ahead by so much."""
 
-    def __init__(self, timeout_s: float = WAIT_S) -> None:
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+        self.opens = threading.Event()
         self.exchange = Exchange()
         self.held = HeldVersions()
         self.weights = {version: weights_of(version) for version in (1, 2)}
         self.layouts = {version: published(self.held, version, weights) for version, weights in self.weights.items()}
         self.names = names_of(self.layouts[1], set(self.weights[1]))
         self.groups: list[InProcessGroup] = []
-        self.links = NcclLinks(self.held, self._open, timeout_s=timeout_s)
+        self.links = NcclLinks(self.held, self._open, timeout_s=WAIT_S, clock=self.clock)
+
+    def clock(self) -> float:
+        return time.monotonic() + self.passed_s
 
     def _open(self, meeting: Meeting) -> InProcessGroup:
+        self.opens.set()
         self.groups.append(InProcessGroup(self.exchange, meeting))
         return self.groups[-1]
 
@@ -137,8 +143,8 @@ def test_the_group_of_a_worker_that_leaves_is_destroyed_and_its_broadcast_ends(t
     group.pipe.slot.get(timeout=WAIT_S)  # one of many tensors; then the worker is gone
     there.links.leave(WORKER)
     with pytest.raises(AsyncrlError, match="rank 0 waited for rollout-0's vLLM processes to take version 2: rollout-0 has left"):
-        sending.result(SOON_S)
-    assert group.pipe.destroyed.wait(SOON_S)
+        sending.result(WAIT_S)
+    assert group.pipe.destroyed.wait(WAIT_S)
     with pytest.raises(AsyncrlError, match="rank 0 has no NCCL group with rollout-0"):
         there.links.broadcast(WORKER, 2, there.names)
 
@@ -150,8 +156,8 @@ def test_a_restarted_worker_joins_anew_and_gets_all_of_the_version(threads: Thre
     old.pipe.slot.get(timeout=WAIT_S)
     new = there.joined(threads)  # nobody has told rank 0 that the old process is gone
     with pytest.raises(AsyncrlError, match="rollout-0 has left"):
-        sending.result(SOON_S)
-    assert old.pipe.destroyed.wait(SOON_S)
+        sending.result(WAIT_S)
+    assert old.pipe.destroyed.wait(WAIT_S)
     again = threads.submit(there.links.broadcast, WORKER, 2, there.names)
     got = dict(new.pipe.slot.get(timeout=WAIT_S) for _ in there.names)
     again.result(WAIT_S)
@@ -160,25 +166,29 @@ def test_a_restarted_worker_joins_anew_and_gets_all_of_the_version(threads: Thre
 
 
 def test_a_broadcast_that_nobody_takes_ends_in_bounded_time_and_ends_its_group(threads: ThreadPoolExecutor) -> None:
-    there = Held(timeout_s=1.0)
+    there = Held()
     group = there.joined(threads)
-    began_s = time.monotonic()
-    with pytest.raises(AsyncrlError, match=r"to take version 1: longer than weights.timeout_s = 1 s"):
-        there.links.broadcast(WORKER, 1, there.names)
-    assert 1.0 <= time.monotonic() - began_s < SOON_S
+    sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
+    group.pipe.slot.get(timeout=WAIT_S)
+    there.passed_s = WAIT_S
+    with pytest.raises(AsyncrlError, match=r"to take version 1: longer than weights.timeout_s = 30 s"):
+        sending.result(WAIT_S)
     assert group.pipe.destroyed.is_set()
 
 
 def test_a_meeting_that_nobody_comes_to_ends_in_bounded_time_and_whoever_comes_late_finds_its_group_destroyed(
     threads: ThreadPoolExecutor,
 ) -> None:
-    there = Held(timeout_s=1.0)
+    there = Held()
     meeting = there.meeting()
+    joining = threads.submit(there.links.join, WORKER, meeting)
+    there.opens.wait(WAIT_S)
+    there.passed_s = WAIT_S
     with pytest.raises(AsyncrlError, match=r"for rollout-0's vLLM processes to meet it by NCCL: longer than weights.timeout_s"):
-        there.links.join(WORKER, meeting)
+        joining.result(WAIT_S)
     pipe = there.exchange.pipe(meeting.port)
     pipe.met.wait(WAIT_S)
-    assert pipe.destroyed.wait(SOON_S)
+    assert pipe.destroyed.wait(WAIT_S)
 
 
 def test_workers_are_sent_to_one_after_another(threads: ThreadPoolExecutor) -> None:
@@ -204,11 +214,11 @@ def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_
     second, third = (threads.submit(there.links.turn, f"rollout-{number}") for number in (1, 2))
     assert wait([second, third], timeout=0.5).done == set()
     there.links.leave("rollout-0")  # it has begun nothing, and is gone
-    (first,) = wait([second, third], timeout=SOON_S, return_when=FIRST_COMPLETED).done
+    (first,) = wait([second, third], timeout=WAIT_S, return_when=FIRST_COMPLETED).done
     has, waits = ("rollout-1", "rollout-2") if first is second else ("rollout-2", "rollout-1")
     there.links.leave(waits)  # gone while it waits
     with pytest.raises(AsyncrlError, match=f"{waits} waited for rank 0, which was sending to {has}: {waits} has left"):
-        (third if first is second else second).result(SOON_S)
+        (third if first is second else second).result(WAIT_S)
     sending = threads.submit(there.links.broadcast, has, 1, there.names)
     for _ in there.names:
         groups[int(has[-1])].pipe.slot.get(timeout=WAIT_S)
@@ -217,15 +227,73 @@ def test_a_worker_waits_for_its_turn_before_it_pauses_and_one_that_leaves_gives_
     there.links.turn(WORKER)  # the broadcast has given it back
 
 
-def test_a_turn_that_is_never_given_back_fails_those_who_wait_in_bounded_time(threads: ThreadPoolExecutor) -> None:
-    there = Held(timeout_s=1.0)
-    there.joined(threads)
-    group = there.joined(threads, "rollout-1")
+def test_a_transfer_that_hangs_costs_its_own_worker_and_not_the_next_in_line(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    hangs, next_one = there.joined(threads), there.joined(threads, "rollout-1")
     there.links.turn(WORKER)
-    why = r"rollout-1 waited for rank 0, which was sending to rollout-0: longer than weights.timeout_s = 1 s"
-    with pytest.raises(AsyncrlError, match=why):
-        there.links.broadcast("rollout-1", 1, there.names)
-    assert not group.pipe.destroyed.is_set()  # nothing was sent: it may ask again
+    sending = threads.submit(there.links.broadcast, WORKER, 1, there.names)
+    hangs.pipe.slot.get(timeout=WAIT_S)
+    turn = threads.submit(there.links.turn, "rollout-1")
+    there.passed_s = WAIT_S
+    with pytest.raises(AsyncrlError, match=r"to take version 1: longer than weights.timeout_s"):
+        sending.result(WAIT_S)
+    turn.result(WAIT_S)
+    again = threads.submit(there.links.broadcast, "rollout-1", 1, there.names)
+    got = dict(next_one.pipe.slot.get(timeout=WAIT_S) for _ in there.names)
+    again.result(WAIT_S)
+    assert all(torch.equal(tensor, there.weights[1][name]) for name, tensor in got.items())
+
+
+def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    slow, next_one = there.joined(threads), there.joined(threads, "rollout-1")
+    there.links.turn(WORKER)
+    turn = threads.submit(there.links.turn, "rollout-1")
+    assert wait([turn], timeout=0.5).done == set()
+    there.passed_s = WAIT_S
+    turn.result(WAIT_S)
+    slow_sending = threads.submit(there.links.broadcast, WORKER, 2, there.names)
+    sending = threads.submit(there.links.broadcast, "rollout-1", 1, there.names)
+    for _ in there.names:
+        assert slow.pipe.slot.empty()
+        next_one.pipe.slot.get(timeout=WAIT_S)
+    sending.result(WAIT_S)
+    for _ in there.names:
+        slow.pipe.slot.get(timeout=WAIT_S)
+    slow_sending.result(WAIT_S)
+
+
+def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_for_each_worker(threads: ThreadPoolExecutor) -> None:
+    there = Held()
+    begun, destroyed, ends = threading.Event(), threading.Event(), threading.Event()
+
+    def broadcast(tensors: Any) -> None:
+        begun.set()
+        ends.wait(4 * WAIT_S)
+
+    def destroy() -> None:
+        destroyed.set()
+        ends.wait(4 * WAIT_S)  # longer than it should take
+
+    group: Any = SimpleNamespace(broadcast=broadcast, destroy=destroy)
+    links = NcclLinks(there.held, lambda meeting: group, timeout_s=WAIT_S, clock=there.clock)
+    for worker in (WORKER, "rollout-1"):
+        links.join(worker, there.meeting())
+    sending = threads.submit(links.broadcast, WORKER, 1, there.names)
+    begun.wait(WAIT_S)
+    came_s = there.clock()
+    waiting = threads.submit(links.turn, "rollout-1")
+    while not wait([waiting], timeout=2 * LOOK_S).done:
+        there.passed_s += WAIT_S / 2
+    assert there.clock() - came_s > 2 * WAIT_S
+    why = r"rollout-1 waited for rank 0, which was sending to rollout-0: longer than weights.timeout_s = 30 s for each of 2 workers"
+    with pytest.raises(ExecutorFailed, match=why):
+        waiting.result()
+    destroyed.wait(WAIT_S)
+    ends.set()
+    with pytest.raises(AsyncrlError, match="to take version 1"):
+        sending.result(WAIT_S)
+    links.turn("rollout-1")  # nothing was sent: it may ask again
 
 
 def test_what_a_group_fails_with_is_raised_and_ends_it(threads: ThreadPoolExecutor) -> None:
@@ -286,3 +354,25 @@ def test_a_load_that_begins_again_gets_a_handle_of_its_own_and_a_part_out_of_ord
     there.held.keep([2])
     with pytest.raises(ValueError, match=r"0 of 35 tensors of version 1"):
         rank_zero.export(WORKER, 1, there.names, 0)
+
+
+def test_a_worker_that_leaves_while_a_part_is_made_gives_its_buffer_back() -> None:
+    there = Held()
+    buffers: list[weakref.ref[torch.Tensor]] = []
+    held_when_collected: list[bool] = []
+
+    def produce(tensors: Any, buffer_bytes: int) -> Iterator[Chunk]:
+        buffer = torch.zeros(8)
+        buffers.append(weakref.ref(buffer))
+        rank_zero.leave(WORKER)  # rank 0's other thread, which cannot interrupt this one
+        yield InProcessChunk(names=["a"], shapes=[[8]], dtype_names=["float32"], tensor_sizes=[32], ipc_handle={"here": (buffer,)})
+
+    def collect() -> None:
+        held_when_collected.append(buffers[0]() is not None)
+
+    rank_zero = IpcExports(there.held, produce, buffer_bytes=1, collect=collect)
+    with pytest.raises(ExecutorFailed, match="rollout-0 has left while rank 0 made part 0 of version 1"):
+        rank_zero.export(WORKER, 1, there.names, 0)
+    assert held_when_collected == [True, False]
+    with pytest.raises(ValueError, match="next is part -1"):
+        rank_zero.export(WORKER, 1, there.names, 1)

@@ -14,8 +14,9 @@ pytestmark = [needs_vllm, pytest.mark.filterwarnings("default")]  # vLLM's impor
 def test_only_a_rotary_embedding_that_gets_no_tensor_is_not_worth_a_warning() -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
-    import asyncrl_cli.weights.vllm_bucket_engine  # noqa: F401  (it filters)
+    from asyncrl_cli.weights.vllm_plugin import register
 
+    register()  # as vLLM does in each of its processes, whichever engine receives the weights
     heard: list[str] = []
     ear = logging.Handler()
     ear.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]

@@ -17,8 +17,11 @@ T = TypeVar("T")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: str | None = None) -> Any:
-    """Await an ObjectRef. `key` names the profile key that `timeout_s` came from; None if it is fixed.
+async def answer(
+    ref: Any, *, executor: str, call: str, timeout_s: float, key: str | None = None, key_s: float | None = None
+) -> Any:
+    """Await an ObjectRef. `key` names the profile key that `timeout_s` came from; None if it is fixed. `key_s`: the key's value,
+    where the limit is longer than that.
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
@@ -31,8 +34,9 @@ async def answer(ref: Any, *, executor: str, call: str, timeout_s: float, key: s
     except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
         raise _failure(executor, call, error) from error
     except TimeoutError:
+        limit = f"{key} = {timeout_s:g} s" if key and key_s is None else f"{timeout_s:g} s"
         raise ExecutorLost(
-            f"{executor} failed: {call} took longer than {f'{key} = ' if key else ''}{timeout_s:g} s",
+            f"{executor} failed: {call} took longer than {limit}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
             hint=f"its log may say why; if it only needs longer, --set {key}=..." if key else "",
         ) from None
 

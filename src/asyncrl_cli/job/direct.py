@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.job.calls import answer
 from asyncrl_cli.job.settings import BYTES_PER_MB
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.weights.limits import AT_ONCE_S, CALL_MARGIN_S, KEY, turn_s
 
 if TYPE_CHECKING:
     import torch
@@ -17,54 +18,53 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.vllm_ipc import IpcExports
     from asyncrl_cli.weights.vllm_nccl import NcclLinks
 
-KEY = "weights.timeout_s"
-LEAVE_TIMEOUT_S = 10.0
-
 
 class RayRankZero:
     """`weights.direct.RankZero` on the trainer's first actor, for one worker.
 
-    Rank 0 bounds its own work by `timeout_s`; the wait for it is that much longer, so that its words come first.
+    Rank 0 bounds its own work by `timeout_s`, and a turn by that for each of `workers`; the wait for it is longer, so that
+    its words come first.
     """
 
-    def __init__(self, actor: Any, worker: str, timeout_s: float) -> None:
+    def __init__(self, actor: Any, worker: str, timeout_s: float, workers: int) -> None:
         self._actor = actor
         self._worker = worker
         self._timeout_s = timeout_s
+        self._workers = workers
 
     async def meeting_point(self) -> tuple[str, int]:
-        address = await self._answer(self._actor.meeting_point.remote(), "an address", self._timeout_s)
+        ref = self._actor.meeting_point.remote()
+        address = await answer(ref, executor="trainer-0", call="an address", timeout_s=AT_ONCE_S)
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         return host, int(port)
 
     async def join(self, meeting: Meeting) -> None:
-        await self._direct("join", meeting)
+        await self._direct("join", self._timeout_s, meeting)
 
     async def turn(self) -> None:
-        await self._direct("turn")
+        await self._direct("turn", turn_s(self._timeout_s, self._workers))
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        await self._direct("broadcast", version, names)
+        await self._direct("broadcast", self._timeout_s, version, names)
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        update_info: dict[str, Any] | None = await self._direct("export", version, names, part)
+        update_info: dict[str, Any] | None = await self._direct("export", self._timeout_s, version, names, part)
         return update_info
 
     async def leave(self) -> None:
         await leave(self._actor, self._worker)
 
-    async def _direct(self, call: str, *args: Any) -> Any:
+    async def _direct(self, call: str, limit_s: float, *args: Any) -> Any:
+        """`limit_s`: rank 0's own."""
         ref = self._actor.direct.remote(call, self._worker, *args)
-        return await self._answer(ref, f"{call} for {self._worker}", self._timeout_s + LEAVE_TIMEOUT_S)
-
-    async def _answer(self, ref: Any, call: str, timeout_s: float) -> Any:
-        return await answer(ref, executor="trainer-0", call=call, timeout_s=timeout_s, key=KEY)
+        what, timeout_s = f"{call} for {self._worker}", limit_s + CALL_MARGIN_S
+        return await answer(ref, executor="trainer-0", call=what, timeout_s=timeout_s, key=KEY, key_s=self._timeout_s)
 
 
 async def leave(rank_zero_actor: Any, worker: str) -> None:
     """Rank 0 ends what it does for this worker."""
     ref = rank_zero_actor.leave.remote(worker)
-    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", timeout_s=LEAVE_TIMEOUT_S)
+    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", timeout_s=AT_ONCE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

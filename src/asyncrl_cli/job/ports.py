@@ -37,24 +37,25 @@ from asyncrl_cli.loop.ports import (
     TrainReport,
 )
 from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.samples.dump import is_dump_step
 from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.weights.limits import DRIVER_MARGIN_S, load_s
+from asyncrl_cli.weights.limits import KEY as WEIGHTS_KEY
 
 logger = logging.getLogger(__name__)
 
 CALL_KEY = "rollout.call_timeout_s"
-WEIGHTS_KEY = "weights.timeout_s"
-CONNECT_MARGIN = 1.5
-"""The ends of a meeting bound it by `weights.timeout_s` themselves, and say who is missing; the driver waits that much longer."""
 
 
 class RayRolloutWorker:
     """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays."""
 
-    def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, restart_timeout_s: float) -> None:
-        """`make_actor()` makes the worker's actor in its bundle, now and at every restart."""
+    def __init__(
+        self, name: str, make_actor: Callable[[], Any], profile: Profile, restart_timeout_s: float, workers: int = 1
+    ) -> None:
+        """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: of the job."""
         self.name = name
         self.slots = profile.rollout.slots
         self.actor = make_actor()
@@ -62,6 +63,7 @@ class RayRolloutWorker:
         self._restart_timeout_s = restart_timeout_s
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
+        self._direct_load_s = load_s(profile.weights.timeout_s, workers) if profile.weights.transport in DIRECT_TRANSPORTS else None
         self._rank_zero: Any = None
 
     async def generate(self, request: GroupRequest) -> GroupResult:
@@ -84,12 +86,14 @@ class RayRolloutWorker:
         return float(await self._answer(ref, what, self._weights_timeout_s, WEIGHTS_KEY))
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """A drain may take as long as the longest group, so the longer of the two limits bounds it."""
-        timeout_s, key = self._weights_timeout_s, WEIGHTS_KEY
-        if interrupt == "drain" and self._call_timeout_s > timeout_s:
-            timeout_s, key = self._call_timeout_s, CALL_KEY
+        """A drain may take as long as the longest group, so the longer of the two limits bounds it. Where rank 0 sends the bytes
+        within the load, the waits for it come after the drain, and end by themselves before this one does."""
+        drain_s = self._call_timeout_s if interrupt == "drain" else 0.0
+        key_s, key = max((self._weights_timeout_s, WEIGHTS_KEY), (drain_s, CALL_KEY))
+        timeout_s = key_s if self._direct_load_s is None else drain_s + self._direct_load_s
+        what = f"the load of version {version} ({interrupt})"
         ref = self.actor.load.remote(version, interrupt)
-        report: LoadReport = await self._answer(ref, f"the load of version {version} ({interrupt})", timeout_s, key)
+        report: LoadReport = await self._answer(ref, what, timeout_s, key, key_s if timeout_s > key_s else None)
         return report
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
@@ -128,14 +132,15 @@ class RayRolloutWorker:
         """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
         self._rank_zero = rank_zero
         ref = self.actor.connect.remote(rank_zero)
-        await self._answer(ref, "its meeting with trainer-0", CONNECT_MARGIN * self._weights_timeout_s, None)
+        own_s = self._weights_timeout_s
+        await self._answer(ref, "its meeting with trainer-0", own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
 
     async def stop(self, timeout_s: float) -> None:
         await self._answer(self.actor.stop.remote(), "its end", timeout_s, None)
 
-    async def _answer(self, ref: Any, call: str, timeout_s: float, key: str | None) -> Any:
+    async def _answer(self, ref: Any, call: str, timeout_s: float, key: str | None, key_s: float | None = None) -> Any:
         try:
-            return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key)
+            return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key, key_s=key_s)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
                 self._rank_zero.leave.remote(self.name)

@@ -97,7 +97,7 @@ class RolloutActor:
         from asyncrl_cli.job.direct import RayRankZero
 
         settings = self._settings
-        link = RayRankZero(rank_zero, self._name, settings.weights_timeout_s)
+        link = RayRankZero(rank_zero, self._name, settings.weights_timeout_s, settings.workers)
         await self._engine.connect(link, settings.load_bucket_size_bytes, settings.weights_timeout_s)
 
     async def stop(self) -> None:

@@ -137,7 +137,7 @@ class Run:
             checkpoints=RunCheckpoints(store, trainer),
             resume_from=resume_from,
         )
-        return Pipeline(loop_settings(self.profile), world)
+        return Pipeline(loop_settings(self.profile, len(workers)), world)
 
     def _observers(self, directory: RunDirectory) -> Observers:
         from asyncrl_cli.job.wiring import run_facts

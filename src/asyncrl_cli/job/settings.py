@@ -37,6 +37,7 @@ class RolloutSettings:
     reward_timeout_s: float
     load_bucket_size_bytes: int
     weights_timeout_s: float = 300.0
+    workers: int = 1
     takes_turns_on_gpu: bool = False
     transport: str = "object-store"
     overlap: bool = True
@@ -74,6 +75,7 @@ class RolloutSettings:
             reward_timeout_s=profile.task.reward_timeout_s,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
             weights_timeout_s=profile.weights.timeout_s,
+            workers=plan.role(ROLLOUT).workers,
             takes_turns_on_gpu=plan.colocate and plan.device == "cuda",
             transport=profile.weights.transport,
             overlap=profile.weights.overlap,

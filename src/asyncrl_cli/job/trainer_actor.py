@@ -7,7 +7,7 @@
     group control  report, addresses, a worker's leave: answered at once, whatever else runs
 
 Who waits for whom: collectives in `main` for the other ranks' `main`; `write` for the other ranks' `write`; `direct` for the
-vLLM processes of the worker that has called it, for `weights.timeout_s` at most.
+vLLM processes of the worker that has called it, for `weights.timeout_s` at most, and a `turn` for the workers before it.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.weights.limits import LOOP_MARGIN_S, load_s
 
 if TYPE_CHECKING:
     from asyncrl_cli.checkpoint.store import CheckpointStore
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 STALL_MARGIN_S = 60.0
 
 
-def loop_settings(profile: Profile) -> LoopSettings:
+def loop_settings(profile: Profile, workers: int = 1) -> LoopSettings:
+    """`workers`: of the job, by its plan; with some transports their loads wait for each other."""
     schedule, training = Schedule.of(profile), profile.async_training
     return LoopSettings(
         seed=profile.run.seed,
@@ -42,23 +44,26 @@ def loop_settings(profile: Profile) -> LoopSettings:
         checkpoint_every_steps=profile.checkpoint.every_steps,
         eval_every_versions=profile.eval.every_versions,
         eval_timeout_s=profile.eval.timeout_s,
-        sync_timeout_s=_sync_timeout_s(profile),
+        sync_timeout_s=_sync_timeout_s(profile, workers),
         weights_mode=profile.weights.mode,
         stop_grace_s=profile.run.stop_grace_s,
-        stall_timeout_s=_stall_timeout_s(profile),
+        stall_timeout_s=_stall_timeout_s(profile, workers),
     )
 
 
-def _sync_timeout_s(profile: Profile) -> float:
+def _sync_timeout_s(profile: Profile, workers: int) -> float:
     drain_s = profile.rollout.call_timeout_s if interrupt_of(profile) == "drain" else 0.0
-    return profile.weights.timeout_s + drain_s
+    timeout_s = profile.weights.timeout_s
+    if profile.weights.transport in DIRECT_TRANSPORTS:
+        timeout_s = load_s(timeout_s, workers) + LOOP_MARGIN_S
+    return timeout_s + drain_s
 
 
-def _stall_timeout_s(profile: Profile) -> float:
+def _stall_timeout_s(profile: Profile, workers: int) -> float:
     """The watchdog is for what nothing else bounds: it waits until every call to a worker, and every load, has had its time."""
     if profile.run.stall_timeout_s is not None:
         return profile.run.stall_timeout_s
-    return max(profile.rollout.call_timeout_s, profile.eval.timeout_s, _sync_timeout_s(profile)) + STALL_MARGIN_S
+    return max(profile.rollout.call_timeout_s, profile.eval.timeout_s, _sync_timeout_s(profile, workers)) + STALL_MARGIN_S
 
 
 def interrupt_of(profile: Profile) -> Interrupt:

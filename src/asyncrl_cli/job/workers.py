@@ -158,9 +158,9 @@ def _rollout_workers(
         crew.profile, crew.plan, model_dir=crew.model_dir.absolute(), reward=reward, version=version
     )
     actor_class = ray.remote(max_concurrency=MAX_CALLS, **NEVER_AGAIN)(RolloutActor)
-    workers = []
-    for index in range(crew.plan.role(ROLLOUT).workers):
+    workers: list[RayRolloutWorker] = []
+    for index in range(settings.workers):
         name = f"rollout-{index}"
         make_actor = partial(actor_class.options(**placement.options(ROLLOUT, index)).remote, name, settings, crew.log_path(name))
-        workers.append(RayRolloutWorker(name, make_actor, crew.profile, restart_timeout_s=timeout_s))
+        workers.append(RayRolloutWorker(name, make_actor, crew.profile, restart_timeout_s=timeout_s, workers=settings.workers))
     return workers

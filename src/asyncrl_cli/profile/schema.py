@@ -283,7 +283,7 @@ class WeightsSection(Section):
     """Published versions kept on disk (safetensors), for audits."""
     timeout_s: PositiveFloat = 300.0
     """Longest time a gather, a send or a load may take; likewise a checkpoint's snapshot, write or read, and a dump
-    of samples."""
+    of samples. `nccl`, `ipc`: of a meeting with a worker and of each transfer within a load; waits for others come on top."""
 
 
 class CheckpointSection(Section):

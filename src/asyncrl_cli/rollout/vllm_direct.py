@@ -1,6 +1,6 @@
 """Loads by vLLM's own weight transfer engines, `nccl` and `ipc`: rank 0 is asked for the bytes while the engine is paused.
 
-    nccl   join: both ends meet.   load: [rank 0 broadcasts | vLLM's processes receive and load], side by side
+    nccl   join: both ends meet.   turn: rank 0 is free.   load: rank 0 broadcasts, while vLLM's processes receive and load
     ipc    join: vLLM is told what comes.   load: rank 0 fills its buffer -> vLLM loads it -> the next part ...
 
 If a transfer fails or is late, rank 0 is told, and ends its side. vLLM's processes that wait for bytes hear nothing else, so
@@ -19,11 +19,10 @@ from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.rollout.vllm_processes import answer, told
 from asyncrl_cli.weights.buckets import Spec
 from asyncrl_cli.weights.direct import AnnouncedWeights, Meeting, RankZero, loaded_as
+from asyncrl_cli.weights.limits import KEY, WORKER_MARGIN_S
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-KEY = "weights.timeout_s"
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ class Way(Protocol):
         """Once for each start of the engine, before the first `bring`."""
 
     async def turn(self) -> None:
-        """Before the engine is paused: returns when rank 0 is free for this worker."""
+        """Before vLLM is paused: returns when rank 0 is free for this worker. ExecutorFailed if that takes too long."""
 
     async def bring(self, llm: AsyncLLM, version: int, chosen: list[tuple[str, Spec]]) -> None:
         """These tensors into vLLM's model, between the start and the end of an update."""
@@ -86,7 +85,10 @@ class NcclWay:
         await self._both(llm, self._rank_zero.join(meeting), llm.init_weight_transfer_engine(request), what)
 
     async def turn(self) -> None:
-        await self._rank_zero.turn()
+        try:
+            await self._rank_zero.turn()
+        except AsyncrlError as error:
+            raise _failure("the wait until rank 0 sends to this worker", error, [], self._timeout_s) from error
 
     async def bring(self, llm: AsyncLLM, version: int, chosen: list[tuple[str, Spec]]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -100,11 +102,14 @@ class NcclWay:
         """The group stays for the next version."""
 
     async def _both(self, llm: AsyncLLM, sends: Coroutine[Any, Any, None], receives: Coroutine[Any, Any, None], what: str) -> None:
-        """Neither end can be interrupted from outside: where one fails or is late, both are ended."""
+        """Neither end can be interrupted from outside: where one fails or is late, both are ended.
+
+        Rank 0, which bounds its end by `timeout_s` itself, says so if vLLM's processes do not come: it has the margin to be heard.
+        """
         ends = {"rank 0": asyncio.ensure_future(sends), "vLLM's processes": asyncio.ensure_future(answer(llm, receives))}
         late, outcomes = list(ends), []
         try:
-            await asyncio.wait(ends.values(), timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(ends.values(), timeout=self._timeout_s + WORKER_MARGIN_S, return_when=asyncio.FIRST_EXCEPTION)
             late = [name for name, task in ends.items() if not task.done()]
         finally:
             for task in ends.values():
@@ -121,6 +126,7 @@ class IpcWay:
     def __init__(self, rank_zero: RankZero, timeout_s: float) -> None:
         self._rank_zero = rank_zero
         self._timeout_s = timeout_s
+        self._waits_for = ""
 
     async def join(self, llm: AsyncLLM) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -144,20 +150,21 @@ class IpcWay:
             if not whole:
                 await leave(self._rank_zero)
         if not whole:
-            late = ["rank 0 or vLLM's processes"] if isinstance(error, TimeoutError) else []
+            late = [self._waits_for] if isinstance(error, TimeoutError) else []
             raise _failure(what, None if late else error, late, self._timeout_s)
 
     async def done(self) -> None:
         """vLLM has closed the buffer: rank 0's GPU gets it back."""
-        await self._rank_zero.leave()
+        await leave(self._rank_zero)
 
     async def _parts(self, llm: AsyncLLM, version: int, names: dict[str, str]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        part = 0
+        part, self._waits_for = 0, "rank 0"
         while (update_info := await self._rank_zero.export(version, names, part)) is not None:
+            self._waits_for = "vLLM's processes"
             await answer(llm, llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
-            part += 1
+            part, self._waits_for = part + 1, "rank 0"
 
 
 def nccl_init_info(meeting: Meeting) -> dict[str, Any]:
@@ -191,8 +198,9 @@ async def leave(rank_zero: RankZero) -> None:
 
 
 def _failure(what: str, error: BaseException | None, late: list[str], timeout_s: float) -> ExecutorFailed:
+    """`late`: who has not answered. Where both ends have not, it is rank 0, the first: it tells when it waits for the other."""
     if error is None:
-        return ExecutorFailed(f"{what} took longer than {KEY} = {timeout_s:g} s: still waiting for {' and '.join(late)}")
+        return ExecutorFailed(f"{what} took longer than {KEY} = {timeout_s:g} s: still waiting for {late[0]}")
     failure = ExecutorFailed(f"{what} failed: {error.message if isinstance(error, AsyncrlError) else told(error)}")
     failure.__cause__ = error
     return failure

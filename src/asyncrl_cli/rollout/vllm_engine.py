@@ -115,7 +115,10 @@ class VllmEngine:
         await answer(llm, llm.update_weight_version(str(self._version)))
 
     async def connect(self, rank_zero: RankZero, wire_bytes: int, timeout_s: float) -> None:
-        """`nccl`, `ipc`: agree with rank 0 on how weights come. After `start`, before the first load. Bounded by `timeout_s`."""
+        """`nccl`, `ipc`: agree with rank 0 on how weights come. After `start`, before the first load.
+
+        `timeout_s`: of the meeting, and of each transfer; see weights/limits.py.
+        """
         self._way = way_of(self._setup.weight_backend, rank_zero, wire_bytes=wire_bytes, timeout_s=timeout_s)
         llm = self._running_llm()
         try:
@@ -182,7 +185,10 @@ class VllmEngine:
             try:
                 if interrupt == "drain":
                     await self._gate.idle()
-                return await self._swap(version, interrupt)
+                stopped_s = time.perf_counter()
+                if self._way is not None and interrupt == "drain":
+                    await self._way.turn()
+                return await self._swap(version, interrupt, stopped_s)
             except ExecutorFailed as error:
                 self._fail(error.message)
                 raise
@@ -259,12 +265,11 @@ class VllmEngine:
             raise
         self._prepared = (weights, shared)
 
-    async def _swap(self, version: int, interrupt: Interrupt) -> PauseReport:
-        """Cancelled or failed before the load, the old version goes on; later, the engine has failed."""
+    async def _swap(self, version: int, interrupt: Interrupt, stopped_s: float) -> PauseReport:
+        """Cancelled or failed before the load, the old version goes on; later, the engine has failed. `stopped_s`: its pause began."""
         llm = self._running_llm()
         assert self._prepared is not None
         incoming = self._prepared[1]
-        paused_s = time.perf_counter()
         async with vllm_weights.paused(llm, interrupt):
             began_s = time.perf_counter()
             if interrupt == "recompute-kv":
@@ -283,7 +288,7 @@ class VllmEngine:
             loaded_s = time.perf_counter()
         resumed_s = time.perf_counter()
         self._prepared = None  # giving memory back takes time, too
-        return PauseReport(load_s=loaded_s - began_s, pause_s=resumed_s - paused_s)
+        return PauseReport(load_s=loaded_s - began_s, pause_s=resumed_s - stopped_s)
 
     @contextlib.contextmanager
     def _death_ends_it(self, llm: AsyncLLM) -> Iterator[AsyncLLM]:

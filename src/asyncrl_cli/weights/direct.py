@@ -43,7 +43,8 @@ class RankZero(Protocol):
         """`nccl`: make the group, as its rank 0; an older one of this worker is given up."""
 
     async def turn(self) -> None:
-        """`nccl`: wait until rank 0 sends to no other worker; it then waits for this one's `broadcast`, or `leave`."""
+        """`nccl`: wait until rank 0 sends to no other worker; it then waits for this one's `broadcast`, or `leave`, for as long as
+        a transfer may take."""
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
         """`nccl`: send these tensors (`loaded_as`) to the group, in the order of their layouts. Returns when they are sent."""

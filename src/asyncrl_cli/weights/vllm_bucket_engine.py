@@ -12,7 +12,6 @@ model's own layers: vLLM's layerwise reload, with one layer of extra memory, int
 
 from __future__ import annotations
 
-import logging
 import mmap
 import os
 import threading
@@ -33,16 +32,6 @@ MAX_TOLD_CHARS = 500
 
 DROP_AFTER_S = 0.2
 """Giving memory back takes as long as taking it: once the model goes on, and in a thread."""
-
-
-def is_worth_a_warning(record: logging.LogRecord) -> bool:
-    """vLLM's reload says of every layer that got no tensor that it failed to load. A rotary embedding has none to get: its table of
-    angles follows from the configuration, and is put back as it was."""
-    named = record.args[0] if isinstance(record.args, tuple) and record.args else ""
-    return not (str(record.msg).endswith("Failed to load weights") and str(named).endswith("RotaryEmbedding"))
-
-
-logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_worth_a_warning)
 
 
 @dataclass

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import base64
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
+from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.direct import HeldVersions
 
 
@@ -53,7 +55,7 @@ def collect() -> None:
 
 
 class IpcExports:
-    """One load at a time per worker; calls in one thread."""
+    """One load at a time per worker; its `leave` may come from another thread, while a part is made."""
 
     def __init__(self, held: HeldVersions, produce: Produce, *, buffer_bytes: int, collect: Callable[[], None] = collect) -> None:
         """`buffer_bytes`: at least; a tensor that is larger makes the buffer as large as it is."""
@@ -62,24 +64,40 @@ class IpcExports:
         self._buffer_bytes = buffer_bytes
         self._collect = collect
         self._open: dict[str, tuple[int, int, Iterator[Chunk]]] = {}
+        self._lock = threading.Lock()
 
     def export(self, worker: str, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        """vLLM's update info of the next part, None after the last. Raises ValueError for a version that is not held."""
+        """vLLM's update info of the next part, None after the last.
+
+        Raises:
+            ValueError: for a version that is not held, or a part that is not the next one.
+            ExecutorFailed: the worker has left meanwhile.
+        """
         if part == 0:
             self.leave(worker)
             tensors = list(self._held.tensors(version, names))
             largest = max((tensor.nbytes for _, tensor in tensors), default=0)
-            self._open[worker] = version, 0, self._produce(iter(tensors), max(largest, self._buffer_bytes))
-        begun, expected, chunks = self._open.get(worker, (-1, -1, iter(())))
-        if (version, part) != (begun, expected):
-            raise ValueError(f"{worker} asked for part {part} of version {version}, next is part {expected} of version {begun}")
-        self._open[worker] = version, part + 1, chunks
+            with self._lock:
+                self._open[worker] = version, 0, self._produce(iter(tensors), max(largest, self._buffer_bytes))
+        with self._lock:
+            begun, expected, chunks = self._open.get(worker, (-1, -1, iter(())))
+            if (version, part) != (begun, expected):
+                raise ValueError(f"{worker} asked for part {part} of version {version}, next is part {expected} of version {begun}")
+            asked = self._open[worker] = version, part + 1, chunks
         chunk = next(chunks, None)
+        with self._lock:
+            has_left = self._open.get(worker) is not asked
+        if has_left:  # the buffer was in use here when `leave` collected
+            del asked, chunks, chunk
+            self._collect()
+            raise ExecutorFailed(f"{worker} has left while rank 0 made part {part} of version {version}")
         return None if chunk is None else update_info(chunk)
 
     def leave(self, worker: str) -> None:
         """What the worker's processes have closed is free afterwards; what a killed one had open stays, one buffer."""
-        if self._open.pop(worker, None) is not None:
+        with self._lock:
+            is_open = self._open.pop(worker, None) is not None
+        if is_open:
             self._collect()
 
 

@@ -2,11 +2,12 @@
 
     group of a worker    rank 0: this process;  1, 2, ...: the worker's tensor-parallel ranks
     join                 rank 0 and vLLM's processes meet at an address, at the start and after each restart of the worker
-    turn                 no other worker is sent to until this one was
+    turn                 no other worker is sent to until this one was; lost if it asks for nothing within `weights.timeout_s`
     broadcast            a version's tensors, packed by vLLM's own producer into wire buffers of a fixed size
 
 One group per worker, so that each has its own swap. One broadcast at a time: the GPU's memory and its bus are shared anyway. A
-worker whose generation goes on until it loads waits for its `turn` before it pauses.
+worker waits for its `turn` before vLLM is paused, and that wait is no part of its transfer: one that hangs is ended after
+`weights.timeout_s`, and the others, which wait for that long per worker, are sent to after it.
 
 A call into NCCL cannot be interrupted and waits for its peers for ever, so each is made in a thread of its own; when the worker has
 left, or time is up, the group is destroyed, which ends the call.
@@ -14,6 +15,7 @@ left, or time is up, the group is destroyed, which ends the call.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -24,12 +26,12 @@ from typing import Protocol
 
 import torch
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.direct import HeldVersions, Meeting
+from asyncrl_cli.weights.limits import KEY, turn_s
 
 LOOK_S = 0.2
 """How often a waiting call looks whether its worker has left."""
-KEY = "weights.timeout_s"
 
 
 class Group(Protocol):
@@ -103,14 +105,23 @@ class _Link:
 class NcclLinks:
     """The groups of all workers, by name. Calls for different workers may come in different threads."""
 
-    def __init__(self, held: HeldVersions, open_group: Callable[[Meeting], Group], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        held: HeldVersions,
+        open_group: Callable[[Meeting], Group],
+        *,
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`timeout_s`: of one meeting and of one transfer; a turn has as much for each worker."""
         self._held = held
         self._open_group = open_group
         self._timeout_s = timeout_s
+        self._clock = clock
         self._links: dict[str, _Link] = {}
-        self._turn = threading.Lock()
+        self._turn_changed = threading.Condition()
         self._turn_of: _Link | None = None
-        self._giving = threading.Lock()
+        self._begins_by_s = math.inf
 
     def join(self, worker: str, meeting: Meeting) -> None:
         """Raises AsyncrlError if the worker's processes do not come in time, or the worker leaves meanwhile."""
@@ -122,15 +133,16 @@ class NcclLinks:
         """Raises AsyncrlError likewise, ValueError for a version that is not held. A failed broadcast ends the group."""
         tensors = self._held.tensors(version, names)
         link, group = self._joined(worker)
-        self._take_turn(link)
+        self._take_turn(link, begins_in_s=math.inf)
         try:
             self._bounded(link, lambda: group.broadcast(tensors), f"for {worker}'s vLLM processes to take version {version}")
         finally:
             self._give_turn(link)
 
     def turn(self, worker: str) -> None:
-        """Raises AsyncrlError if another worker has it for too long."""
-        self._take_turn(self._joined(worker)[0])
+        """ExecutorFailed if others have it for too long: nothing was sent, and the group is as it was."""
+        link, _ = self._joined(worker)
+        self._take_turn(link, begins_in_s=self._timeout_s)
 
     def leave(self, worker: str) -> None:
         link = self._links.pop(worker, None)
@@ -145,34 +157,36 @@ class NcclLinks:
             raise AsyncrlError(f"rank 0 has no NCCL group with {worker}")
         return link, link.group
 
-    def _take_turn(self, link: _Link) -> None:
-        if self._turn_of is link:
-            return
-        ends_s = time.monotonic() + self._timeout_s
-        while not self._turn.acquire(timeout=LOOK_S):
-            if link.ended.is_set() or time.monotonic() > ends_s:
-                other = self._turn_of.worker if self._turn_of is not None else "another worker"
-                raise AsyncrlError(f"{link.worker} waited for rank 0, which was sending to {other}: {self._how_it_ended(link)}")
-        self._turn_of = link
-        if link.ended.is_set():
-            self._give_turn(link)
-            raise AsyncrlError(f"{link.worker} waited for rank 0: {self._how_it_ended(link)}")
+    def _take_turn(self, link: _Link, *, begins_in_s: float) -> None:
+        """`begins_in_s`: of its turn; a holder that has begun nothing by then loses it to who waits."""
+        came_s = self._clock()
+        with self._turn_changed:
+            while (holder := self._turn_of) is not None and holder is not link and self._clock() <= self._begins_by_s:
+                workers = len(self._links)
+                is_late = self._clock() - came_s > turn_s(self._timeout_s, workers)
+                if link.ended.is_set() or is_late:
+                    how = self._how_it_ended(link, f" for each of {workers} workers")
+                    raise ExecutorFailed(f"{link.worker} waited for rank 0, which was sending to {holder.worker}: {how}")
+                self._turn_changed.wait(LOOK_S)
+            if link.ended.is_set():
+                raise ExecutorFailed(f"{link.worker} waited for rank 0: {self._how_it_ended(link)}")
+            self._turn_of, self._begins_by_s = link, self._clock() + begins_in_s
 
     def _give_turn(self, link: _Link) -> None:
-        with self._giving:
+        with self._turn_changed:
             if self._turn_of is link:
                 self._turn_of = None
-                self._turn.release()
+            self._turn_changed.notify_all()  # also who waits and has left
 
-    def _how_it_ended(self, link: _Link) -> str:
-        return f"{link.worker} has left" if link.ended.is_set() else f"longer than {KEY} = {self._timeout_s:g} s"
+    def _how_it_ended(self, link: _Link, each: str = "") -> str:
+        return f"{link.worker} has left" if link.ended.is_set() else f"longer than {KEY} = {self._timeout_s:g} s{each}"
 
     def _bounded(self, link: _Link, call: Callable[[], None], waits: str) -> None:
-        ends_s = time.monotonic() + self._timeout_s
+        ends_s = self._clock() + self._timeout_s
         made: Future[None] = Future()
         threading.Thread(target=_make, args=(made, call), name=f"nccl with {link.worker}", daemon=True).start()
         while not wait([made], timeout=LOOK_S).done:
-            if link.ended.is_set() or time.monotonic() > ends_s:
+            if link.ended.is_set() or self._clock() > ends_s:
                 break
         if made.done() and not link.ended.is_set():
             if error := made.exception():

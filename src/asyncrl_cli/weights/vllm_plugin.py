@@ -1,6 +1,7 @@
 """What vLLM finds in every one of its processes, by the entry point in the group `vllm.general_plugins`.
 
-    register()   our weight transfer engine is known; and a process that an engine of ours started ends with its parent
+    register()   our weight transfer engine is known; what vLLM warns of without need when it loads, by any engine, is not logged;
+                 and a process that an engine of ours started ends with its parent
 
 vLLM's processes outlive a parent that is killed: its engine process notices nothing, and keeps its workers, their memory and
 their GPUs. So each of them watches its own parent: engine process -> rollout worker; with tensor_parallel_size > 1 also
@@ -9,6 +10,7 @@ vLLM's workers -> engine process.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import select
@@ -32,9 +34,17 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl_cli.weights.vllm_bucket_engine", "BucketEngine")
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_worth_a_warning)
     _registered = True
     if os.environ.get(OWNER_VARIABLE, str(os.getpid())) != str(os.getpid()):
         end_with_parent()
+
+
+def is_worth_a_warning(record: logging.LogRecord) -> bool:
+    """vLLM's reload says of every layer that got no tensor that it failed to load. A rotary embedding has none to get: its table of
+    angles follows from the configuration, and is put back as it was."""
+    named = record.args[0] if isinstance(record.args, tuple) and record.args else ""
+    return not (str(record.msg).endswith("Failed to load weights") and str(named).endswith("RotaryEmbedding"))
 
 
 def end_with_parent() -> None:

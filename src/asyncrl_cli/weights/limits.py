@@ -1,0 +1,33 @@
+"""How long the waits of `nccl` and `ipc` may take. Each outlasts what is inside it, so that who knows most speaks first.
+
+    rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
+    worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
+    driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain's `rollout.call_timeout_s`
+    loop       until all have loaded: a load + LOOP_MARGIN_S
+
+A part of a transfer by ipc has no bound at rank 0: there it is a copy to the GPU, which waits for nobody.
+"""
+
+from __future__ import annotations
+
+KEY = "weights.timeout_s"
+AT_ONCE_S = 10.0
+"""For what rank 0 answers at once, whatever else it does: an address, a worker's leave."""
+WORKER_MARGIN_S = 10.0
+"""Rank 0's words are on their way: when they have not come after this, rank 0 is who is missing."""
+CALL_MARGIN_S = 20.0
+"""Longer than WORKER_MARGIN_S: a late meeting or transfer is told by who waits for both ends."""
+DRIVER_MARGIN_S = 60.0
+"""An address, the worker's margin, the pause; and when a transfer has failed, to tell rank 0 and to end vLLM's processes."""
+LOOP_MARGIN_S = 60.0
+"""Until the worker has been told of the version and begins to load it."""
+
+
+def turn_s(timeout_s: float, workers: int) -> float:
+    """Each worker before it in the line may take as long as a transfer may."""
+    return workers * timeout_s
+
+
+def load_s(timeout_s: float, workers: int) -> float:
+    """Of a load as the driver waits for it, without the drain."""
+    return turn_s(timeout_s, workers) + timeout_s + DRIVER_MARGIN_S
