@@ -266,7 +266,7 @@ class VllmEngine:
         self._prepared = (weights, shared)
 
     async def _swap(self, version: int, interrupt: Interrupt, stopped_s: float) -> PauseReport:
-        """Cancelled or failed before the load, the old version goes on; later, the engine has failed. `stopped_s`: its pause began."""
+        """Failed before the load, the old version goes on; later, the engine has failed. `stopped_s`: its pause began."""
         llm = self._running_llm()
         assert self._prepared is not None
         incoming = self._prepared[1]
