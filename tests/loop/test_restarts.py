@@ -355,3 +355,20 @@ def test_metrics_of_a_run_with_a_restart_have_no_negative_differences_and_count_
     assert len(while_down) > 5
     assert min(line["rollouter/idle_ratio"] for line in while_down) >= 0.5
     assert Counter(line["rollouter/restarts"] for line in steps).keys() == {0, 1}
+
+
+def test_the_time_before_the_loop_began_is_nobodys():
+    """The executor's clock is 100 s ahead of the driver's. It was ready at 102, and the loop begins at 6 (its 106)."""
+    book = ReportBook(began_s=6.0)
+    spans = ((State.LOADING, 100.0, 102.0), (State.STARVED, 102.0, 107.0), (State.BUSY, 107.0, 109.0))
+    state_s = {State.LOADING: 2.0, State.STARVED: 5.0, State.BUSY: 2.0}
+    book.add(report(109.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 30.0}, spans=spans), 9.0, "rollout-0")
+    first = book.latest["rollout-0"]
+    assert first.state_s == {State.LOADING: 0.0, State.STARVED: 1.0, State.BUSY: 2.0}
+    assert first.sums == {"idle_s": 1.0, "sampled_tokens": 30.0}
+    taken = book.take_spans()["rollout-0"]
+    assert [(span.state, span.start_s, span.end_s) for span in taken] == [(State.STARVED, 6.0, 7.0), (State.BUSY, 7.0, 9.0)]
+    state_s |= {State.BUSY: 5.0}
+    book.add(report(112.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 80.0}), 12.0, "rollout-0")
+    assert sum(book.latest["rollout-0"].state_s.values()) == 6.0
+    assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 80.0}

@@ -107,6 +107,7 @@ class Pipeline:
     async def run(self) -> None:
         """Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
         board = self.board
+        board.reports.began_s = board.now_s()
         try:
             await self._run_tasks()
         except BaseExceptionGroup as group:

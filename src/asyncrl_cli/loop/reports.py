@@ -19,11 +19,14 @@ class ReportBook:
     Executors have clocks of their own. A report made at `now_s` arrives later, so `arrival - now_s` bounds the difference of the
     clocks from above; the least of them seen so far is the best estimate (Cristian's algorithm, one way).
 
+    Executors are started before the loop begins, and wait for each other: their time before `began_s` counts for nothing.
+
     A worker that is restarted begins its integrals anew. Here they go on: what its process had counted, the time without one
     (state `failed`, idle), and what the next one counts are one sum, that never falls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, began_s: float = float("-inf")) -> None:
+        self.began_s = began_s
         self.latest: dict[str, ExecutorReport] = {}
         self._offset_s: dict[str, float] = {}
         self._spans: dict[str, list[Span]] = {}
@@ -36,8 +39,10 @@ class ReportBook:
         """Take a report in; true if the executor has made tokens since the last one. `worker`: in whose process it is."""
         name = report.name
         self._workers[name] = worker
-        from_s = self._begin_anew(report, arrived_s) if name in self._awaited else float("-inf")
         previous = self.latest.get(name)
+        if previous is None:
+            self._leave_out_the_start(report, arrived_s)
+        from_s = self._begin_anew(report, arrived_s) if name in self._awaited else self.began_s
         self.latest[name] = _on_top(self._bases[name], report) if name in self._bases else report
         offset_s = min(arrived_s - report.now_s, self._offset_s.get(name, float("inf")))
         self._offset_s[name] = offset_s
@@ -86,6 +91,19 @@ class ReportBook:
         state_s = report.state_s | {State.FAILED: report.state_s.get(State.FAILED, 0.0) + down_s}
         sums = report.sums | ({"idle_s": report.sums["idle_s"] + down_s} if "idle_s" in report.sums else {})
         self.latest[name] = replace(report, now_s=report.now_s + down_s, state_s=state_s, sums=sums)
+
+    def _leave_out_the_start(self, report: ExecutorReport, arrived_s: float) -> None:
+        """Of an executor's first report, which has the spans of all its life."""
+        offset_s = arrived_s - report.now_s
+        state_s: dict[State, float] = {}
+        for span in report.spans:
+            early_s = min(span.end_s + offset_s, self.began_s) - (span.start_s + offset_s)
+            if early_s > 0:
+                state_s[span.state] = state_s.get(span.state, 0.0) - early_s
+        if state_s:
+            idle_s = sum(seconds for state, seconds in state_s.items() if state is not State.BUSY)
+            sums = {"idle_s": idle_s} if "idle_s" in report.sums else {}
+            self._bases[report.name] = replace(report, state_s=state_s, sums=sums)
 
     def _begin_anew(self, report: ExecutorReport, arrived_s: float) -> float:
         """The first report of the next process. While that started it was idle, and failed in these books: that counts once.
