@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.console import print_json
+from asyncrl_cli.errors import Interrupted
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.ending import RunResult
+    from asyncrl_cli.job.run import Run
     from asyncrl_cli.profile.layers import Loaded
 
 
@@ -50,8 +51,14 @@ def load_profile(reference: str, sets: list[str] | None, name: str | None = None
     return load(reference, sets or [], {} if name is None else {"run.name": name})
 
 
-def end(result: RunResult, *, as_json: bool) -> None:
-    """The end of a command that ran: its summary on stdout, its failure as the command's own."""
+def run_to_its_end(run: Run, *, as_json: bool) -> None:
+    """The run, its summary on stdout, and its failure as the command's own."""
+    import asyncio
+
+    try:
+        result = asyncio.run(run.run())
+    except KeyboardInterrupt:  # typer would leave with 130, without a word
+        raise Interrupted("interrupted while the run was starting: no step was trained") from None
     if as_json:
         print_json(result.summary)
     if result.error is not None:

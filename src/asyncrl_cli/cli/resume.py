@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, Ui, UiOption, end
+from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, Ui, UiOption, run_to_its_end
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -25,10 +25,8 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a run: every group is trained exactly once."""
-    import asyncio
-
     from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import Run
 
     collect_garbage_seldom()
-    end(asyncio.run(Run.resume(target, runs_dir=runs_dir, ui=ui.value, address=address).run()), as_json=as_json)
+    run_to_its_end(Run.resume(target, runs_dir=runs_dir, ui=ui.value, address=address), as_json=as_json)

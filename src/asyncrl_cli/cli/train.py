@@ -15,8 +15,8 @@ from asyncrl_cli.cli.options import (
     SetOption,
     Ui,
     UiOption,
-    end,
     load_profile,
+    run_to_its_end,
 )
 
 EXAMPLES = """[bold]Examples[/]
@@ -57,8 +57,6 @@ def command(
         from asyncrl_cli.cli.plan_memory import refuse_what_cannot_fit
 
         refuse_what_cannot_fit(loaded.profile)
-    import asyncio
-
     from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import Run
 
@@ -72,4 +70,4 @@ def command(
         address=address,
         ui=ui.value,
     )
-    end(asyncio.run(run.run()), as_json=as_json)
+    run_to_its_end(run, as_json=as_json)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job.cluster import ClusterResources, counted
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,12 @@ def _cuda(profile: Profile, ranks: int, workers: int, gpus: int) -> Counts:
 def _total(profile: Profile, cluster: ClusterResources) -> int:
     total = profile.placement.gpus or cluster.gpus
     if total == 0:
-        raise PreflightError(f'placement.device = "cuda", but the cluster has no GPU: {cluster}', hint="--set placement.device=cpu")
+        needs_gpus = profile.weights.transport in DIRECT_TRANSPORTS
+        without = "--set placement.device=cpu" + (" --set weights.transport=object-store" if needs_gpus else "")
+        raise PreflightError(
+            f'placement.device = "cuda", but the cluster has no GPU: {cluster}',
+            hint=f"{without}, or `asyncrl plan --gpus N` to plan for a machine that has some",
+        )
     return total
 
 

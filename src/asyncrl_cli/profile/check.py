@@ -179,7 +179,7 @@ def _direct_transport(profile: Profile) -> Iterator[ConfigError]:
     if transport == "ipc" and not placement.colocate:
         yield ConfigError(
             f"{given} with placement.colocate = false: the trainer's GPU memory can be mapped only by who computes on the same GPU",
-            hint="--set weights.transport=nccl, or --set placement.colocate=true",
+            hint="--profile colocate --set placement.device=cuda, or --set weights.transport=nccl",
         )
     if not profile.weights.dual_buffer:
         yield ConfigError(

@@ -159,6 +159,8 @@ def check_engine_args(setup: VllmSetup, known: Collection[str] | None) -> None:
         if known is not None and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "names are those of vLLM's AsyncEngineArgs"
+            if near and (ours := not_yours(near[0])) is not None:
+                hint = ours.hint
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
     if setup.device == "cpu" and engine_args.get("enable_chunked_prefill"):
         raise ConfigError(
