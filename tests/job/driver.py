@@ -31,11 +31,14 @@ def main(how: str) -> None:
         holder = ray.remote(Holder).options(num_cpus=1).remote()
         ray.get(holder.hold.remote())
         directory = ray._private.worker.global_worker.node.temp_dir
-        print("ready", directory, plan.cpus, flush=True)
+        ready = ("ready", directory, plan.cpus)
+        if how != "wait":
+            print(*ready, flush=True)
         if how == "raise":
             raise RuntimeError("the driver failed")
         if how == "wait":
             try:
+                print(*ready, flush=True)  # whoever reads it may send the signal before this returns
                 time.sleep(120)
             except KeyboardInterrupt:
                 ray.get(holder.hold.remote())  # a Ctrl-C at the terminal must not reach Ray's processes

@@ -49,8 +49,10 @@ def test_a_killed_process_is_replaced_and_every_group_is_trained_once(tmp_path, 
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert steps[-1]["rollouter/restarts"] == 1
     assert {step["ledger/dropped"] for step in steps} == {0}
-    assert all(0 <= step["rollouter/idle_ratio"] < 1.01 for step in steps), "over 1 by what lies between two looks at a clock"
-    assert all(step["rollouter/tokens_per_s"] >= 0 for step in steps)
+    idle = [step["rollouter/idle_ratio"] for step in steps if "rollouter/idle_ratio" in step]  # none if no report came in a step
+    assert idle
+    assert all(0 <= share < 1.01 for share in idle), "over 1 by what lies between two looks at a clock"
+    assert all(step.get("rollouter/tokens_per_s", 0) >= 0 for step in steps)
 
 
 def wait_for_a_busy_worker(run):

@@ -32,6 +32,7 @@ def partial(tmp_path_factory, request):
     sets = (
         f"rollout.engine={request.param}",
         "rollout.interrupt=recompute-kv",
+        "rollout.max_response_tokens=128",  # long enough to be running when a version comes, also where the engine is fast
         "weights.keep_versions=all",
         "logging.samples_every_steps=1",
         "logging.wandb=offline",

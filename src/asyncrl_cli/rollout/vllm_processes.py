@@ -12,8 +12,8 @@ import asyncio
 import dataclasses
 import importlib
 import logging
-from collections.abc import Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Awaitable, Mapping
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
 from asyncrl_cli.errors import ExecutorFailed
@@ -61,7 +61,7 @@ def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
     return llm
 
 
-async def answer(llm: AsyncLLM, asked: Coroutine[Any, Any, T]) -> T:
+async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
     """What vLLM answers; ExecutorFailed if an engine process is dead or dies meanwhile."""
     task = asyncio.ensure_future(asked)
     try:

@@ -41,7 +41,7 @@ class Updates:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
-        self._is_begun = False
+        self._beginning: asyncio.Future[None] | None = None
         """vLLM's update stays open when a prepared version is given up; the next one goes on in it."""
         self._number = 0
         self._told = asyncio.StreamReader()
@@ -69,7 +69,7 @@ class Updates:
         except ExecutorFailed:
             raise
         except Exception as error:  # it was refused; or a worker has just died, and vLLM does not know it yet
-            self._is_begun = False  # vLLM has ended the update
+            self._beginning = None  # vLLM has ended the update
             raise ExecutorFailed(f"{FAILED}: {told(error)}") from error
         for _ in range(self._llm.vllm_config.parallel_config.world_size):
             await self._one_is_ready()
@@ -77,15 +77,12 @@ class Updates:
     async def _ask(self, announced: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        if not self._is_begun:
-            await answer(self._llm, self._begin())
+        if self._beginning is None:
+            self._beginning = asyncio.ensure_future(self._llm.start_weight_update())
+        await answer(self._llm, asyncio.shield(self._beginning))  # asked in full, also if nobody waits for the answer any more
         pipe = f"/proc/{os.getpid()}/fd/{self._writing}"
         request = WeightTransferUpdateRequest(update_info=announced | {"number": self._number, "tell": pipe})
         await answer(self._llm, self._llm.update_weights(request))
-
-    async def _begin(self) -> None:
-        self._is_begun = True  # also if nobody waits for the answer any more
-        await self._llm.start_weight_update()
 
     async def _one_is_ready(self) -> None:
         number = 0
@@ -97,5 +94,5 @@ class Updates:
 
     async def finish(self, version: int) -> None:
         """Within `paused`: what was prepared goes in. If it raises, layers may be of either version."""
-        self._is_begun = False
+        self._beginning = None
         await answer(self._llm, self._llm.finish_weight_update(weight_version=str(version)))
