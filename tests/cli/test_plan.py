@@ -12,6 +12,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND
 from asyncrl_cli.job import cluster, memory_fit
 from asyncrl_cli.profile.layers import load
+from tests.llama import LLAMA_7B
 
 
 def test_a_plan_estimates_the_memory_of_every_process(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,16 +45,6 @@ def test_a_job_that_does_not_fit_is_warned_of(capsys: pytest.CaptureFixture[str]
     captured = capsys.readouterr()
     assert "lower trainer.max_tokens_per_microbatch" in captured.err
     assert "does not fit" in captured.out
-
-
-LLAMA_7B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
 
 
 @pytest.fixture

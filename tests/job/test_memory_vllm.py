@@ -15,19 +15,12 @@ from asyncrl_cli.job.memory_fit import cannot_fit, device_needs, memory_warnings
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.models.shape import shape_of
 from asyncrl_cli.profile.layers import load
+from tests.llama import LLAMA_7B
 
 GIB = 2**30
 MIB = 2**20
 VLLM = "rollout.engine=vllm"
 TINY_KV_VALUES = 2 * 3 * 4 * 32  # keys and values of 3 layers with 4 heads of 32 values
-LLAMA_7B = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-}
 
 
 def planned(*sets, model="builtin:tiny", gpus=0, gpu_gib=None):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,6 +41,10 @@ class Spec:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * int(torch_dtype(self.dtype).itemsize)
+
+    def name_among(self, names: Collection[str]) -> str | None:
+        """The first of its names that is asked for; None if it is to be left out."""
+        return next((name for name in (self.name, *self.aliases) if name in names), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

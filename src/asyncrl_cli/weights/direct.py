@@ -122,7 +122,7 @@ def loaded_as(specs: Sequence[Spec], required: Collection[str]) -> list[tuple[st
     """What vLLM is to load: each tensor once, by the first of its names that is required; the others are left out."""
     chosen = []
     for spec in specs:
-        name = next((name for name in (spec.name, *spec.aliases) if name in required), None)
+        name = spec.name_among(required)
         if name is not None:
             chosen.append((name, spec))
     return chosen

@@ -81,7 +81,7 @@ class SharedWeights(Mapping[str, torch.Tensor]):
         """
         tensors = []
         for entry in self._entries:
-            name = next((name for name in (entry.spec.name, *entry.spec.aliases) if name in names), None)
+            name = entry.spec.name_among(names)
             if name is not None:
                 tensors.append((name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes))
         return {"path": f"/proc/{os.getpid()}/fd/{self._file.descriptor}", "num_bytes": self.num_bytes, "tensors": tensors}
