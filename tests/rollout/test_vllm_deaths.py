@@ -27,8 +27,9 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
     pytest.mark.timeout(300),
 ]
-FAILS_WITHIN_S = 10.0
-GONE_WITHIN_S = 20.0  # vLLM gives its worker 4 s; and the machine may be busy
+FAILS_WITHIN_S = 30.0
+"""Where two share a model, vLLM gives the survivor 5 s to end by itself and 4 s to heed a SIGTERM; and the machine may be busy."""
+GONE_WITHIN_S = 20.0
 
 HOLD_AN_ENGINE = """
 import asyncio, sys
