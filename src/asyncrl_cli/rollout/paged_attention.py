@@ -5,14 +5,18 @@ step of B sequences of length L costs B * B * L; here it costs B * L. The functi
 AttentionInterface. Its name contains "flash" because that is how continuous batching recognises attention that goes by
 `cu_seq_lens_*` and wants no mask.
 
+A new key is written to the cache, and each sequence's keys are read from there once, to where they are attended. (The cache's own
+`update` reads them all into one packed row first.)
+
 Legend: Q = packed query tokens, K = packed key tokens, B = sequences, H = query heads, J = key-value heads, G = H / J,
-L = longest key length of a block, D = head dimension.
+L = longest key length of a block, D = head dimension, C = places in the cache.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -38,11 +42,21 @@ def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sequences with one query each: where their queries are, and which keys they see (padded with key 0)."""
+    """Sequences with one query each: where their queries are, and where the keys that they see (padded with any key)."""
 
     queries_B: torch.Tensor
-    keys_BL: torch.Tensor
-    mask_BL: torch.Tensor
+    places_BL: torch.Tensor
+    mask_B11L: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefill:
+    """`count` neighbours of one length, all new: they see no keys but their own. With `places_K`: one sequence whose queries are its
+    last tokens, and where in the cache all its keys are."""
+
+    queries: slice
+    count: int
+    places_K: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +64,7 @@ class _Plan:
     """Who attends to what in one forward pass; the same for all layers."""
 
     blocks: tuple[_Block, ...]
-    prefills: tuple[tuple[slice, slice], ...]
+    prefills: tuple[_Prefill, ...]
 
 
 class _Planner:
@@ -60,9 +74,10 @@ class _Planner:
         self._key: weakref.ref[torch.Tensor] | None = None
         self._plan = _Plan(blocks=(), prefills=())
 
-    def plan(self, starts_q: torch.Tensor, starts_k: torch.Tensor, dtype: torch.dtype) -> _Plan:
+    def plan(self, starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
+        """`places_K`: where in the cache the packed keys are; empty if no sequence has a key there but the new ones."""
         if self._key is None or self._key() is not starts_q:
-            self._plan = _make_plan(starts_q.tolist(), starts_k.tolist(), dtype)
+            self._plan = _make_plan(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
             self._key = weakref.ref(starts_q)
         return self._plan
 
@@ -84,20 +99,34 @@ def packed_attention(
     if cache is None:
         kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
-    plan = _planner.plan(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"], query.dtype)
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    keys_CJD, values_CJD = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(module.layer_idx))
+    written_Q = kwargs["write_index"][allocator.index]
+    keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
+    values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
+    starts_k = kwargs["cu_seq_lens_k"][allocator.layer_type]
+    plan = _planner.plan(kwargs["cu_seq_lens_q"], starts_k, kwargs["read_index"][allocator.index], query.dtype)
     query_QHD = query[0].transpose(0, 1)
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
-    for q, k in plan.prefills:
-        out_QHD[q] = _prefill(query[:, :, q], key[:, :, k], value[:, :, k], scaling)
-    keys_KJD, values_KJD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+    for prefill in plan.prefills:
+        q, places_K = prefill.queries, prefill.places_K
+        if places_K is None:
+            out_QHD[q] = _prefill(*(_apart(tensor[:, :, q], prefill.count) for tensor in (query, key, value)), scaling)
+        else:
+            seen = (cached.index_select(0, places_K).transpose(0, 1)[None] for cached in (keys_CJD, values_CJD))
+            out_QHD[q] = _prefill(query[:, :, q], *seen, scaling)
     for block in plan.blocks:
-        out_QHD[block.queries_B] = _decode(query_QHD, keys_KJD, values_KJD, block, scaling)
+        out_QHD[block.queries_B] = _decode(query_QHD, keys_CJD, values_CJD, block, scaling)
     return out_QHD[None], None
 
 
+def _apart(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """(1, H, count * L, D) -> (count, H, L, D)."""
+    return packed[0].unflatten(1, (count, -1)).transpose(0, 1)
+
+
 def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """One sequence whose queries are its last tokens: (its part of Q, H, D)."""
+    """Sequences whose queries are their last tokens, (S, H, L, D) and (S, J, keys, D): packed, (S * L, H, D)."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = None
     if num_queries != num_keys:
@@ -105,36 +134,47 @@ def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scalin
     out = functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
     )
-    return out[0].transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _decode(
-    query_QHD: torch.Tensor, keys_KJD: torch.Tensor, values_KJD: torch.Tensor, block: _Block, scaling: float | None
+    query_QHD: torch.Tensor, keys_CJD: torch.Tensor, values_CJD: torch.Tensor, block: _Block, scaling: float | None
 ) -> torch.Tensor:
     """(B, H, D). The G query heads of a key-value head stand in for G query positions, so that no key is repeated."""
-    num_sequences, length = block.keys_BL.shape
-    flat = block.keys_BL.view(-1)
-    shape = (num_sequences, length, *keys_KJD.shape[1:])
+    num_sequences, length = block.places_BL.shape
+    flat = block.places_BL.view(-1)
+    shape = (num_sequences, length, *keys_CJD.shape[1:])
     out_BJGD = functional.scaled_dot_product_attention(
-        query_QHD[block.queries_B].unflatten(1, (keys_KJD.shape[1], -1)),
-        keys_KJD.index_select(0, flat).view(shape).transpose(1, 2),
-        values_KJD.index_select(0, flat).view(shape).transpose(1, 2),
-        attn_mask=block.mask_BL[:, None, None, :],
+        query_QHD[block.queries_B].unflatten(1, (keys_CJD.shape[1], -1)),
+        keys_CJD.index_select(0, flat).view(shape).transpose(1, 2),
+        values_CJD.index_select(0, flat).view(shape).transpose(1, 2),
+        attn_mask=block.mask_B11L,
         scale=scaling,
     )
     return out_BJGD.flatten(1, 2)
 
 
-def _make_plan(starts_q: list[int], starts_k: list[int], dtype: torch.dtype) -> _Plan:
-    prefills, decoding = [], []
-    for row in range(len(starts_q) - 1):
-        q, k = slice(starts_q[row], starts_q[row + 1]), slice(starts_k[row], starts_k[row + 1])
-        if q.stop - q.start == 1:
-            decoding.append((k.stop - k.start, k.start, q.start))
+def _make_plan(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
+    decoding: list[tuple[int, int, int]] = []
+    prefills: list[_Prefill] = []
+    for (q, next_q), (k, next_k) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
+        if next_q - q == next_k - k:
+            _add_new(prefills, q, next_q)
+        elif next_q - q == 1:
+            decoding.append((next_k - k, k, q))
         else:
-            prefills.append((q, k))
+            prefills.append(_Prefill(queries=slice(q, next_q), count=1, places_K=places_K[k:next_k]))
     decoding.sort(reverse=True)
-    return _Plan(blocks=tuple(_make_block(cut, dtype) for cut in _cut(decoding)), prefills=tuple(prefills))
+    return _Plan(blocks=tuple(_make_block(cut, places_K, dtype) for cut in _cut(decoding)), prefills=tuple(prefills))
+
+
+def _add_new(prefills: list[_Prefill], start: int, stop: int) -> None:
+    """A sequence without earlier keys. Where its neighbour has the same length (a group's prompts do), one call does both."""
+    before = prefills[-1] if prefills and prefills[-1].places_K is None else None
+    if before is not None and before.queries.stop == start and (start - before.queries.start) == before.count * (stop - start):
+        prefills[-1] = _Prefill(queries=slice(before.queries.start, stop), count=before.count + 1, places_K=None)
+    else:
+        prefills.append(_Prefill(queries=slice(start, stop), count=1, places_K=None))
 
 
 def _cut(decoding: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
@@ -152,12 +192,13 @@ def _cut(decoding: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]
     return blocks
 
 
-def _make_block(entries: list[tuple[int, int, int]], dtype: torch.dtype) -> _Block:
-    lengths_B, starts_B, queries_B = (torch.tensor(column) for column in zip(*entries, strict=True))
+def _make_block(entries: list[tuple[int, int, int]], places_K: torch.Tensor, dtype: torch.dtype) -> _Block:
+    lengths_B, starts_B, queries_B = torch.tensor(entries).unbind(1)
     steps_L = torch.arange(entries[0][0])
     outside_BL = steps_L >= lengths_B[:, None]
     mask_BL = torch.zeros(outside_BL.shape, dtype=dtype).masked_fill_(outside_BL, float("-inf"))
-    return _Block(queries_B, (starts_B[:, None] + steps_L).masked_fill_(outside_BL, 0), mask_BL)
+    packed_BL = (starts_B[:, None] + steps_L).masked_fill_(outside_BL, 0)
+    return _Block(queries_B.contiguous(), places_K[packed_BL], mask_BL[:, None, None])
 
 
 AttentionInterface.register(NAME, packed_attention)
