@@ -163,7 +163,7 @@ class RayTrainer:
         self._wanted: WeakValueDictionary[int, list[Any]] = WeakValueDictionary()
 
     async def train(self, batch: TrainBatch) -> TrainReport:
-        """Split the step over ranks and mini-batches by metadata; each rank fetches its payloads itself."""
+        """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
         plans = plan_train_step(
             batch.groups,
             ranks=len(self.actors),
@@ -172,8 +172,8 @@ class RayTrainer:
         )
         calls = []
         for rank, (actor, plan) in enumerate(zip(self.actors, plans, strict=True)):
-            payload_refs = {index: batch.groups[index].payload for index in plan.groups}
-            ref = actor.train.remote(batch.step, batch.step_in_window, plan, payload_refs)
+            payload_refs = [batch.groups[index].payload for index in plan.groups]
+            ref = actor.train.remote(batch.step, batch.step_in_window, plan, *payload_refs)
             calls.append(self._answer(rank, ref, f"train step {batch.step}", self._call_timeout_s, CALL_KEY))
         answers = await all_of(calls)
         reports = [report for report, _ in answers]

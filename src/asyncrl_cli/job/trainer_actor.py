@@ -16,9 +16,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
 if TYPE_CHECKING:
+    from asyncrl_cli.samples.trajectory import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.policy_trainer import RankReport
     from asyncrl_cli.train.settings import TrainerSettings
@@ -108,22 +109,23 @@ class TrainerActor:
             return self._trainer.published_version
 
     @ray.method(concurrency_group="main")
-    def train(
-        self, step: int, step_in_window: int, plan: RankPlan, payload_refs: Mapping[int, Any]
-    ) -> tuple[RankReport, ExecutorReport]:
-        """One train step. The arrays come from the object store, to this rank only; fetching them is part of `train_s`."""
+    def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[RankReport, ExecutorReport]:
+        """One train step on the payloads of `plan.groups`, in that order.
+
+        Given as arguments, small ones come with the call and large ones from the object store, to this rank only; to ask for each
+        would be a call to its owner.
+        """
         from asyncrl_cli.train.policy_trainer import RankBatch
 
         began_s = time.monotonic()
         with self._in(State.BUSY):
-            payloads = dict(zip(payload_refs, ray.get(list(payload_refs.values())), strict=True))
-            fetch_s = time.monotonic() - began_s
-            report = self._trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=payloads))
+            groups = dict(zip(plan.groups, payloads, strict=True))
+            report = self._trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=groups))
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
             self._clock.add("trained_tokens", report.tokens)
             self._clock.gauges["step"] = step
-            return replace(report, train_s=report.train_s + fetch_s), self._clock.report()
+            return report, self._clock.report()
 
     @ray.method(concurrency_group="main")
     def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
