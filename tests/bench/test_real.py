@@ -7,13 +7,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from asyncrl_cli.bench import real
+from asyncrl_cli.bench import compare, real
 from asyncrl_cli.bench.compare import Request, compare_real, real_entries
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError
+from asyncrl_cli.observe.bound import Capacities
 
 SETS = ("placement.device=cpu",)
 
@@ -103,6 +105,29 @@ with (run / "metrics.jsonl").open("w") as file:
                 "tokens_trained": 960 * step, "timing/step_s": 2.0, "response_tokens/mean": 10.0, "staleness/histogram": [96]}
         print(json.dumps(line), file=file)
 """
+
+
+def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is twice as fast in the second repeat: the runs, which are not, reach half as much of their bound."""
+    child(monkeypatch, LINES.replace('"partial" in run.name', "False"))
+    asked: list[tuple[list[tuple[str, int]], float]] = []
+
+    def real_capacities(entries: Any, runs: Any, watcher: Any, share: float) -> Any:
+        asked.append(([(run.profile, run.seed) for run in runs], share))
+        speed = 1000.0 * (1 + runs[0].seed)
+        made = Capacities(rollout_tokens_per_s=10 * speed, trainer_tokens_per_s=speed, colocated=False)
+        return {(run.profile, run.seed): made for run in runs}, ("doubtful",)
+
+    monkeypatch.setattr(compare, "real_capacities", real_capacities)
+    request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, repeat=2)
+    outcome = compare_real(request, tmp_path, Quiet())
+    assert outcome.error is None
+    assert asked == [([("colocate", seed), ("partial-rollout", seed)], 0.5) for seed in request.seeds]
+    assert outcome.comparison is not None
+    assert outcome.comparison.remarks == ("doubtful",)
+    for result in outcome.comparison.results:
+        ratio = result.figures["bound_ratio"]
+        assert (ratio.min, ratio.max) == pytest.approx((0.48 / 2, 0.48))  # 960 tokens of a 2 s step, at 1,000 per second
 
 
 def test_what_is_finished_is_kept_when_a_later_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
@@ -26,10 +27,13 @@ NO_GPU_BOUND = (
 
 
 def real_capacities(
-    entries: Sequence[Entry], runs: Sequence[RunLines], watcher: Watcher
+    entries: Sequence[Entry], runs: Sequence[RunLines], watcher: Watcher, share: float = 1.0
 ) -> tuple[dict[RunKey, Capacities], tuple[str, ...]]:
-    """Each phase alone, on responses as long as those of the runs' measured stretch: once per profile, for all of its seeds."""
-    from asyncrl_cli.bench.phases import measure_all
+    """Each phase alone, on responses as long as those of the runs' measured stretch: once per profile, for all of its seeds.
+
+    `share`: of the usual number of measurements.
+    """
+    from asyncrl_cli.bench.phases import REPEATS, measure_all
     from asyncrl_cli.job.preparing import prepare
 
     if entries[0].plan.device == "cuda":
@@ -41,7 +45,10 @@ def real_capacities(
     prepared = asyncio.run(prepare(entries[0].profile, say))
     profiles = {entry.name: entry.profile for entry in entries}
     lengths = measured_lengths(runs, max(entry.window_groups for entry in entries))
-    measured = measure_all(profiles, prepared.model_dir, prepared.task, response_tokens=lengths, progress=watcher.note)
+    repeats = math.ceil(REPEATS * share)
+    measured = measure_all(
+        profiles, prepared.model_dir, prepared.task, response_tokens=lengths, repeats=repeats, progress=watcher.note
+    )
     return {(run.profile, run.seed): measured[run.profile].capacities() for run in runs}, doubts_of(measured.values())
 
 

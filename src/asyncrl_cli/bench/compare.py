@@ -120,23 +120,35 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
 
 
 def compare_real(request: Request, directory: Path, watcher: Watcher) -> Outcome:
-    """On this machine, one run after the other; raises only for what is wrong before the first one."""
+    """On this machine, one run after the other; raises only for what is wrong before the first one.
+
+    Each phase alone is measured after every repeat, as often in all as `phases.REPEATS` says: a machine's speed drifts, and a run is
+    held against what the machine could do at that time.
+    """
     entries, groups = real_entries(request)
     runs = runs_of(entries, request.seeds, groups, request.sets, directory.resolve() / "runs")
     for run in runs:
         watcher.run(run.name, 0, groups)
-    finished, error = _make_all(runs, groups, watcher)
-    capacities: Mapping[RunKey, Capacities] = {}
-    remarks: tuple[str, ...] = ()
-    if error is None:
-        try:
-            capacities, remarks = real_capacities(entries, finished, watcher)
-        except (AsyncrlError, KeyboardInterrupt) as failure:
-            error = _as_error(failure)
+    finished: list[RunLines] = []
+    capacities: dict[RunKey, Capacities] = {}
+    remarks: dict[str, None] = {}
+    error: AsyncrlError | None = None
+    for seed in request.seeds:
+        made, error = _make_all([run for run in runs if run.seed == seed], groups, watcher)
+        finished += made
+        if error is None:
+            try:
+                found, doubts = real_capacities(entries, made, watcher, share=1 / len(request.seeds))
+                capacities |= found
+                remarks |= dict.fromkeys(doubts)
+            except (AsyncrlError, KeyboardInterrupt) as failure:
+                error = _as_error(failure)
+        if error is not None:
+            break
     if not any(run.profile == entries[0].name for run in finished):
         return Outcome(comparison=None, timelines=(), error=error)
     missing = tuple(run.name for run in runs[len(finished) :])
-    comparison = _comparison(request, entries, groups, finished, capacities, "", remarks, missing)
+    comparison = _comparison(request, entries, groups, finished, capacities, "", tuple(remarks), missing)
     return Outcome(comparison=comparison, timelines=_timelines(runs, finished), error=error)
 
 
