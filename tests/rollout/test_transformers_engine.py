@@ -7,13 +7,14 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.rollout import transformers_engine
+from asyncrl_cli.rollout import paged_attention, transformers_engine
 from asyncrl_cli.rollout.engine import Completion, Sampling
 from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket, pack
@@ -107,6 +108,31 @@ def test_logprobs_are_the_same_when(
                 assert completion.finish_reason == ("stop" if completion.tokens[-1] == tiny.EOS else "length")
 
     run(body)
+
+
+def test_the_prompts_of_a_group_are_prefilled_together(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of four, some of one token, that begin while others decode: the attention of many in one call is each one's own."""
+    counts: list[int] = []
+    attend = paged_attention._prefill
+
+    def counted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(query.shape[0])
+        return attend(query, *rest)
+
+    monkeypatch.setattr(paged_attention, "_prefill", counted)
+
+    async def body() -> None:
+        async with engine_of(model_dir, slots=16) as engine:
+            requests = [prompt for prompt in [[7], *prompts(6), [9], [8]] for _ in range(4)]
+            completions = await all_of(engine, requests, sampling(30))
+            for prompt, completion in zip(requests, completions, strict=True):
+                expected = tiny.plain_logprobs(model, model.state_dict(), prompt + completion.tokens)
+                assert completion.logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=1e-5)
+
+    run(body)
+    assert max(counts) >= 4
 
 
 def test_requests_with_different_sampling_share_a_batch(model: Qwen3ForCausalLM, model_dir: Path) -> None:
@@ -416,13 +442,13 @@ def test_a_partial_response_goes_on_as_it_would_have_gone_on(model_dir: Path) ->
             )
             running = asyncio.create_task(engine.generate("again", prompt, how, 3, begun))
             await until(lambda: engine.tokens_of("again") >= 6)
-            known = engine.so_far("again")
+            known = await engine.so_far("again")
             assert known is not None
             assert known.tokens == whole.tokens[: len(known.tokens)]
             again = await running
             assert (again.tokens, again.versions, again.finish_reason) == (whole.tokens, whole.versions, whole.finish_reason)
             assert again.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
-            assert engine.so_far("again") is None
+            assert await engine.so_far("again") is None
             with pytest.raises(ValueError, match="nothing is left to do"):
                 await engine.generate("over", prompt, sampling(5), 3, begun)
 

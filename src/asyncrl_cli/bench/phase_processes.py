@@ -9,6 +9,7 @@ own. The parent waits for an answer, `ANSWER_TIMEOUT_S` at most.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import time
@@ -120,24 +121,32 @@ class Processes:
 
 
 class CpuTime:
-    """What this process computes from now on, in CPU seconds of one core: those of its busiest thread or, if that is more, the mean
-    of its `threads`.
+    """What this process and its children compute from now on, in CPU seconds of one core: those of the busiest thread or, if that is
+    more, the mean of the busiest process over `threads`. (An engine may compute in a child.)
 
     A sum over threads would hide what others take: two threads with half a core each make a CPU second per second, too.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._began_s = time.process_time()
-        self._of_threads_s = _thread_seconds()
+        self._began_s = _thread_seconds()
 
     def spent_s(self) -> float:
-        busiest_s = max(spent_s - self._of_threads_s.get(thread, 0.0) for thread, spent_s in _thread_seconds().items())
-        return max(busiest_s, (time.process_time() - self._began_s) / self._threads)
+        now_s = _thread_seconds()
+        spent_s = {
+            pid: [s - self._began_s.get(pid, {}).get(thread, 0.0) for thread, s in own.items()] for pid, own in now_s.items()
+        }
+        return max(max(max(own), sum(own) / self._threads) for own in spent_s.values())
 
 
-def _thread_seconds() -> dict[int, float]:
-    return {thread.id: thread.user_time + thread.system_time for thread in psutil.Process().threads()}
+def _thread_seconds() -> dict[int, dict[int, float]]:
+    """By process and thread."""
+    seconds: dict[int, dict[int, float]] = {}
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # a child that ends while we look
+            seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+    return seconds
 
 
 def _serve(pipe: Connection, make: MakePhase, index: int, argument: Any, barrier: Barrier, threads: int, log: Path) -> None:
