@@ -67,6 +67,18 @@ def test_the_cpu_time_of_one_thread_is_all_that_the_process_computes() -> None:
     assert cpu.spent_s() == pytest.approx(0.2, abs=0.05)
 
 
+def test_the_cpu_time_of_a_child_counts_too() -> None:
+    """Where an engine computes; here all at once, so that the busiest process is that child."""
+    burn = "import time\nwhile time.process_time() < 0.4: pass\nprint(flush=True)\ninput()"
+    cpu = CpuTime(threads=1)
+    with subprocess.Popen([sys.executable, "-c", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        spent_s = cpu.spent_s()
+        child.kill()
+    assert spent_s == pytest.approx(0.4, abs=0.05)
+
+
 class Answering:
     """A phase for tests of the processes."""
 

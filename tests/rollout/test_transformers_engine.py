@@ -442,13 +442,13 @@ def test_a_partial_response_goes_on_as_it_would_have_gone_on(model_dir: Path) ->
             )
             running = asyncio.create_task(engine.generate("again", prompt, how, 3, begun))
             await until(lambda: engine.tokens_of("again") >= 6)
-            known = await engine.so_far("again")
+            known = engine.so_far("again")
             assert known is not None
             assert known.tokens == whole.tokens[: len(known.tokens)]
             again = await running
             assert (again.tokens, again.versions, again.finish_reason) == (whole.tokens, whole.versions, whole.finish_reason)
             assert again.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
-            assert await engine.so_far("again") is None
+            assert engine.so_far("again") is None
             with pytest.raises(ValueError, match="nothing is left to do"):
                 await engine.generate("over", prompt, sampling(5), 3, begun)
 

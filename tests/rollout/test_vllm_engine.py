@@ -333,7 +333,7 @@ def test_abort_returns_what_there_is_and_frees_the_slot(there: World) -> None:
         await there.engine.abort("a8")
         await there.engine.abort("unknown")
         assert await running[8] == Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
-        known = await there.engine.so_far("a0")
+        known = there.engine.so_far("a0")
         assert known is not None
         well_formed(known)
         for i in range(8):
@@ -398,14 +398,14 @@ def test_partial_responses_know_their_versions_while_they_run(there: World) -> N
         await there.sampled(10)
         await there.engine.load(there.weights[version], version, "recompute-kv")
         await there.sampled(5)
-        known = await there.engine.so_far("watched")
+        known = there.engine.so_far("watched")
         assert known is not None
         assert set(known.versions) == {before, version}
         well_formed(known)
         assert there.engine.tokens_of("watched") == len(known.tokens)
         await there.engine.abort("watched")
         assert (await running).versions[: len(known.versions)] == known.versions
-        assert await there.engine.so_far("watched") is None
+        assert there.engine.so_far("watched") is None
 
     there.run(body)
 
@@ -417,7 +417,7 @@ def test_partial_responses_are_known_to_the_last_token_though_they_come_in_lots(
         running = asyncio.create_task(there.engine.generate("lots", [5, 6], sampling(100, temperature=0.1), 0))
         known: dict[int, Completion] = {}
         while not running.done():
-            if (so_far := await there.engine.so_far("lots")) is not None:
+            if (so_far := there.engine.so_far("lots")) is not None:
                 assert len(so_far.tokens) >= max(known, default=0)
                 known[len(so_far.tokens)] = so_far
             await asyncio.sleep(0)

@@ -28,11 +28,7 @@ SETS = (
 
 @pytest.mark.parametrize(
     ("engine", "victim", "workers"),
-    [
-        ("transformers", b"RolloutActor", 2),
-        ("transformers", b"engine_child", 1),
-        pytest.param("vllm", b"VLLM::EngineCore", 1, marks=needs_vllm),
-    ],
+    [("transformers", b"RolloutActor", 2), pytest.param("vllm", b"VLLM::EngineCore", 1, marks=needs_vllm)],
 )
 def test_a_killed_process_is_replaced_and_every_group_is_trained_once(tmp_path, engine, victim, workers):
     sets = (*SETS, f"rollout.engine={engine}", f"rollout.workers={workers}")

@@ -122,8 +122,8 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
 def compare_real(request: Request, directory: Path, watcher: Watcher) -> Outcome:
     """On this machine, one run after the other; raises only for what is wrong before the first one.
 
-    Each phase alone is measured after every repeat, as often in all as `phases.REPEATS` says: a machine's speed drifts, and a run is
-    held against what the machine could do at that time.
+    Each phase alone is measured after every repeat, as often in all as `phases.REPEATS` says: a machine's speed drifts, and
+    runs are held against what the machine could do at that time.
     """
     entries, groups = real_entries(request)
     runs = runs_of(entries, request.seeds, groups, request.sets, directory.resolve() / "runs")

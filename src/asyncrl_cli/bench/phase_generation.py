@@ -44,7 +44,8 @@ class GenerationOrder:
 class Generated:
     """Sampled response tokens within `seconds`, and the mean number of running sequences (all slots, or it was not full).
 
-    `cpu_s` are the process's own (`CpuTime`); much less than `seconds` on a CPU means that others used the machine.
+    `cpu_s` are those of the process and its engine's (`CpuTime`); much less than `seconds` on a CPU means that others used the
+    machine.
     """
 
     tokens: int

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
@@ -121,8 +121,8 @@ class Processes:
 
 
 class CpuTime:
-    """What this process and its children compute from now on, in CPU seconds of one core: those of the busiest thread or, if that is
-    more, the mean of the busiest process over `threads`. (An engine may compute in a child.)
+    """What this process and its children compute from now on, in CPU seconds of one core: those of the busiest thread or,
+    if that is more, the mean of the busiest process over `threads`. (An engine may compute in a child.)
 
     A sum over threads would hide what others take: two threads with half a core each make a CPU second per second, too.
     """
@@ -137,6 +137,10 @@ class CpuTime:
             pid: [s - self._began_s.get(pid, {}).get(thread, 0.0) for thread, s in own.items()] for pid, own in now_s.items()
         }
         return max(max(max(own), sum(own) / self._threads) for own in spent_s.values())
+
+
+def _since(before_s: Mapping[int, float], now_s: Mapping[int, float]) -> list[float]:
+    return [spent_s - before_s.get(thread, 0.0) for thread, spent_s in now_s.items()]
 
 
 def _thread_seconds() -> dict[int, dict[int, float]]:

@@ -9,8 +9,6 @@ from asyncrl_cli.job.settings import RolloutSettings, planned_vllm
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.rollout.engine import Engine, Sampling
 
-ENGINE_CHILD = "asyncrl_cli.job.engine_child"
-
 
 def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -> None:
     """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments.
@@ -66,14 +64,9 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
             **sizes,
         )
         return VllmEngine(setup, version=settings.version, on_running=on_running)
-    embedded = {"model_dir": settings.model_dir, "version": settings.version, **sizes}
-    if settings.dual_buffer:
-        from asyncrl_cli.rollout.process_engine import ProcessEngine
-
-        return ProcessEngine(ENGINE_CHILD, embedded, on_running=on_running)
     from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 
-    return TransformersEngine(on_running=on_running, **embedded)  # without a second buffer weights are fetched where it is
+    return TransformersEngine(settings.model_dir, version=settings.version, on_running=on_running, **sizes)
 
 
 def sampling_of(settings: RolloutSettings, temperature: float) -> Sampling:

@@ -112,8 +112,8 @@ class TrainerActor:
     def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[RankReport, ExecutorReport]:
         """One train step on the payloads of `plan.groups`, in that order.
 
-        Given as arguments, small ones come with the call and large ones from the object store, to this rank only; to ask for each
-        would be a call to its owner.
+        Given as arguments, small ones come with the call and large ones from the object store, to this rank only, before `train_s`
+        begins; to ask for each would be a call to its owner.
         """
         from asyncrl_cli.train.policy_trainer import RankBatch
 

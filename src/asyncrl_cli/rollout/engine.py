@@ -124,7 +124,7 @@ class Engine(Protocol):
     def tokens_of(self, request_id: str) -> int:
         """Tokens so far of a request that waits or runs; 0 for others."""
 
-    async def so_far(self, request_id: str) -> Completion | None:
+    def so_far(self, request_id: str) -> Completion | None:
         """What a request that waits or runs has by now, as if it were aborted; None for others."""
 
     async def start(self) -> None: ...

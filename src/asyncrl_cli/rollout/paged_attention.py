@@ -5,11 +5,11 @@ step of B sequences of length L costs B * B * L; here it costs B * L. The functi
 AttentionInterface. Its name contains "flash" because that is how continuous batching recognises attention that goes by
 `cu_seq_lens_*` and wants no mask.
 
-A new key is written to the cache, and each sequence's keys are read from there once, to where they are attended. (The cache's own
-`update` reads them all into one packed row first.)
+New keys are written to the cache; what a sequence has there is read once, to where it is attended. (The cache's own `update`
+reads all keys into one packed row first.)
 
 Legend: Q = packed query tokens, K = packed key tokens, B = sequences, H = query heads, J = key-value heads, G = H / J,
-L = longest key length of a block, D = head dimension, C = places in the cache.
+L = longest key length of a block, D = head dimension, C = places in the cache, S = prompts of one length P.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sequences with one query each: where their queries are, and where the keys that they see (padded with any key)."""
+    """Sequences with one query each: where their queries are, and where the keys that they see (padded with the first)."""
 
     queries_B: torch.Tensor
     places_BL: torch.Tensor
@@ -51,8 +51,8 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """`count` neighbours of one length, all new: they see no keys but their own. With `places_K`: one sequence whose queries are its
-    last tokens, and where in the cache all its keys are."""
+    """`count` neighbours of one length, all new: they see no keys but their own. With `places_K` one sequence: its
+    queries are its last tokens, and its keys are there in the cache."""
 
     queries: slice
     count: int
@@ -100,7 +100,7 @@ def packed_attention(
         kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     allocator = cache.layer_to_allocator[module.layer_idx]
-    keys_CJD, values_CJD = (pages.flatten(0, 1) for pages in allocator.get_cache_for_block_table(module.layer_idx))
+    keys_CJD, values_CJD = (pages.view(-1, *pages.shape[2:]) for pages in allocator.get_cache_for_block_table(module.layer_idx))
     written_Q = kwargs["write_index"][allocator.index]
     keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
     values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
@@ -121,12 +121,12 @@ def packed_attention(
 
 
 def _apart(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """(1, H, count * L, D) -> (count, H, L, D)."""
+    """(1, H, S * P, D) -> (S, H, P, D)."""
     return packed[0].unflatten(1, (count, -1)).transpose(0, 1)
 
 
 def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Sequences whose queries are their last tokens, (S, H, L, D) and (S, J, keys, D): packed, (S * L, H, D)."""
+    """Queries (S, H, P, D) are the last tokens of keys and values (S, J, at least P, D). Packed: (S * P, H, D)."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = None
     if num_queries != num_keys:

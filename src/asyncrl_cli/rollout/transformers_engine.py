@@ -154,7 +154,7 @@ class TransformersEngine:
         for track in list(self._tracks.values()):
             _fail(track, ExecutorFailed(f"the rollout engine was closed while {track.request_id} was generating"))
 
-    async def so_far(self, request_id: str) -> Completion | None:
+    def so_far(self, request_id: str) -> Completion | None:
         track = self._tracks.get(request_id)
         return track.completion("abort") if track is not None else None
 

@@ -97,7 +97,7 @@ class VllmEngine:
         track = self._tracks.get(request_id)
         return vllm_requests.num_tokens_so_far(self._running_llm(), track) if track is not None else 0
 
-    async def so_far(self, request_id: str) -> Completion | None:
+    def so_far(self, request_id: str) -> Completion | None:
         track = self._tracks.get(request_id)
         return vllm_requests.completion_so_far(self._running_llm(), track) if track is not None else None
 

@@ -2,7 +2,6 @@
 
     worker   SharedWeights.of_buckets(...) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
     engine   attached(path, num_bytes) -> the same pages, copied on write ──> views(...) -> the model's own loaders
-             mapped(shared.place) -> all tensors by name
 
 The file has no name: it is opened through /proc by whoever may read the worker's descriptors (the same user), it does not
 count against the size of /dev/shm, and it goes when the last process that maps it ends, however that ends.
@@ -15,7 +14,7 @@ import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,15 +27,6 @@ from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, pl
 ONE_BUCKET_BYTES = 2**62
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """Where another process of this machine finds a buffer, and what is in it."""
-
-    path: str
-    num_bytes: int
-    entries: tuple[Entry, ...]
-
-
 class SharedWeights(Mapping[str, torch.Tensor]):
     """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared buffer."""
 
@@ -47,7 +37,12 @@ class SharedWeights(Mapping[str, torch.Tensor]):
         file.grow(1)  # an empty one cannot be mapped
         self.num_bytes = file.num_bytes
         self._data = np.frombuffer(mmap.mmap(file.descriptor, self.num_bytes), dtype=np.uint8)
-        self._tensors = _by_name(self._data, self._entries)
+        self._tensors = {
+            name: tensor
+            for entry in self._entries
+            for tensor in [view_of(self._data, entry)]
+            for name in (entry.spec.name, *entry.spec.aliases)
+        }
 
     @classmethod
     def of_buckets(cls, buckets: Iterable[Bucket]) -> SharedWeights:
@@ -89,17 +84,7 @@ class SharedWeights(Mapping[str, torch.Tensor]):
             name = entry.spec.name_among(names)
             if name is not None:
                 tensors.append((name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes))
-        return {"path": self.place.path, "num_bytes": self.num_bytes, "tensors": tensors}
-
-    @property
-    def place(self) -> Shared:
-        """For `mapped` in another process, for as long as this object lives."""
-        return Shared(path=f"/proc/{os.getpid()}/fd/{self._file.descriptor}", num_bytes=self.num_bytes, entries=self._entries)
-
-
-def mapped(shared: Shared) -> dict[str, torch.Tensor]:
-    """All tensors of another process's `SharedWeights` by name, aliases too. See `attached`."""
-    return _by_name(attached(shared.path, shared.num_bytes), shared.entries)
+        return {"path": f"/proc/{os.getpid()}/fd/{self._file.descriptor}", "num_bytes": self.num_bytes, "tensors": tensors}
 
 
 def attached(path: str, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -124,12 +109,6 @@ def views(
             raise ValueError(f"{name} ends at byte {entry.end_bytes} of {len(data)} shared ones")
         found.append((name, view_of(data, entry)))
     return found
-
-
-def _by_name(data: np.ndarray[Any, np.dtype[np.uint8]], entries: Iterable[Entry]) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor for entry in entries for tensor in [view_of(data, entry)] for name in (entry.spec.name, *entry.spec.aliases)
-    }
 
 
 class _GrowingFile:
