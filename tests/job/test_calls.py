@@ -110,6 +110,19 @@ def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
     assert "\n" not in str(failed.value)
 
 
+def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> None:
+    from ray.exceptions import ObjectLostError
+
+    from asyncrl_cli.job.calls import answer
+
+    async def fetch() -> None:
+        raise ObjectLostError("ab" * 28, None, "")
+
+    with pytest.raises(ExecutorLost, match="trainer-0 failed: arrays were lost during train step 5: ") as failed:
+        asyncio.run(answer(fetch(), executor="trainer-0", call="train step 5", timeout_s=5.0))
+    assert "\n" not in str(failed.value)
+
+
 def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
     with pytest.raises(RefusedError, match="rollout-0: step-1 is of another model") as refused:
         called(actor.refuses.remote())

@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 
@@ -55,7 +55,8 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
 def _failure(executor: str, call: str, error: RayError) -> AsyncrlError:
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if not isinstance(error, RayTaskError):
-        return ExecutorLost(f"{executor} failed: its process ended during {call}: {_died(error)}")
+        what = "arrays were lost" if isinstance(error, ObjectLostError) else "its process ended"
+        return ExecutorLost(f"{executor} failed: {what} during {call}: {_died(error)}")
     cause = error.cause
     if isinstance(cause, ExecutorFailed):
         return ExecutorLost(f"{executor} failed: {cause.message}", hint=cause.hint)
