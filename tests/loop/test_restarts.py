@@ -275,6 +275,9 @@ def test_without_restarts_the_first_failure_ends_the_run():
     ran = run_with([death(3.0)], max_restarts=0)
     assert str(ran.error) == "rollout-1 failed: simulated death at 3 s"
     assert not ran.recorder.named("lost")
+    assert [event.fields["message"] for event in ran.recorder.named("warning")] == [
+        "rollout-1 is not replaced: rollout.max_restarts = 0"
+    ]
 
 
 def test_the_next_process_wants_the_newest_version_also_where_that_is_about_to_be_replaced():

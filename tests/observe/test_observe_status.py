@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -10,12 +11,14 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.screen import watch_status
 from asyncrl_cli.observe.sinks import StatusFile
-from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.observe.status import StillStarting, read_status
 
 DRIVER = """
 import os, signal, sys
@@ -62,6 +65,32 @@ def test_a_run_is_live_until_it_is_killed_and_dead_from_then_on(tmp_path):
 def test_an_ended_run_is_ended_however_old_its_status_is(tmp_path, facts):
     write_status(tmp_path, "old", facts, phase="done", updated_at=0.0, pid=2**22 + 1)
     assert read_status("old", tmp_path).liveness == "ended"
+
+
+def test_a_run_that_starts_is_not_one_that_ended_while_it_started(tmp_path):
+    run = RunDirectory.create(tmp_path, "young", profile_toml="", resolved={})
+    with pytest.raises(StillStarting, match="run 'young' is starting"):
+        read_status("young", tmp_path)
+    run.close()
+    with pytest.raises(RefusedError, match="run 'young' ended while it started") as ended:
+        read_status("young", tmp_path)
+    assert not isinstance(ended.value, StillStarting)
+    assert ended.value.hint == "its log: asyncrl logs young"
+
+
+def test_watching_a_run_that_starts_waits_for_its_first_status(tmp_path, facts):
+    write_status(tmp_path, "ready", facts, phase="done")
+    answers = [StillStarting("run 'ready' is starting: its workers load the model"), read_status("ready", tmp_path)]
+
+    def read():
+        answer = answers.pop(0)
+        if isinstance(answer, StillStarting):
+            raise answer
+        return answer
+
+    console = Console(file=io.StringIO(), width=100, height=30, force_terminal=True)
+    assert watch_status(read, console, every_s=0.0).name == "ready"
+    assert "is starting: its workers load the model" in console.file.getvalue()
 
 
 def test_a_driver_that_holds_the_lock_but_says_nothing_is_silent(tmp_path, facts):

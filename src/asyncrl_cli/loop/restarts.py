@@ -52,6 +52,8 @@ class Restarts:
         if slots.down:
             return
         if not self._left[worker.name]:
+            if not board.settings.max_restarts and not board.stopping:
+                board.event("warning", message=f"{worker.name} is not replaced: {KEY} = 0")
             board.stop(error)
             return
         slots.set_down(True)

@@ -14,7 +14,7 @@ from rich.live import Live
 from asyncrl_cli.observe.plain import Plain
 from asyncrl_cli.observe.render import render, render_summary
 from asyncrl_cli.observe.sinks import NullSink, Sink
-from asyncrl_cli.observe.status import RunStatus
+from asyncrl_cli.observe.status import RunStatus, StillStarting
 
 REDRAW_S = 0.25
 CLOSE_TIMEOUT_S = 5.0
@@ -89,7 +89,12 @@ def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: fl
     """`asyncrl status --watch`: redraw until the run has ended or died. Ctrl-C is the caller's."""
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            found = read()
+            try:
+                found = read()
+            except StillStarting as not_yet:
+                live.update(not_yet.message, refresh=True)
+                time.sleep(every_s)
+                continue
             width, height = console.size
             live.update(render(found.status, width=width, height=height - 1, remark=found.remark), refresh=True)
             if found.liveness in ("ended", "dead"):

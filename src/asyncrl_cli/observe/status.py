@@ -51,19 +51,24 @@ class RunStatus:
         return {**self.status, "liveness": self.liveness, "age_s": round(self.age_s, 3)}
 
 
+class StillStarting(RefusedError):
+    """There is nothing to show yet; soon there will be."""
+
+
 def read_status(run: str | None, runs_dir: Path) -> RunStatus:
     """Status of a run, given by name or directory; of the newest one if not given.
 
-    Raises ConfigError if there is no such run, RefusedError if its status cannot be read.
+    Raises ConfigError if there is no such run, StillStarting before its first status, RefusedError if that cannot be read.
     """
     directory = _directory(run, runs_dir)
     path = directory / "status.json"
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RefusedError(
-            f"run '{directory.name}' has no status.json yet", hint=f"its log: asyncrl logs {directory.name}"
-        ) from None
+        hint = f"its log: asyncrl logs {directory.name}"
+        if is_locked(directory):
+            raise StillStarting(f"run '{directory.name}' is starting: its workers load the model", hint=hint) from None
+        raise RefusedError(f"run '{directory.name}' ended while it started: it has no status.json", hint=hint) from None
     except ValueError as error:
         raise RefusedError(f"{path} cannot be read: {error}") from None
     if status.get("schema_version") != SCHEMA_VERSION:
