@@ -14,7 +14,6 @@ import pytest
 
 from asyncrl_cli.job import reaper
 
-pytestmark = pytest.mark.filterwarnings("ignore:resource_tracker")  # of this process: another test may have ended it
 ENDS_WITHIN_S = 30.0
 
 HOLD_SHARED_MEMORY = """
@@ -28,6 +27,7 @@ if sys.argv[2:]:
         resource_tracker.unregister(one._name, "shared_memory")
     print(memory.name, flush=True)
     time.sleep(1000)
+sys.stdin.readline()
 subprocess.run([sys.executable, __file__, sys.argv[1], "child"])
 """
 
@@ -60,7 +60,9 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
 ) -> None:
     program = tmp_path / "driver.py"
     program.write_text(HOLD_SHARED_MEMORY)
-    driver = subprocess.Popen([sys.executable, str(program), foreign.name], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, str(program), foreign.name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
     try:
         assert driver.stdout is not None
         memory = f"/dev/shm/{driver.stdout.readline().strip()}"
@@ -81,9 +83,14 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
     program, directory = tmp_path / "driver.py", tmp_path / "ray"
     program.write_text(HOLD_SHARED_MEMORY)
     directory.mkdir()
-    driver = subprocess.Popen([sys.executable, str(program), foreign.name], stdout=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(
+        [sys.executable, str(program), foreign.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     watching = subprocess.Popen([sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
     try:
+        assert driver.stdin is not None
+        driver.stdin.write("\n")  # what it starts now is the session's
+        driver.stdin.flush()
         assert driver.stdout is not None
         memory = Path("/dev/shm") / driver.stdout.readline().strip()
         assert memory.exists()
@@ -96,3 +103,35 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
     assert not memory.exists()
     assert not directory.exists()
     assert (Path("/dev/shm") / foreign.name).exists()
+
+
+TWO_CHILDREN = """
+import subprocess, sys
+
+sleeper = [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"]
+print(subprocess.Popen(sleeper).pid, flush=True)
+sys.stdin.readline()
+print(subprocess.Popen(sleeper).pid, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> None:
+    directory = tmp_path / "ray"
+    directory.mkdir()
+    driver = subprocess.Popen([sys.executable, "-c", TWO_CHILDREN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    children = [psutil.Process(int(driver.stdout.readline()))]
+    driver.stdout.readline()  # it is up: older by more than the hundredth of a second that the kernel tells apart
+    watching = subprocess.Popen([sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
+    try:
+        driver.stdin.write("\n")
+        driver.stdin.flush()
+        children.append(psutil.Process(int(driver.stdout.readline())))
+        watching.communicate(timeout=ENDS_WITHIN_S)  # the session ends, the driver does not
+        assert [child.status() == psutil.STATUS_SLEEPING for child in children] == [True, False]
+    finally:
+        children[0].kill()
+        driver.kill()
+        driver.communicate(timeout=ENDS_WITHIN_S)

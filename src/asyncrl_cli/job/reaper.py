@@ -50,13 +50,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def look(root: int, seen: Seen) -> None:
-    """Add the living descendants of `root` to `seen`, leaving out ourselves."""
+def look(root: int, seen: Seen, since: int = 0) -> None:
+    """Add the living descendants of `root` to `seen`, leaving out ourselves and who began before `since`, with all of theirs."""
     pending = children(root)
     while pending:
         pid = pending.pop()
         start = started_at(pid)
-        if pid == os.getpid() or start is None:
+        if pid == os.getpid() or start is None or start < since:
             continue
         seen[pid] = start
         pending.extend(children(pid))
@@ -96,15 +96,20 @@ def living(seen: Seen) -> Seen:
 
 
 def watch(driver_pid: int) -> tuple[Seen, set[str]]:
-    """Look until the pipe on stdin closes; returns everything seen that still lives, and all shared memory seen."""
+    """Look until the pipe on stdin closes; returns everything seen that still lives, and all shared memory seen.
+
+    We are the session's first process: what the driver had before (Python's resource tracker, say) is not the session's, and a
+    driver that lives on needs it.
+    """
+    since = started_at(os.getpid()) or 0
     seen: Seen = {}
     memory: set[str] = set()
     while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         seen = living(seen)
-        look(driver_pid, seen)
+        look(driver_pid, seen, since)
         memory.update(*map(shared_memory_of, seen))
     if started_at(driver_pid) is not None:
-        look(driver_pid, seen)
+        look(driver_pid, seen, since)
     memory.update(*map(shared_memory_of, seen))
     return living(seen), memory
 
