@@ -254,7 +254,7 @@ def row_of(model: RandomModel, name: str, found: list[Figures]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, nargs="+", default=[1, 8, 64, 256, 512], help="2048 needs more than 24 GB of memory with vLLM")
+    parser.add_argument("--mb", type=float, nargs="+", default=[1, 8, 64, 256, 512], help="2048: over 24 GB with vLLM")
     parser.add_argument("--engine", nargs="+", choices=["vllm", "transformers"], default=["vllm", "transformers"])
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--running", type=int, default=0, metavar="SEQUENCES", help="generated meanwhile")
