@@ -132,6 +132,8 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
         watching.communicate(timeout=ENDS_WITHIN_S)  # the session ends, the driver does not
         assert [child.status() == psutil.STATUS_SLEEPING for child in children] == [True, False]
     finally:
-        children[0].kill()
+        for child in children:
+            if child.is_running():
+                child.kill()
         driver.kill()
         driver.communicate(timeout=ENDS_WITHIN_S)

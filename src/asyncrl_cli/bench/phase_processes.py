@@ -9,12 +9,11 @@ own. The parent waits for an answer, `ANSWER_TIMEOUT_S` at most.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -148,7 +147,7 @@ def _thread_seconds() -> dict[int, dict[int, float]]:
     seconds: dict[int, dict[int, float]] = {}
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # a child that ends while we look
+        with suppress(psutil.Error):  # a child that ends while we look
             seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
     return seconds
 

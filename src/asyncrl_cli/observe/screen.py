@@ -93,10 +93,9 @@ def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: fl
                 found = read()
             except StillStarting as not_yet:
                 live.update(not_yet.message, refresh=True)
-                time.sleep(every_s)
-                continue
-            width, height = console.size
-            live.update(render(found.status, width=width, height=height - 1, remark=found.remark), refresh=True)
-            if found.liveness in ("ended", "dead"):
-                return found
+            else:
+                width, height = console.size
+                live.update(render(found.status, width=width, height=height - 1, remark=found.remark), refresh=True)
+                if found.liveness in ("ended", "dead"):
+                    return found
             time.sleep(every_s)
