@@ -42,7 +42,8 @@ def rate(shared: float, interference: float) -> float:
 
 
 def fit_line(points: Sequence[Point]) -> Fit:
-    """Least squares of relative errors, so that slow steps (a disturbed machine) do not rule; all coefficients >= 0."""
+    """All coefficients >= 0. Least squares of relative errors give the line's form, so that slow steps (a disturbed machine) do not
+    rule it; they ask for less than the mean, so its level is set by the sum: predictions add up to the seconds that were spent."""
     assert points
     shares = [point.shared for point in points]
     tells = max(shares) - min(shares) > LEAST_SHARED_RANGE
@@ -50,7 +51,9 @@ def fit_line(points: Sequence[Point]) -> Fit:
     constant, slope, _, ratio = min(
         ((*_fit_with(points, ratio), ratio) for ratio in ratios), key=lambda candidate: (candidate[2], candidate[3])
     )
-    return Fit(constant=constant, slope=slope, interference=ratio, tells_interference=tells)
+    predicted_s = sum((constant + slope * point.amount) / rate(point.shared, ratio) for point in points)
+    level = sum(point.seconds for point in points) / predicted_s
+    return Fit(constant=level * constant, slope=level * slope, interference=ratio, tells_interference=tells)
 
 
 def _fit_with(points: Sequence[Point], ratio: float) -> tuple[float, float, float]:
