@@ -145,3 +145,20 @@ def test_an_engines_own_counters_travel_with_the_report(meter: RolloutMeter) -> 
     assert told.sums["sampled_tokens"] == 7
     assert told.gauges["kv_cache_usage"] == 0.5
     assert told.gauges["slots"] == 8
+
+
+def test_an_urgent_change_is_told_before_the_debounce_is_over() -> None:
+    async def main() -> list[float]:
+        loop, changes = asyncio.get_running_loop(), Changes()
+        began_s, answered = loop.time(), []
+        changes.note()
+        seen = await changes.after(0)
+        changes.note()
+        loop.call_later(0.4 * DEBOUNCE_S, lambda: changes.note(is_urgent=True))
+        for _ in range(2):
+            seen = await changes.after(seen)
+            answered.append(loop.time() - began_s)
+            changes.note()
+        return answered
+
+    assert run_virtual(main()) == pytest.approx([0.4 * DEBOUNCE_S, 1.4 * DEBOUNCE_S])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,23 @@ def request(index: int) -> GroupRequest:
 
 def batch_of(groups: list[GroupResult], step: int) -> TrainBatch:
     return TrainBatch(step=step, window=step - 1, step_in_window=0, groups=tuple(groups))
+
+
+@asynccontextmanager
+async def followed(workers: list[Any]) -> AsyncIterator[None]:
+    """As the loop follows them: groups travel with the calls of `progress`."""
+
+    async def follow(worker: Any) -> None:
+        seen = 0
+        while True:
+            seen = (await worker.progress(seen)).seen
+
+    tasks = [asyncio.create_task(follow(worker)) for worker in workers]
+    yield
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(error, asyncio.CancelledError) for error in ended), ended
 
 
 def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path) -> None:
@@ -52,7 +71,8 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert payloads == []
         assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
         await _publish_and_load(trainer, workers, 0)
-        groups = list(await asyncio.gather(*(workers[i % 2].generate(request(i)) for i in range(4))))
+        async with followed(workers):
+            groups = list(await asyncio.gather(*(workers[i % 2].generate(request(i)) for i in range(4))))
         for index, group in enumerate(groups):
             assert group.key == AttemptKey(f"p{index}", 0, 0)
             assert len(group.trajectories) == 4
@@ -71,7 +91,8 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         loads = await asyncio.gather(workers[0].load(1, "keep-kv"), workers[1].load(1, "drain"))
         print("send", sends, loads)
         assert all(load.logprob_abs_diff is not None and load.logprob_abs_diff < 1e-4 for load in loads)
-        later = await workers[0].generate(request(7))
+        async with followed(workers):
+            later = await workers[0].generate(request(7))
         assert {version for meta in later.trajectories for version, _ in meta.version_tokens} == {1}
         progress = await workers[0].progress(-1)
         rollout, reward = progress.reports
@@ -124,7 +145,8 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
     ) as (trainer, workers, payloads):
         assert len(payloads) == 2
         await _publish_and_load(trainer, workers, 1)
-        group = await workers[1].generate(request(9))
+        async with followed(workers):
+            group = await workers[1].generate(request(9))
         assert {version for meta in group.trajectories for version, _ in meta.version_tokens} == {1}
         with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: ValueError: asked to load version 5"):
             await workers[0].load(5, "drain")

@@ -10,8 +10,10 @@ from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.rollout.engine import NO_COUNTERS, EngineCounters
 
-DEBOUNCE_S = 0.05
+DEBOUNCE_S = 0.1
 POLL_S = 1.0
+NEVER_SEEN = -1
+"""A count that `Changes` never has: `after` does not wait for a change."""
 
 
 class RolloutMeter:
@@ -144,22 +146,34 @@ class Changes:
     def __init__(self) -> None:
         self.count = 0
         self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._answered_s = float("-inf")
 
-    def note(self) -> None:
+    def note(self, *, is_urgent: bool = False) -> None:
+        """`is_urgent`: there is nothing to wait for that could be told along with it."""
         self.count += 1
         self._changed.set()
+        if is_urgent:
+            self._urgent.set()
 
     async def after(self, seen: int) -> int:
-        """The count once it differs from `seen` (or in `POLL_S`), at least `DEBOUNCE_S` after the previous answer."""
+        """The count once it differs from `seen` (or in `POLL_S`), at least `DEBOUNCE_S` after the previous answer unless it is
+        urgent."""
         if self.count == seen:
             self._changed.clear()
-            try:
-                async with asyncio.timeout(POLL_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                pass
+            await _set_within(self._changed, POLL_S)
         now = asyncio.get_running_loop().time
-        await asyncio.sleep(max(0.0, self._answered_s + DEBOUNCE_S - now()))
+        if (rest_s := self._answered_s + DEBOUNCE_S - now()) > 0:
+            await _set_within(self._urgent, rest_s)
+        self._urgent.clear()
         self._answered_s = now()
         return self.count
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Wait for it, but no longer than that."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,6 +20,7 @@ import ray
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.job.calls import all_of, answer
 from asyncrl_cli.job.direct import leave
+from asyncrl_cli.job.exchange import CALL_KEY, GroupExchange
 from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.loop.ports import (
     AttemptKey,
@@ -46,11 +46,12 @@ from asyncrl_cli.weights.limits import KEY as WEIGHTS_KEY
 
 logger = logging.getLogger(__name__)
 
-CALL_KEY = "rollout.call_timeout_s"
-
 
 class RayRolloutWorker:
-    """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays."""
+    """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays.
+
+    Groups travel with `progress` (exchange.py).
+    """
 
     def __init__(
         self, name: str, make_actor: Callable[[], Any], profile: Profile, restart_timeout_s: float, workers: int = 1
@@ -65,19 +66,17 @@ class RayRolloutWorker:
         self._weights_timeout_s = profile.weights.timeout_s
         self._direct_load_s = load_s(profile.weights.timeout_s, workers) if profile.weights.transport in DIRECT_TRANSPORTS else None
         self._rank_zero: Any = None
+        self._groups = GroupExchange(self.actor, name, self._call_timeout_s)
 
     async def generate(self, request: GroupRequest) -> GroupResult:
-        result_ref, payload_ref = self.actor.generate.remote(request)
-        result: GroupResult = await self._answer(result_ref, f"group {request.key}", self._call_timeout_s, CALL_KEY)
-        return replace(result, payload=payload_ref)
+        return await self._groups.generate(request)
 
     async def abort(self, key: AttemptKey) -> None:
+        self._groups.post()
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}", self._call_timeout_s, CALL_KEY)
 
     async def progress(self, seen: int) -> Progress:
-        ref = self.actor.progress.remote(seen)
-        progress: Progress = await self._answer(ref, "a progress report", self._call_timeout_s, CALL_KEY)
-        return progress
+        return await self._groups.progress(seen)
 
     async def prefetch(self, published: Published) -> float:
         manifest, bucket_refs = published.handle
@@ -121,6 +120,7 @@ class RayRolloutWorker:
         if self._rank_zero is not None:
             await leave(self._rank_zero, self.name)
         self.actor = self._make_actor()
+        self._groups = GroupExchange(self.actor, self.name, self._call_timeout_s)
         await self.start(self._restart_timeout_s)
         if self._rank_zero is not None:
             await self.connect(self._rank_zero)

@@ -1,13 +1,13 @@
 """The rollout actor: an engine, its group runner and its rewards in one asyncio process.
 
-    generate ─> GroupRunner ─> Engine (slots) ─> RewardPool (child process) ─> (GroupResult, GroupPayload)
+    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child process) ─> (GroupResult, GroupPayload) ─> exchange
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
 Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them within
 the interrupt. Versions only rise: what is not newer than the version that is held, or waits for its load, is refused.
 
-Who waits for whom: `generate` for slots, the engine and rewards; `prefetch` for the transport, in a thread; `load`
-for the engine's interrupt (with `drain`: for running sequences); `progress` for a change, one second at most.
+Who waits for whom: a group for slots, the engine and rewards; `prefetch` for the transport, in a thread; `load`
+for the engine's interrupt (with `drain`: for running sequences); `exchange` for a change, one second at most.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl_cli.job.meters import Changes, MeteredRewards, RolloutMeter
+from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, Exchanged, GroupDesk
+from asyncrl_cli.job.meters import NEVER_SEEN, Changes, MeteredRewards, RolloutMeter
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.loop.ports import (
@@ -34,7 +35,6 @@ from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
     GroupRequest,
-    GroupResult,
     Interrupt,
     LoadReport,
     Progress,
@@ -73,7 +73,6 @@ class RolloutActor:
         self._settings = settings
         self._held = settings.version - 1  # a first load may bring the very version of the first weights: it verifies them
         self._received: Received | None = None
-        self._finished: dict[AttemptKey, int] = {}
 
     def __repr__(self) -> str:
         return self._name
@@ -90,6 +89,7 @@ class RolloutActor:
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool, time.monotonic)
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._runner = make_runner(self._settings, self._engine, self._rewards)
+        self._desk = GroupDesk(self._runner.run, self._changes.note)
         logger.info("%s started: %s", self._name, self._settings)
 
     async def connect(self, rank_zero: Any) -> None:
@@ -104,35 +104,24 @@ class RolloutActor:
         """End the reward process and the engine. Running groups end with an error."""
         await asyncio.gather(self._pool.close(), self._engine.close())
 
-    @ray.method(num_returns=2)
-    async def generate(self, request: GroupRequest) -> tuple[GroupResult, GroupPayload]:
-        """Metadata for the driver, arrays for the trainer: two objects, so that the arrays never pass the driver."""
-        self._finished[request.key] = 0
+    async def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self._desk.begin(requests)
 
-        def on_sequence(finished: int) -> None:
-            self._finished[request.key] = finished
-            self._changes.note()
+    @ray.method(num_returns=1 + GROUPS_PER_ANSWER)
+    async def exchange(self, requests: Sequence[GroupRequest], seen: int) -> tuple[Exchanged | GroupPayload | None, ...]:
+        """New groups in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
 
-        try:
-            result, payload = await self._runner.run(request, on_sequence)
-            return result, payload
-        finally:
-            del self._finished[request.key]
-            self._changes.note()
+        Metadata for the driver, arrays for the trainer: an object each, so that the arrays never pass the driver.
+        """
+        self._desk.begin(requests)
+        seen = await self._changes.after(NEVER_SEEN if self._desk.has_more else seen)
+        ended = self._desk.take()
+        exchanged = Exchanged(progress=self._progress(seen), results=tuple(result for result, _ in ended))
+        return exchanged, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
 
     async def abort(self, key: AttemptKey) -> None:
+        await asyncio.sleep(0)  # a group that came just before begins first
         await self._runner.abort(key)
-
-    async def progress(self, seen: int) -> Progress:
-        seen = await self._changes.after(seen)
-        report = self._meter.report(
-            version=self._engine.version,
-            sampled_tokens=self._engine.sampled_tokens,
-            decode_steps=self._engine.decode_steps,
-            running_tokens=self._runner.running_tokens,
-            counters=self._engine.counters(),
-        )
-        return Progress(seen=seen, finished_sequences=dict(self._finished), reports=(report, self._rewards.report()))
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
         """Fetch, check and unpack the buckets off the event loop; generation goes on. Without a second buffer, and where rank 0
@@ -199,6 +188,16 @@ class RolloutActor:
     async def resume(self) -> None:
         await self._engine.wake()
         self._meter.pause(False)
+
+    def _progress(self, seen: int) -> Progress:
+        report = self._meter.report(
+            version=self._engine.version,
+            sampled_tokens=self._engine.sampled_tokens,
+            decode_steps=self._engine.decode_steps,
+            running_tokens=self._runner.running_tokens,
+            counters=self._engine.counters(),
+        )
+        return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=(report, self._rewards.report()))
 
     async def _probe(self, manifest: Manifest) -> tuple[float | None, float]:
         """Mean |difference| between the engine's own logprobs of the probes and the trainer's (None without probes), and

@@ -173,7 +173,10 @@ class RolloutWorker(Protocol):
         """Stop a running group; its `generate` returns soon after. Unknown keys are ignored."""
 
     async def progress(self, seen: int) -> Progress:
-        """Return when something changed since `seen` (at most every 50 ms), or after one second at the latest."""
+        """Return when something changed since `seen` (at most every 100 ms), or after one second at the latest.
+
+        The loop always has one of these calls under way, so an adapter may let groups travel with it.
+        """
 
     async def prefetch(self, published: Published) -> float:
         """Receive and check the buckets into the second buffer while generation goes on. Returns seconds.

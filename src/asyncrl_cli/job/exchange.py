@@ -1,0 +1,165 @@
+"""Groups to a rollout actor, and what has become of them back: many of them in one call.
+
+    driver   generate(request) ─> outgoing ──┐                             ┌──> results, by key; `progress` returns
+    calls                                    ├─ exchange(requests, seen) ──┤
+    actor    GroupDesk: a task per group <───┘          ended, reports ────┘    (a change; 100 ms after the last answer)
+
+A call to an actor costs driver and actor a millisecond or two of CPU each. A call per group, and others for the progress of all,
+are most of what the driver has to do where groups are short or workers many. So the loop's long poll for progress takes new
+groups along, and brings ended ones: several at once while others run, and the last one of a worker without delay. Requests
+that come up while it is under way are sent by themselves.
+
+Who waits for whom: `progress` for a change on the worker, a second at most; `generate` for a `progress` that brings its group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.job.calls import answer
+from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, GroupResult, Progress
+from asyncrl_cli.samples.trajectory import GroupPayload
+
+CALL_KEY = "rollout.call_timeout_s"
+GROUPS_PER_ANSWER = 4
+"""Groups that one answer brings at most: each has an object of its own for its arrays, which never pass the driver. More wait for
+the next answer, which then comes at once."""
+SETTLE_S = 0.002
+"""How long an exchange waits for the requests that the last one's answer has made room for."""
+
+Run = Callable[[GroupRequest, Callable[[int], None]], Awaitable[tuple[GroupResult, GroupPayload]]]
+Ended = tuple[GroupResult, GroupPayload]
+
+
+class Note(Protocol):
+    def __call__(self, *, is_urgent: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchanged:
+    """An answer's first object; the others are the payloads of `results`, in their order, and None for the rest."""
+
+    progress: Progress
+    results: tuple[GroupResult, ...]
+
+
+class GroupDesk:
+    """The actor's side. Call it from the event loop.
+
+    `run(request, on_sequence)` runs a group; `note(is_urgent)` is called whenever there is something new to tell, urgent once no
+    group runs.
+    """
+
+    def __init__(self, run: Run, note: Note) -> None:
+        self._run = run
+        self._note = note
+        self._finished: dict[AttemptKey, int] = {}
+        self._ended: deque[Ended] = deque()
+        self._failure: Exception | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def finished_sequences(self) -> dict[AttemptKey, int]:
+        """Of each running group."""
+        return dict(self._finished)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether an answer is due at once."""
+        return bool(self._ended) or self._failure is not None
+
+    def begin(self, requests: Sequence[GroupRequest]) -> None:
+        for request in requests:
+            task = asyncio.create_task(self._follow(request), name=f"group {request.key}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def take(self) -> list[Ended]:
+        """The groups that ended first. Raises what any group has raised: no group fails alone, it is the engine that did."""
+        if self._failure is not None:
+            raise self._failure
+        return [self._ended.popleft() for _ in range(min(GROUPS_PER_ANSWER, len(self._ended)))]
+
+    async def _follow(self, request: GroupRequest) -> None:
+        self._finished[request.key] = 0
+
+        def on_sequence(finished: int) -> None:
+            self._finished[request.key] = finished
+            self._note(is_urgent=False)
+
+        try:
+            self._ended.append(await self._run(request, on_sequence))
+        except Exception as error:  # told by the next answer
+            self._failure = self._failure or error
+        finally:
+            del self._finished[request.key]
+            self._note(is_urgent=not self._finished)
+
+
+class GroupExchange:
+    """The driver's side, for one life of a worker's process. Every `generate` needs a `progress` under way, now and later."""
+
+    def __init__(self, actor: Any, name: str, call_timeout_s: float) -> None:
+        self._actor = actor
+        self._name = name
+        self._call_timeout_s = call_timeout_s
+        self._outgoing: list[GroupRequest] = []
+        self._waiting: dict[AttemptKey, asyncio.Future[GroupResult]] = {}
+        self._is_under_way = False
+
+    async def generate(self, request: GroupRequest) -> GroupResult:
+        """Raises as `answer` does. `GroupResult.payload` is the ObjectRef of the group's arrays."""
+        loop = asyncio.get_running_loop()
+        future = self._waiting[request.key] = loop.create_future()
+        self._outgoing.append(request)
+        if self._is_under_way and len(self._outgoing) == 1:
+            loop.call_soon(self.post)
+        try:
+            result: GroupResult = await self._answer(future, f"group {request.key}")
+            return result
+        finally:
+            self._waiting.pop(request.key, None)
+
+    def post(self) -> None:
+        """Send by themselves the requests that no exchange takes along. Should it fail, the exchange under way does, too."""
+        if self._outgoing:
+            self._actor.submit.remote(self._taken())
+
+    async def progress(self, seen: int) -> Progress:
+        """Raises as `answer` does, and so does every `generate` then."""
+        await asyncio.sleep(SETTLE_S)
+        head, *payloads = self._actor.exchange.remote(self._taken(), seen)
+        self._is_under_way = True
+        try:
+            exchanged: Exchanged = await self._answer(head, "a progress report")
+        except AsyncrlError as error:
+            self._fail(error)
+            raise
+        finally:
+            self._is_under_way = False
+        for result, payload in zip(exchanged.results, payloads, strict=False):  # the rest are None
+            self._settle(replace(result, payload=payload))
+        return exchanged.progress
+
+    def _taken(self) -> list[GroupRequest]:
+        taken, self._outgoing = self._outgoing, []
+        return taken
+
+    def _settle(self, result: GroupResult) -> None:
+        future = self._waiting.pop(result.key, None)
+        if future is not None and not future.done():
+            future.set_result(result)
+
+    def _fail(self, error: AsyncrlError) -> None:
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+        self._waiting.clear()
+
+    async def _answer(self, pending: Any, call: str) -> Any:
+        return await answer(pending, executor=self._name, call=call, timeout_s=self._call_timeout_s, key=CALL_KEY)

@@ -1,0 +1,270 @@
+"""The real actor's `exchange` and the driver's side of it, in one event loop on a virtual clock: only Ray's way between them is not
+there. With it: test_real_actors.py and tests/run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, GroupDesk, GroupExchange
+from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes
+from asyncrl_cli.job.ports import RayRolloutWorker
+from asyncrl_cli.job.rollout_actor import RolloutActor
+from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, GroupResult, Progress
+from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.simulate.clock import run_virtual
+
+from .crew import small_profile
+
+CALL_TIMEOUT_S = 30.0
+WAY_S = 0.001
+"""Of a call to the actor, and of its answer back."""
+
+Takes = Callable[[GroupRequest], float]
+"""How many seconds a group runs; -1: it raises."""
+
+
+class Runner:
+    """Groups that take as long as we say."""
+
+    def __init__(self, takes_s: Takes) -> None:
+        self._takes_s = takes_s
+        self.begun: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        self.aborted: list[str] = []
+
+    async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
+        now = asyncio.get_running_loop().time
+        uid, seconds = request.key.uid, self._takes_s(request)
+        assert uid not in self.begun, f"{uid} was begun twice"
+        self.begun[uid] = now()
+        for finished in range(1, request.n + 1):
+            await asyncio.sleep(abs(seconds) / request.n)
+            on_sequence(finished)
+        if seconds < 0:
+            raise ValueError(f"no engine for {uid}")
+        self.ended[uid] = now()
+        result = GroupResult(key=request.key, trajectories=(), failures=(uid,), failed_tokens=0, payload=None)
+        return result, GroupPayload(uid=uid, epoch=0, attempt=0, trajectories=())
+
+    async def abort(self, key: AttemptKey) -> None:
+        assert key.uid in self.begun, f"the abort of {key} came before its request"
+        self.aborted.append(key.uid)
+
+
+class Actor(RolloutActor):
+    """The real one without an engine: it runs `runner`'s groups."""
+
+    def __init__(self, runner: Any) -> None:
+        self._name = "rollout-0"
+        self._runner = runner
+        self._changes = Changes()
+        self._desk = GroupDesk(runner.run, self._changes.note)
+
+    def _progress(self, seen: int) -> Progress:
+        return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=())
+
+
+class Handle:
+    """What Ray makes of an actor: methods with `remote`, one future per returned object, errors wrapped. Counts the calls."""
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        self.calls: list[str] = []
+
+    def __getattr__(self, method: str) -> Any:
+        return _Remote(self, method, getattr(self._actor, method))
+
+
+class _Remote:
+    def __init__(self, handle: Handle, name: str, method: Callable[..., Awaitable[Any]]) -> None:
+        self._handle, self._name, self._method = handle, name, method
+
+    def remote(self, *args: Any) -> Any:
+        self._handle.calls.append(self._name)
+        whole = asyncio.ensure_future(self._call(args))
+        if self._name != "exchange":
+            return whole
+        return [whole_or_part(whole, index) for index in range(1 + GROUPS_PER_ANSWER)]
+
+    async def _call(self, args: tuple[Any, ...]) -> Any:
+        await asyncio.sleep(WAY_S)
+        try:
+            returned = await self._method(*args)
+        except Exception as error:
+            raise RayTaskError(self._name, "", error) from error
+        await asyncio.sleep(WAY_S)
+        return returned
+
+
+def whole_or_part(whole: asyncio.Future[Any], index: int) -> asyncio.Future[Any]:
+    part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def settle(_: Any) -> None:
+        if whole.cancelled():
+            part.cancel()
+        elif (error := whole.exception()) is not None:
+            part.set_exception(error)
+            part.exception()  # as with Ray, nobody has to look at every object of a failed call
+        else:
+            part.set_result(whole.result()[index])
+
+    whole.add_done_callback(settle)
+    return part
+
+
+@asynccontextmanager
+async def followed(exchange: GroupExchange | RayRolloutWorker) -> AsyncIterator[asyncio.Task[None]]:
+    """As the loop does for as long as a worker lives."""
+
+    async def follow() -> None:
+        seen = 0
+        while True:
+            seen = (await exchange.progress(seen)).seen
+
+    task = asyncio.create_task(follow())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def request(index: int) -> GroupRequest:
+    return GroupRequest(key=AttemptKey(f"p{index}", 0, 0), item={}, n=4, seed=index)
+
+
+def exchange_with(takes_s: Takes) -> tuple[GroupExchange, Handle, Runner]:
+    runner = Runner(takes_s)
+    handle = Handle(Actor(runner))
+    return GroupExchange(handle, "rollout-0", CALL_TIMEOUT_S), handle, runner
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_group_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_with_groups(seed: int) -> None:
+    rng = random.Random(seed)
+    num_groups, at_once = rng.randint(1, 120), rng.randint(1, 24)
+    durations = [rng.choice([0.0, rng.uniform(0.01, 0.3), rng.uniform(0.3, 3.0)]) for _ in range(num_groups)]
+
+    async def main() -> None:
+        now, began_s = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
+        exchange, handle, runner = exchange_with(lambda request: durations[request.seed])
+        places, late_s = asyncio.Semaphore(at_once), []
+
+        async def group(index: int) -> None:
+            async with places:
+                result = await exchange.generate(request(index))
+                payload = await result.payload
+                assert (result.key.uid, payload.uid, result.failures) == (f"p{index}", f"p{index}", (f"p{index}",))
+                late_s.append(now() - runner.ended[f"p{index}"])
+
+        async with followed(exchange):
+            await asyncio.gather(*(group(index) for index in range(num_groups)))
+        assert len(runner.ended) == num_groups
+        exchanges = handle.calls.count("exchange")
+        whole_s = now() - began_s
+        # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended groups behind.
+        idle_times = sum(duration < 0.02 for duration in durations) + num_groups / at_once
+        assert exchanges <= 2 + whole_s / DEBOUNCE_S + num_groups / GROUPS_PER_ANSWER + idle_times
+        answers_before = at_once / GROUPS_PER_ANSWER + 1
+        assert max(late_s) <= answers_before * (DEBOUNCE_S + 4 * WAY_S + 0.01)
+
+    run_virtual(main(), shuffle_seed=seed)
+
+
+def test_the_last_group_of_a_worker_is_told_without_delay() -> None:
+    """Nothing is left that could come along: on-policy's windows, and colocate's phases, end with it."""
+
+    async def main() -> float:
+        exchange, _, runner = exchange_with(lambda request: 0.5 if request.seed == 0 else 0.51)
+        async with followed(exchange):
+            await asyncio.gather(exchange.generate(request(0)), exchange.generate(request(1)))
+            return asyncio.get_running_loop().time() - runner.ended["p1"]
+
+    assert run_virtual(main()) == pytest.approx(WAY_S)
+
+
+def test_a_request_does_not_wait_for_an_answer_that_is_not_due() -> None:
+    async def main() -> tuple[float, list[str]]:
+        exchange, handle, runner = exchange_with(lambda request: 0.01)
+        now = asyncio.get_running_loop().time
+        async with followed(exchange):
+            await asyncio.sleep(POLL_S / 2)  # an exchange is under way, and there is nothing to tell
+            asked_s = now()
+            await asyncio.gather(*(exchange.generate(request(index)) for index in range(3)))
+            return runner.begun["p2"] - asked_s, handle.calls
+
+    waited_s, calls = run_virtual(main())
+    assert waited_s == pytest.approx(WAY_S)
+    assert calls.count("submit") == 1  # all three
+
+
+def test_a_group_that_raises_fails_what_waits_for_the_worker_with_its_own_error() -> None:
+    async def main() -> list[Any]:
+        exchange, _, _ = exchange_with(lambda request: -0.2 if request.seed == 1 else 60.0)
+        async with followed(exchange) as following:
+            groups = [exchange.generate(request(index)) for index in range(3)]
+            return list(await asyncio.gather(*groups, following, return_exceptions=True))
+
+    outcomes = run_virtual(main())
+    assert len(outcomes) == 4
+    for outcome in outcomes:
+        assert isinstance(outcome, ExecutorFailed)
+        assert not isinstance(outcome, ExecutorLost)
+        assert outcome.message == "rollout-0 failed: ValueError: no engine for p1"
+
+
+def test_a_group_that_never_ends_is_given_up_by_its_limit_and_others_come_back() -> None:
+    async def main() -> tuple[GroupResult, AsyncrlError]:
+        exchange, _, _ = exchange_with(lambda request: 1e6 if request.seed == 0 else 2.0)
+        async with followed(exchange):
+            endless, result = await asyncio.gather(
+                exchange.generate(request(0)), exchange.generate(request(1)), return_exceptions=True
+            )
+        assert isinstance(endless, ExecutorLost)
+        assert isinstance(result, GroupResult)
+        return result, endless
+
+    result, error = run_virtual(main())
+    assert result.key.uid == "p1"
+    assert error.message == "rollout-0 failed: group p0@0.0 took longer than rollout.call_timeout_s = 30 s"
+
+
+def test_a_request_that_is_taken_back_harms_nobody() -> None:
+    """Its driver's task is cancelled while the group runs: the result comes and finds nobody."""
+
+    async def main() -> str:
+        exchange, _, runner = exchange_with(lambda request: 0.3)
+        async with followed(exchange) as following:
+            first = asyncio.create_task(exchange.generate(request(0)))
+            await asyncio.sleep(0.1)
+            first.cancel()
+            second = await exchange.generate(request(1))
+            assert "p0" in runner.ended
+            assert not following.done()
+            return second.key.uid
+
+    assert run_virtual(main()) == "p1"
+
+
+def test_an_abort_never_overtakes_the_request_of_its_group() -> None:
+    async def main() -> list[str]:
+        runner = Runner(lambda request: 1.0)
+        handle = Handle(Actor(runner))
+        worker = RayRolloutWorker("rollout-0", lambda: handle, small_profile(), restart_timeout_s=1.0)
+        async with followed(worker):
+            for index, wait_s in enumerate((0.0, 0.0005, 0.05)):  # before, in and after the first exchange
+                group = asyncio.create_task(worker.generate(request(index)))
+                await asyncio.sleep(wait_s)
+                await worker.abort(request(index).key)
+                await group
+        return runner.aborted
+
+    assert run_virtual(main()) == ["p0", "p1", "p2"]
