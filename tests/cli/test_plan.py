@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.cli.plan_tune import LEGEND
+from asyncrl_cli.cli.plan_tune import LEGEND, _doubt
 from asyncrl_cli.job import cluster, memory_fit
 from asyncrl_cli.profile.layers import load
+from asyncrl_cli.simulate.references import Residual
 from tests.llama import LLAMA_7B
 
 
@@ -360,3 +361,15 @@ gather_bytes_per_s = 1e10
 send_bytes_per_s = 1e10
 load_bytes_per_s = 1e10
 """
+
+
+def test_a_gain_within_the_simulations_own_error_is_called_that() -> None:
+    def fit(window_s: float) -> list[Residual]:
+        parts = {"window": (2.0, window_s), "wait_data": (0.01, 0.05)}  # a small part may be off by anything
+        return [
+            Residual(profile="own", part=part, measured_s=measured_s, predicted_s=predicted_s, calibrated=True)
+            for part, (measured_s, predicted_s) in parts.items()
+        ]
+
+    assert "that gain, 5%, is within the 10%" in _doubt(1.05, fit(1.8))
+    assert [_doubt(1.25, fit(1.8)), _doubt(0.9, fit(1.8)), _doubt(None, fit(1.8)), _doubt(1.05, [])] == ["", "", "", ""]

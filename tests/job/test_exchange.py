@@ -7,13 +7,15 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, GroupDesk, GroupExchange
+from asyncrl_cli.job.calls import answer
+from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, GroupExchange
 from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes
 from asyncrl_cli.job.ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
@@ -78,6 +80,11 @@ class Handle:
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
         self.calls: list[str] = []
+        self.under_way: set[asyncio.Future[Any]] = set()
+
+    def die(self) -> None:
+        for call in list(self.under_way):
+            call.cancel("died")
 
     def __getattr__(self, method: str) -> Any:
         return _Remote(self, method, getattr(self._actor, method))
@@ -90,25 +97,31 @@ class _Remote:
     def remote(self, *args: Any) -> Any:
         self._handle.calls.append(self._name)
         whole = asyncio.ensure_future(self._call(args))
+        self._handle.under_way.add(whole)
+        whole.add_done_callback(self._handle.under_way.discard)
         if self._name != "exchange":
             return whole
         return [whole_or_part(whole, index) for index in range(1 + GROUPS_PER_ANSWER)]
 
     async def _call(self, args: tuple[Any, ...]) -> Any:
-        await asyncio.sleep(WAY_S)
         try:
+            await asyncio.sleep(WAY_S)
             returned = await self._method(*args)
+            await asyncio.sleep(WAY_S)
+            return returned
+        except asyncio.CancelledError as error:
+            if error.args != ("died",):
+                raise
+            raise ActorDiedError from None
         except Exception as error:
             raise RayTaskError(self._name, "", error) from error
-        await asyncio.sleep(WAY_S)
-        return returned
 
 
 def whole_or_part(whole: asyncio.Future[Any], index: int) -> asyncio.Future[Any]:
     part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def settle(_: Any) -> None:
-        if whole.cancelled():
+        if part.done() or whole.cancelled():  # nobody waits for it any more
             part.cancel()
         elif (error := whole.exception()) is not None:
             part.set_exception(error)
@@ -143,8 +156,13 @@ def request(index: int) -> GroupRequest:
 
 def exchange_with(takes_s: Takes) -> tuple[GroupExchange, Handle, Runner]:
     runner = Runner(takes_s)
-    handle = Handle(Actor(runner))
-    return GroupExchange(handle, "rollout-0", CALL_TIMEOUT_S), handle, runner
+    return *exchange_of(Actor(runner)), runner
+
+
+def exchange_of(actor: Actor) -> tuple[GroupExchange, Handle]:
+    handle = Handle(actor)
+    bounded = partial(answer, executor="rollout-0", timeout_s=CALL_TIMEOUT_S, key="rollout.call_timeout_s")
+    return GroupExchange(handle, lambda pending, call: bounded(pending, call=call)), handle
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -173,8 +191,8 @@ def test_every_group_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_w
         # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended groups behind.
         idle_times = sum(duration < 0.02 for duration in durations) + num_groups / at_once
         assert exchanges <= 2 + whole_s / DEBOUNCE_S + num_groups / GROUPS_PER_ANSWER + idle_times
-        answers_before = at_once / GROUPS_PER_ANSWER + 1
-        assert max(late_s) <= answers_before * (DEBOUNCE_S + 4 * WAY_S + 0.01)
+        answers = at_once / GROUPS_PER_ANSWER + 2
+        assert max(late_s) <= DEBOUNCE_S + answers * (2 * WAY_S + SETTLE_S + 0.001)
 
     run_virtual(main(), shuffle_seed=seed)
 
@@ -189,6 +207,18 @@ def test_the_last_group_of_a_worker_is_told_without_delay() -> None:
             return asyncio.get_running_loop().time() - runner.ended["p1"]
 
     assert run_virtual(main()) == pytest.approx(WAY_S)
+
+
+def test_many_groups_that_end_together_come_one_answer_after_the_other() -> None:
+    """No debounce between them: all trajectories at the token limit, say."""
+
+    async def main() -> float:
+        exchange, _, runner = exchange_with(lambda request: 1.0)
+        async with followed(exchange):
+            await asyncio.gather(*(exchange.generate(request(index)) for index in range(24)))
+            return asyncio.get_running_loop().time() - max(runner.ended.values())
+
+    assert run_virtual(main()) == pytest.approx(WAY_S + (24 / GROUPS_PER_ANSWER - 1) * (2 * WAY_S + SETTLE_S))
 
 
 def test_a_request_does_not_wait_for_an_answer_that_is_not_due() -> None:
@@ -219,6 +249,49 @@ def test_a_group_that_raises_fails_what_waits_for_the_worker_with_its_own_error(
         assert isinstance(outcome, ExecutorFailed)
         assert not isinstance(outcome, ExecutorLost)
         assert outcome.message == "rollout-0 failed: ValueError: no engine for p1"
+
+
+def test_groups_that_ended_before_a_failure_are_not_lost_with_it() -> None:
+    async def main() -> list[Any]:
+        exchange, _, _ = exchange_with(lambda request: -0.25 if request.seed == 0 else 0.2 + request.seed / 1000)
+        async with followed(exchange) as following:
+            groups = [exchange.generate(request(index)) for index in range(9)]
+            return list(await asyncio.gather(*groups, following, return_exceptions=True))
+
+    failed, *ended, following = run_virtual(main())
+    assert [result.key.uid for result in ended] == [f"p{index}" for index in range(1, 9)]
+    assert failed.message == following.message == "rollout-0 failed: ValueError: no engine for p0"
+
+
+def test_a_group_that_is_cancelled_within_the_worker_fails() -> None:
+    async def main() -> Any:
+        runner = Runner(lambda request: 1.0)
+        runner.run = cancelled_from_within  # type: ignore[method-assign]
+        exchange, _ = exchange_of(Actor(runner))
+        async with followed(exchange) as following:
+            return (await asyncio.gather(exchange.generate(request(0)), following, return_exceptions=True))[0]
+
+    async def cancelled_from_within(*_: Any) -> Any:
+        raise asyncio.CancelledError
+
+    assert run_virtual(main()).message == "rollout-0 failed: group p0@0.0 was cancelled"
+
+
+def test_a_process_that_dies_loses_its_groups_at_once() -> None:
+    async def main() -> tuple[list[Any], float]:
+        exchange, handle, _ = exchange_with(lambda request: 60.0)
+        async with followed(exchange) as following:
+            groups = [asyncio.create_task(exchange.generate(request(index))) for index in range(3)]
+            await asyncio.sleep(1.0)
+            died_s = asyncio.get_running_loop().time()
+            handle.die()
+            outcomes = await asyncio.gather(*groups, following, return_exceptions=True)
+            return list(outcomes), asyncio.get_running_loop().time() - died_s
+
+    outcomes, took_s = run_virtual(main())
+    assert took_s == 0.0
+    assert all(isinstance(outcome, ExecutorLost) for outcome in outcomes), outcomes
+    assert "its process ended during a progress report" in outcomes[0].message
 
 
 def test_a_group_that_never_ends_is_given_up_by_its_limit_and_others_come_back() -> None:

@@ -39,11 +39,13 @@ async def followed(workers: list[Any]) -> AsyncIterator[None]:
             seen = (await worker.progress(seen)).seen
 
     tasks = [asyncio.create_task(follow(worker)) for worker in workers]
-    yield
-    for task in tasks:
-        task.cancel()
-    ended = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(error, asyncio.CancelledError) for error in ended), ended
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(error, asyncio.CancelledError) for error in ended), ended
 
 
 def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path) -> None:

@@ -139,6 +139,18 @@ def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs:
     run(body)
 
 
+def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -> None:
+    async def body() -> None:
+        async with runner_of(model_dir, Rewards()) as runner:
+            running = asyncio.create_task(runner.run(group(), lambda finished: None))
+            await asyncio.sleep(0)  # it is known, and none of its responses has begun
+            await runner.abort(KEY)
+            result, _ = await running
+            assert (result.trajectories, result.failed_tokens, runner._engine.sampled_tokens) == ((), 0, 0)
+
+    run(body)
+
+
 def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:

@@ -89,7 +89,7 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
     else:
         _print_fit(fit)
         _print_table(tuned)
-        _print_recommendation(tuned)
+        _print_recommendation(tuned, fit)
         _print_how_to_try(tuned, asked, is_run=own_profile is not None)
         _print_limits(tuned)
 
@@ -152,14 +152,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def _print_recommendation(tuned: Tuned) -> None:
+def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
     """Every `--set` on a line of its own, so that all of them can be copied from a narrow terminal."""
     best = tuned.best
     print_prose(
         f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.measured.window_time_s:.2f} s "
         f"per {tuned.window_groups} groups"
     )
-    for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned)):
+    for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned), _doubt(tuned.speedup, fit)):
         if line:
             print_prose(line)
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
@@ -215,6 +215,16 @@ def _against_known(tuned: Tuned) -> str:
     known_s, best_s = tuned.known.window_time_s, tuned.best.measured.window_time_s
     word = "published" if tuned.known.source.startswith("published") else "measured"
     return f"{word} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
+
+
+def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
+    """Where the simulation misses the run that it knows by more than what it promises."""
+    from asyncrl_cli.simulate.references import WINDOW
+
+    off = max((abs(one.ratio - 1) for one in fit if one.part == WINDOW), default=0.0)
+    if speedup is None or not 0 < speedup - 1 < off:
+        return ""
+    return f"that gain, {speedup - 1:.0%}, is within the {off:.0%} that the simulation of the calibrated run itself is off by"
 
 
 def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:

@@ -15,25 +15,27 @@ Who waits for whom: `progress` for a change on the worker, a second at most; `ge
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.job.calls import answer
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, GroupResult, Progress
 from asyncrl_cli.samples.trajectory import GroupPayload
 
-CALL_KEY = "rollout.call_timeout_s"
 GROUPS_PER_ANSWER = 4
-"""Groups that one answer brings at most: each has an object of its own for its arrays, which never pass the driver. More wait for
-the next answer, which then comes at once."""
+"""Groups that one answer brings at most: each has an object of its own for its arrays, which never pass the driver. Where more
+have ended, the next answer comes at once."""
 SETTLE_S = 0.002
 """How long an exchange waits for the requests that the last one's answer has made room for."""
 
+logger = logging.getLogger(__name__)
+
 Run = Callable[[GroupRequest, Callable[[int], None]], Awaitable[tuple[GroupResult, GroupPayload]]]
 Ended = tuple[GroupResult, GroupPayload]
+Answer = Callable[[Any, str], Awaitable[Any]]
 
 
 class Note(Protocol):
@@ -70,7 +72,7 @@ class GroupDesk:
 
     @property
     def has_more(self) -> bool:
-        """Whether an answer is due at once."""
+        """Whether there is more to take."""
         return bool(self._ended) or self._failure is not None
 
     def begin(self, requests: Sequence[GroupRequest]) -> None:
@@ -80,8 +82,8 @@ class GroupDesk:
             task.add_done_callback(self._tasks.discard)
 
     def take(self) -> list[Ended]:
-        """The groups that ended first. Raises what any group has raised: no group fails alone, it is the engine that did."""
-        if self._failure is not None:
+        """The groups that ended first. Then raises what any group has raised: no group fails alone, it is the engine that did."""
+        if self._failure is not None and not self._ended:
             raise self._failure
         return [self._ended.popleft() for _ in range(min(GROUPS_PER_ANSWER, len(self._ended)))]
 
@@ -94,26 +96,31 @@ class GroupDesk:
 
         try:
             self._ended.append(await self._run(request, on_sequence))
-        except Exception as error:  # told by the next answer
-            self._failure = self._failure or error
+        except (Exception, asyncio.CancelledError) as error:  # told by an answer
+            logger.exception("group %s failed", request.key)
+            cancelled = ExecutorFailed(f"group {request.key} was cancelled")
+            self._failure = self._failure or (error if isinstance(error, Exception) else cancelled)
         finally:
             del self._finished[request.key]
             self._note(is_urgent=not self._finished)
 
 
 class GroupExchange:
-    """The driver's side, for one life of a worker's process. Every `generate` needs a `progress` under way, now and later."""
+    """The driver's side, for one life of a worker's process.
 
-    def __init__(self, actor: Any, name: str, call_timeout_s: float) -> None:
+    `answer(pending, call)` awaits what the actor returns, bounded, and raises as `job.calls.answer` does. Every `generate` needs a
+    `progress` under way, now and later. Groups that a cancelled `progress` would have brought are lost: cancel it with all of them.
+    """
+
+    def __init__(self, actor: Any, answer: Answer) -> None:
         self._actor = actor
-        self._name = name
-        self._call_timeout_s = call_timeout_s
+        self._answer = answer
         self._outgoing: list[GroupRequest] = []
         self._waiting: dict[AttemptKey, asyncio.Future[GroupResult]] = {}
         self._is_under_way = False
 
     async def generate(self, request: GroupRequest) -> GroupResult:
-        """Raises as `answer` does. `GroupResult.payload` is the ObjectRef of the group's arrays."""
+        """`GroupResult.payload` is the ObjectRef of the group's arrays."""
         loop = asyncio.get_running_loop()
         future = self._waiting[request.key] = loop.create_future()
         self._outgoing.append(request)
@@ -131,7 +138,7 @@ class GroupExchange:
             self._actor.submit.remote(self._taken())
 
     async def progress(self, seen: int) -> Progress:
-        """Raises as `answer` does, and so does every `generate` then."""
+        """What it raises, every `generate` raises then."""
         await asyncio.sleep(SETTLE_S)
         head, *payloads = self._actor.exchange.remote(self._taken(), seen)
         self._is_under_way = True
@@ -160,6 +167,3 @@ class GroupExchange:
             if not future.done():
                 future.set_exception(error)
         self._waiting.clear()
-
-    async def _answer(self, pending: Any, call: str) -> Any:
-        return await answer(pending, executor=self._name, call=call, timeout_s=self._call_timeout_s, key=CALL_KEY)

@@ -12,8 +12,6 @@ from asyncrl_cli.rollout.engine import NO_COUNTERS, EngineCounters
 
 DEBOUNCE_S = 0.1
 POLL_S = 1.0
-NEVER_SEEN = -1
-"""A count that `Changes` never has: `after` does not wait for a change."""
 
 
 class RolloutMeter:

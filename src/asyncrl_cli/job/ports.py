@@ -20,7 +20,7 @@ import ray
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.job.calls import all_of, answer
 from asyncrl_cli.job.direct import leave
-from asyncrl_cli.job.exchange import CALL_KEY, GroupExchange
+from asyncrl_cli.job.exchange import GroupExchange
 from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.loop.ports import (
     AttemptKey,
@@ -46,6 +46,8 @@ from asyncrl_cli.weights.limits import KEY as WEIGHTS_KEY
 
 logger = logging.getLogger(__name__)
 
+CALL_KEY = "rollout.call_timeout_s"
+
 
 class RayRolloutWorker:
     """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays.
@@ -66,14 +68,14 @@ class RayRolloutWorker:
         self._weights_timeout_s = profile.weights.timeout_s
         self._direct_load_s = load_s(profile.weights.timeout_s, workers) if profile.weights.transport in DIRECT_TRANSPORTS else None
         self._rank_zero: Any = None
-        self._groups = GroupExchange(self.actor, name, self._call_timeout_s)
+        self._groups = GroupExchange(self.actor, self._call)
 
     async def generate(self, request: GroupRequest) -> GroupResult:
         return await self._groups.generate(request)
 
     async def abort(self, key: AttemptKey) -> None:
         self._groups.post()
-        await self._answer(self.actor.abort.remote(key), f"the abort of {key}", self._call_timeout_s, CALL_KEY)
+        await self._call(self.actor.abort.remote(key), f"the abort of {key}")
 
     async def progress(self, seen: int) -> Progress:
         return await self._groups.progress(seen)
@@ -96,19 +98,18 @@ class RayRolloutWorker:
         return report
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        what = f"the eval of version {request.version}"
         ref = self.actor.evaluate.remote(request)
-        result: EvalResult = await self._answer(ref, what, self._call_timeout_s, CALL_KEY)
+        result: EvalResult = await self._call(ref, f"the eval of version {request.version}")
         return result
 
     async def abort_evals(self) -> None:
-        await self._answer(self.actor.abort_evals.remote(), "the abort of its evals", self._call_timeout_s, CALL_KEY)
+        await self._call(self.actor.abort_evals.remote(), "the abort of its evals")
 
     async def pause(self) -> None:
-        await self._answer(self.actor.pause.remote(), "a pause", self._call_timeout_s, CALL_KEY)
+        await self._call(self.actor.pause.remote(), "a pause")
 
     async def resume(self) -> None:
-        await self._answer(self.actor.resume.remote(), "a resume", self._call_timeout_s, CALL_KEY)
+        await self._call(self.actor.resume.remote(), "a resume")
 
     async def restart(self) -> None:
         """Kill the actor, whatever is left of it, and start another in its bundle, which takes it once the old one is gone.
@@ -120,7 +121,7 @@ class RayRolloutWorker:
         if self._rank_zero is not None:
             await leave(self._rank_zero, self.name)
         self.actor = self._make_actor()
-        self._groups = GroupExchange(self.actor, self.name, self._call_timeout_s)
+        self._groups = GroupExchange(self.actor, self._call)
         await self.start(self._restart_timeout_s)
         if self._rank_zero is not None:
             await self.connect(self._rank_zero)
@@ -137,6 +138,9 @@ class RayRolloutWorker:
 
     async def stop(self, timeout_s: float) -> None:
         await self._answer(self.actor.stop.remote(), "its end", timeout_s, None)
+
+    async def _call(self, pending: Any, call: str) -> Any:
+        return await self._answer(pending, call, self._call_timeout_s, CALL_KEY)
 
     async def _answer(self, ref: Any, call: str, timeout_s: float, key: str | None, key_s: float | None = None) -> Any:
         try:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, Exchanged, GroupDesk
-from asyncrl_cli.job.meters import NEVER_SEEN, Changes, MeteredRewards, RolloutMeter
+from asyncrl_cli.job.meters import Changes, MeteredRewards, RolloutMeter
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.loop.ports import (
@@ -114,13 +114,15 @@ class RolloutActor:
         Metadata for the driver, arrays for the trainer: an object each, so that the arrays never pass the driver.
         """
         self._desk.begin(requests)
-        seen = await self._changes.after(NEVER_SEEN if self._desk.has_more else seen)
+        seen = await self._changes.after(seen)
         ended = self._desk.take()
+        if self._desk.has_more:
+            self._changes.note(is_urgent=True)
         exchanged = Exchanged(progress=self._progress(seen), results=tuple(result for result, _ in ended))
         return exchanged, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
 
     async def abort(self, key: AttemptKey) -> None:
-        await asyncio.sleep(0)  # a group that came just before begins first
+        await asyncio.sleep(0)  # a group that has come in the same turn begins first
         await self._runner.abort(key)
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:

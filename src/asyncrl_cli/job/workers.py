@@ -36,8 +36,6 @@ STOP_TIMEOUT_S = 1.0
 NEVER_AGAIN = {"max_restarts": 0, "max_task_retries": 0}
 WEIGHTS_DIR = "weights"
 """Below the run's directory: versions on their way, if `weights.transport` is `disk`."""
-MAX_CALLS = 100_000
-"""Concurrent calls of a rollout actor: every running group is one, so slots and prefetch set the real limit."""
 
 Say = Callable[[str], None]
 
@@ -157,7 +155,7 @@ def _rollout_workers(
     settings = RolloutSettings.from_profile(
         crew.profile, crew.plan, model_dir=crew.model_dir.absolute(), reward=reward, version=version
     )
-    actor_class = ray.remote(max_concurrency=MAX_CALLS, **NEVER_AGAIN)(RolloutActor)
+    actor_class = ray.remote(**NEVER_AGAIN)(RolloutActor)
     workers: list[RayRolloutWorker] = []
     for index in range(settings.workers):
         name = f"rollout-{index}"

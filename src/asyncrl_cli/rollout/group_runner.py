@@ -174,6 +174,8 @@ class GroupRunner:
         seed: int,
         on_sequence: Callable[[int], None],
     ) -> _Outcome:
+        if group.aborted:
+            return _Outcome(completion=_NOTHING)
         completion = await self._engine.generate(request_id, prompt_tokens, sampling, seed)
         group.num_finished += 1
         group.ended_tokens += len(completion.tokens)

@@ -144,7 +144,7 @@ class SimulatedWorker:
         seen = await self._poll.after(seen, limit)
         report = self._meter.report(
             version=self.version,
-            sampled_tokens=int(self._engine.sampled_tokens),
+            sampled_tokens=int(round(self._engine.sampled_tokens, 6)),  # rounding must not take one back
             decode_steps=self._engine.decode_steps,
             running_tokens=self._ended_tokens + int(self._engine.running_tokens),
         )
