@@ -256,6 +256,8 @@ def test_a_slow_row_that_is_hardly_less_stale_survives_no_faster_one() -> None:
 def test_equal_times_are_decided_by_staleness() -> None:
     rows = [row(100.0, 0.6, 1), row(100.9, 0.3, 2), row(101.5, 0.0, 3)]
     assert recommended(rows) == rows[1]
+    rows = [row(100.9, 0.93, 1), row(100.0, 0.94, 2), row(100.5, 0.95, 3)]  # a hundredth of a version is no reason
+    assert recommended(rows) == rows[1]
 
 
 # --- the search

@@ -10,7 +10,7 @@ from asyncrl_cli.bench.settings import Setting
 SAME_TIME = 0.01
 """Relative difference of simulated times below which staleness decides; a choice, not a measured spread."""
 SAME_STALENESS = 0.05
-"""Difference of mean staleness, in versions, that is no reason to simulate a slower setting any further."""
+"""Difference of mean staleness, in versions, that is no reason to simulate a slower setting any further, or to recommend it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,10 @@ def best_of_splits(rows: Sequence[Row], keep: int) -> list[Row]:
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """The least stale of those that are as fast as the fastest, which a simulation can tell apart only so far."""
+    """The least stale of those that are as fast as the fastest; the fastest of those that are as little stale. A simulation can
+    tell them apart only so far."""
     fastest_s = min(row.measured.window_time_s for row in rows)
     as_fast = [row for row in rows if row.measured.window_time_s <= fastest_s * (1 + SAME_TIME)]
-    return min(
-        as_fast,
-        key=lambda row: (row.measured.staleness_mean, row.setting.max_staleness, row.setting.eta, row.measured.window_time_s),
-    )
+    least_stale = min(row.measured.staleness_mean for row in as_fast)
+    as_fresh = [row for row in as_fast if row.measured.staleness_mean <= least_stale + SAME_STALENESS]
+    return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.measured.window_time_s))

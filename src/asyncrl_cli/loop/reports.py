@@ -51,7 +51,7 @@ class ReportBook:
             for span in report.spans
             if span.end_s + offset_s > from_s
         )
-        return previous is None or _tokens(previous) != _tokens(self.latest[name])
+        return previous is None or _has_made_tokens(previous, self.latest[name])
 
     def lost(self, worker: str, now_s: float) -> int:
         """The worker's process is gone: its executors are failed from now on. Returns the tokens of what ran there."""
@@ -149,6 +149,6 @@ def _sum(left: Mapping[K, float], right: Mapping[K, float]) -> dict[K, float]:
     return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in [*left, *(key for key in right if key not in left)]}
 
 
-def _tokens(report: ExecutorReport) -> dict[str, float]:
-    """Its sums of tokens: only these tell work from waiting (sums of seconds always grow)."""
-    return {name: amount for name, amount in report.sums.items() if name.endswith("_tokens")}
+def _has_made_tokens(previous: ExecutorReport, report: ExecutorReport) -> bool:
+    """Only sums of tokens tell work from waiting: sums of seconds always grow."""
+    return any(amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens"))
