@@ -15,6 +15,7 @@ from rich.console import Console
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.observe import summary
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.screen import watch_status
 from asyncrl_cli.observe.sinks import StatusFile
@@ -131,3 +132,10 @@ def test_a_status_of_another_schema_is_refused(tmp_path, facts):
     write_status(tmp_path, "future", facts, schema_version=2)
     with pytest.raises(RefusedError, match="schema_version 2"):
         read_status("future", tmp_path)
+
+
+def test_a_single_eval_is_told_once() -> None:
+    evals = [{"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)]
+    assert summary._evals(evals[:1]) == "0.300 (version 0), 512 prompts"
+    assert summary._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
+    assert summary._evals([]) == ""

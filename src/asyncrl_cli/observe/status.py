@@ -109,4 +109,7 @@ def _directory(run: str | None, runs_dir: Path) -> Path:
         if (candidate / "status.json").exists() or (candidate / "profile.toml").exists():
             return candidate.resolve()
     known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    raise ConfigError(f"no run '{run}' in {runs_dir}", hint=f"known runs: {known}" if names else "there are none")
+    raise ConfigError(
+        f"no run '{run}' in {runs_dir}",
+        hint=f"known runs: {known}" if names else "there are none yet; one that was just started is there in a few seconds",
+    )

@@ -47,11 +47,9 @@ def ledger_line(ledger: Mapping[str, int]) -> str:
 def _evals(history: list[Mapping[str, Any]]) -> str:
     if not history:
         return ""
-    first, last = history[0], history[-1]
-    return (
-        f"{first['reward_mean']:.3f} (version {first['version']}) -> "
-        f"{last['reward_mean']:.3f} (version {last['version']}), {count(last.get('num_prompts'))} prompts"
-    )
+    ends = [history[0], history[-1]] if len(history) > 1 else history
+    values = " -> ".join(f"{eval_['reward_mean']:.3f} (version {eval_['version']})" for eval_ in ends)
+    return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
 
 
 def _overlap(totals: Mapping[str, Any]) -> str:
