@@ -108,10 +108,14 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
 TWO_CHILDREN = """
 import subprocess, sys
 
-sleeper = [sys.executable, "-c", "import time; print(flush=True); time.sleep(1000)"]
-print(subprocess.Popen(sleeper).pid, flush=True)
+def start():
+    child = subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(120)"], stdout=subprocess.PIPE)
+    child.stdout.readline()  # it is up: older, by more than the kernel's clock tick, than what starts after it
+    print(child.pid, flush=True)
+
+start()
 sys.stdin.readline()
-print(subprocess.Popen(sleeper).pid, flush=True)
+start()
 sys.stdin.readline()
 """
 
@@ -123,7 +127,6 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
     assert driver.stdin is not None
     assert driver.stdout is not None
     children = [psutil.Process(int(driver.stdout.readline()))]
-    driver.stdout.readline()  # it is up: older by more than the hundredth of a second that the kernel tells apart
     watching = subprocess.Popen([sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
     try:
         driver.stdin.write("\n")
