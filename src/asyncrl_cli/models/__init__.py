@@ -6,6 +6,7 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
         tiny.py                                  its configuration and its character tokenizer
         lessons.py                               the demonstrations it learns from, some of them wrong
         warm_start.py                            supervised learning on them
+            muon.py                              by an optimizer that computes in float32
 
 skeleton.skeleton(directory)                     a model without memory: the names and shapes of its tensors
 """

@@ -19,7 +19,7 @@ from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Raised when this code would make another model from the same inputs."""
 
 DESCRIPTION = "asyncrl-recipe.json"

@@ -76,12 +76,14 @@ def warm_start(
 def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
     import torch
 
+    from asyncrl_cli.models.muon import Muon
+
     named = list(model.named_parameters())
     matrices = [weight for name, weight in named if weight.ndim == 2 and ".layers." in name]
     taken = {id(weight) for weight in matrices}
     others = [weight for _, weight in named if id(weight) not in taken]
     return [
-        torch.optim.Muon(matrices, lr=recipe.matrix_lr, weight_decay=0.0),
+        Muon(matrices, lr=recipe.matrix_lr),
         torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=0.0),
     ]
 
