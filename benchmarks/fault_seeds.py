@@ -1,8 +1,8 @@
 """Many seeds of the deterministic simulation: how often what happened, and a command that replays each seed that failed.
 
-    python benchmarks/fault_seeds.py [--seeds 10000] [--first 0] [--processes 2]
+    python -m benchmarks.fault_seeds [--seeds 10000] [--first 0] [--processes 2]
 
-Exits with 1 if any seed failed.
+Run it in the project's root: it uses the tests' proof. Exits with 1 if any seed failed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 import time
 from collections import Counter
 
-from asyncrl_cli.simulate.drawing import draw
-from asyncrl_cli.simulate.scenarios import run
+from tests.loop.proof.drawing import draw
+from tests.loop.proof.scenarios import run
 
 _CHUNK_SEEDS = 25
 
@@ -57,7 +57,7 @@ def main() -> int:
     print("\n\n".join([table("scenarios", modes), table("events", events), table("faults that happened", faults)]))
     print(f"\nfailing seeds: {len(broken)}")
     for seed, message in sorted(broken.items()):
-        print(f"  {message}\n    python -m asyncrl_cli.simulate.scenarios {seed}")
+        print(f"  {message}\n    python -m tests.loop.proof.scenarios {seed}")
     return 1 if broken else 0
 
 

@@ -18,21 +18,21 @@ from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.loop.training import Training
-from asyncrl_cli.simulate.books import in_time
 from asyncrl_cli.simulate.clock import DeadlockError
-from asyncrl_cli.simulate.drawing import MODES, draw
 from asyncrl_cli.simulate.faults import FaultKind
 from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.invariants import InvariantError, Invariants
-from asyncrl_cli.simulate.scenarios import Outcome, main, run
 from asyncrl_cli.simulate.workers import SimulatedWorker
+from tests.loop.proof.books import in_time
+from tests.loop.proof.drawing import MODES, draw
+from tests.loop.proof.invariants import InvariantError, Invariants
+from tests.loop.proof.scenarios import Outcome, main, run
 
 NUM_SEEDS, CHUNK_SEEDS = 200, 20
 MUTANT_SEEDS = range(400)
 
 
 def replay(seed: int) -> str:
-    return f"python -m asyncrl_cli.simulate.scenarios {seed}"
+    return f"python -m tests.loop.proof.scenarios {seed}"
 
 
 @functools.cache

@@ -1,6 +1,6 @@
-"""Whole runs of scenarios (`simulate.drawing`), with every invariant checked on the way.
+"""Whole runs of scenarios (`tests.loop.proof.drawing`), with every invariant checked on the way.
 
-    python -m asyncrl_cli.simulate.scenarios SEED [--trace]
+    python -m tests.loop.proof.scenarios SEED [--trace]
 
 prints the scenario of a seed and runs it. The trace of events follows if an invariant broke, or with `--trace`.
 """
@@ -17,14 +17,14 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.simulate.clock import VirtualTimeLoop, run_virtual
-from asyncrl_cli.simulate.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
 from asyncrl_cli.simulate.engine import DecodeTimes
 from asyncrl_cli.simulate.faults import FATAL, Fault, FaultKind, Faults
 from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.invariants import InvariantError, Invariants
 from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.watched import WatchedFeed, WatchedTrainer, WatchedWorker
 from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
+from tests.loop.proof.invariants import InvariantError, Invariants
+from tests.loop.proof.watched import WatchedFeed, WatchedTrainer, WatchedWorker
 
 _MAX_LEGS = 4
 _CALL_TIMEOUT_S = 200.0

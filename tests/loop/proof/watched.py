@@ -32,7 +32,7 @@ from asyncrl_cli.loop.states import ExecutorReport
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from asyncrl_cli.simulate.invariants import Invariants
+    from tests.loop.proof.invariants import Invariants
 
 
 class WatchedWorker:

@@ -1,7 +1,7 @@
 """What must hold in every run of the loop, checked after every event of it (docs/simulation.md).
 
-`Invariants` is an Observer. It hears every ledger transition, step and tick; `simulate.watched` wraps the ports, so that it also
-hears every call to an executor. From both it keeps books of its own (`simulate.books`) and compares:
+`Invariants` is an Observer. It hears every ledger transition, step and tick; `watched.py` wraps the ports, so that it also
+hears every call to an executor. From both it keeps books of its own (`books.py`) and compares:
 
     ledger       admitted = running + finished + training + trained + dropped + requeued, here and in the loop's own ledger
     admission    slots (and prefetch), window budget, deadlines, length of the run; open exactly when it should be
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.simulate.books import Books, WorkerBook
-from asyncrl_cli.simulate.ledger_watch import LedgerWatch
-from asyncrl_cli.simulate.loop_watch import LoopWatch
-from asyncrl_cli.simulate.step_watch import StepWatch
-from asyncrl_cli.simulate.timesheets import Timesheets
+from tests.loop.proof.books import Books, WorkerBook
+from tests.loop.proof.ledger_watch import LedgerWatch
+from tests.loop.proof.loop_watch import LoopWatch
+from tests.loop.proof.step_watch import StepWatch
+from tests.loop.proof.timesheets import Timesheets
 
 if TYPE_CHECKING:
     from asyncrl_cli.loop.pipeline import Pipeline

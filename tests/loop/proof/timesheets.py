@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from asyncrl_cli.loop.ports import StepRecord
 from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.simulate.ledger_watch import Check
+from tests.loop.proof.ledger_watch import Check
 
 _ROUNDING_S = 1e-6
 

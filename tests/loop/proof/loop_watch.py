@@ -1,11 +1,11 @@
-"""The loop's own state, which it keeps incrementally, against a count from scratch (`simulate.books`)."""
+"""The loop's own state, which it keeps incrementally, against a count from scratch (`tests.loop.proof.books`)."""
 
 from __future__ import annotations
 
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.simulate.books import Books
-from asyncrl_cli.simulate.ledger_watch import Check
+from tests.loop.proof.books import Books
+from tests.loop.proof.ledger_watch import Check
 
 
 class LoopWatch:

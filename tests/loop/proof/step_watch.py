@@ -6,9 +6,9 @@ from collections import Counter
 
 from asyncrl_cli.loop.ports import GroupResult, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.simulate.books import Books
-from asyncrl_cli.simulate.ledger_watch import Check, LedgerWatch
-from asyncrl_cli.simulate.timesheets import Timesheets
+from tests.loop.proof.books import Books
+from tests.loop.proof.ledger_watch import Check, LedgerWatch
+from tests.loop.proof.timesheets import Timesheets
 
 
 class StepWatch:

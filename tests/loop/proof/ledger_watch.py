@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncrl_cli.loop.ports import AttemptKey, Event, GroupResult
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.simulate.books import Books, LiveAttempt
+from tests.loop.proof.books import Books, LiveAttempt
 
 Check = Callable[[bool, str, str], None]
 """`check(holds, invariant, message)` raises if it does not hold."""
