@@ -1,4 +1,4 @@
-"""Deterministic simulation: the real loop over many seeds, every invariant checked after every event (simulate/invariants.py)."""
+"""Deterministic simulation: the real loop over many seeds, every invariant checked after every event (proof/invariants.py)."""
 
 from __future__ import annotations
 
