@@ -8,5 +8,6 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
         warm_start.py                            supervised learning on them
             muon.py                              by an optimizer that computes in float32
 
+attention.choose_attention(model)                which attention function computes what the model means
 skeleton.skeleton(directory)                     a model without memory: the names and shapes of its tensors
 """
