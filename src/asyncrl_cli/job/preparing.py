@@ -47,9 +47,9 @@ async def prepare(profile: Profile, say: Starting, address: str | None = None, r
     say("loading the model")
 
     def resolve(look: Callable[[], None]) -> Path:
-        def progress(text: str, done: int, total: int) -> None:
+        def progress(text: str, done: int, total: int, figures: str) -> None:
             look()
-            say(text, done, total)
+            say(text, done, total, figures)
 
         model_dir = resolve_model(profile, task, progress=progress)
         look()

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncrl_cli.errors import PreflightError
@@ -24,10 +25,15 @@ RECIPE_VERSION = 2
 
 DESCRIPTION = "asyncrl-recipe.json"
 PHASE = "warm start"
+SHOWN_LOSSES = 20
+"""Steps over which the loss that is shown is a mean: batches of short texts are easier than those of long ones."""
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with (what is being done, done so far, of how many, figures to show beside it)."""
 
 
-def built_tiny(profile: Profile, task: Task, *, progress: Callable[[str, int, int], None] | None = None) -> Path:
-    """The directory of this profile's warm-started model; built, with `progress`, if it is not in the cache."""
+def built_tiny(profile: Profile, task: Task, *, progress: Progress = lambda *_: None) -> Path:
+    """The directory of this profile's warm-started model; built if it is not in the cache. Which of the two, `progress` is told."""
     recipe = Recipe(steps=profile.model.warm_start_steps)
     seed = profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
@@ -35,7 +41,9 @@ def built_tiny(profile: Profile, task: Task, *, progress: Callable[[str, int, in
     characters = characters_of(task, lessons)
     description = _describe(recipe, characters, lessons, seed)
     directory = cache_directory(profile) / f"tiny-{_digest(description)[:16]}"
-    if not (directory / DESCRIPTION).is_file():
+    if (directory / DESCRIPTION).is_file():
+        progress(f"cached model {directory}", 0, 0, "")
+    else:
         _build(directory, description, recipe, characters, lessons, seed, progress)
     return directory
 
@@ -76,14 +84,17 @@ def _build(
     characters: Sequence[str],
     lessons: Sequence[Lesson],
     seed: int,
-    progress: Callable[[str, int, int], None] | None,
+    progress: Progress,
 ) -> None:
     from transformers.utils import logging
 
     tokenizer = tiny_tokenizer(characters)
     model = tiny_model(len(tokenizer), seed=seed)
     pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
-    report = None if progress is None else lambda done, total: progress(PHASE, done, total)
+
+    def report(losses: Sequence[float]) -> None:
+        progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
+
     losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
     temporary = _temporary_beside(directory)
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.models.build import built_tiny
+from asyncrl_cli.models.build import Progress, built_tiny
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task
 
@@ -17,11 +16,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 WEIGHTS = "model.safetensors"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, done so far, of how many)."""
 
-
-def resolve_model(profile: Profile, task: Task, *, progress: Progress | None = None) -> Path:
+def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *_: None) -> Path:
     """A directory from which AutoModelForCausalLM and AutoTokenizer load without the network.
 
     Raises ConfigError if there is no such builtin, PreflightError if the model is not there or not whole.

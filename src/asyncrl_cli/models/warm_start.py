@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
@@ -45,32 +46,49 @@ def warm_start(
     recipe: Recipe,
     *,
     seed: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[Sequence[float]], None] = lambda losses: None,
 ) -> list[float]:
-    """Teach `model` in place; returns each step's loss (nats per response token). Needs steps * batch_size pairs."""
+    """Teach `model` in place; returns each step's loss (nats per response token). Needs steps * batch_size pairs.
+
+    `progress` is called after each step with the losses so far.
+    """
     import torch
 
     if len(pairs) < recipe.steps * recipe.batch_size:
         raise ValueError(f"{recipe.steps} steps of {recipe.batch_size} pairs need more than the {len(pairs)} given")
     optimizers = _optimizers(model, recipe)
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
-    losses = []
+    losses: list[float] = []
     model.train()
-    for step, batch in enumerate(_batches(pairs, recipe, Random(seed))):
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for group, peak in zip(groups, peaks, strict=True):
-            group["lr"] = peak * _schedule(step, recipe)
-        loss = _loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad()
-        losses.append(loss.item())
-        if progress is not None:
-            progress(step + 1, recipe.steps)
+    with _one_thread():
+        for step, batch in enumerate(_batches(pairs, recipe, Random(seed))):
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            for group, peak in zip(groups, peaks, strict=True):
+                group["lr"] = peak * _schedule(step, recipe)
+            loss = _loss(model, batch)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+            losses.append(loss.item())
+            progress(losses)
     model.eval()
     return losses
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A second one makes matrices this small a tenth faster on idle cores, and ten times slower beside one busy process: the two
+    spin while they wait for each other. How they wait is settled when torch is loaded, which may have been long ago."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:

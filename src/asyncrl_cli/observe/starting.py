@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
-_PLAIN_EVERY_S = 2.0
+from asyncrl_cli.observe.format import clock
+
+_PLAIN_EVERY_S = 5.0
+_PACE_OVER_S = 15.0
+"""How far back the pace is looked at from which the time left is told: a busy neighbour shows soon, one slow step does not."""
 
 
 class Starting:
-    """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total)` draws a bar.
+    """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total, figures)` draws a bar and the time left.
 
-    On a terminal one line that moves and disappears; else a plain line per part, and every two seconds of a long one.
+    On a terminal one line that moves and disappears; else a plain line per part, and every five seconds of a long one.
     """
 
-    def __init__(self, ui: str, console: Console | None = None) -> None:
+    def __init__(self, ui: str, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console(stderr=True)
+        self._now = now
         self._silent = ui == "none"
         live = ui == "live" or (ui == "auto" and self._console.is_terminal)
         self._progress = self._make_progress() if live and not self._silent else None
         self._task: TaskID | None = None
         self._text = ""
         self._said_s = 0.0
+        self._pace = _Pace()
 
     def __enter__(self) -> Starting:
         if self._progress is not None:
@@ -38,27 +47,65 @@ class Starting:
         if self._progress is not None:
             self._progress.stop()
 
-    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
+    def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
+        is_new, self._text = text != self._text, text
+        if is_new:
+            self._pace = _Pace()
+        how_far = self._how_far(done, total, figures)
         if self._progress is not None:
-            self._draw(self._progress, text, done, total)
+            self._draw(self._progress, is_new, done, total, how_far)
         elif not self._silent:
-            self._print(text, done, total)
+            self._print(is_new, how_far)
 
-    def _draw(self, progress: Progress, text: str, done: int, total: int) -> None:
-        if self._task is None or text != self._text:
+    def _how_far(self, done: int, total: int, figures: str) -> str:
+        """ "120/300  40%  loss 0.61  0:00:25 left"; no more may be said of a short part, and 0 of 3 is not its end."""
+        left_s = self._pace.left_s(self._now(), done, total)
+        left = "" if left_s is None or done == total else f"{clock(left_s)} left"
+        counted = (f"{done}/{total}", f"{done / total:.0%}") if done and total else ()
+        return "  ".join(part for part in (*counted, figures, left) if part)
+
+    def _draw(self, progress: Progress, is_new: bool, done: int, total: int, how_far: str) -> None:
+        if self._task is None or is_new:
             if self._task is not None:
                 progress.remove_task(self._task)
-            self._task, self._text = progress.add_task(text, total=total or None), text
-        progress.update(self._task, completed=done, total=total or None)
+            self._task = progress.add_task(self._text, how_far="")
+        progress.update(self._task, completed=done, total=total or None, how_far=how_far)
 
-    def _print(self, text: str, done: int, total: int) -> None:
-        now_s = time.monotonic()
-        if text == self._text and now_s - self._said_s < _PLAIN_EVERY_S:
+    def _print(self, is_new: bool, how_far: str) -> None:
+        now_s = self._now()
+        if not is_new and now_s - self._said_s < _PLAIN_EVERY_S:
             return
-        self._text, self._said_s = text, now_s
-        figures = f" {done}/{total}" if done and total else ""  # no more may be said of a short one, and 0 of 3 is not its end
-        print(f"{text}{figures}", file=self._console.file, flush=True)
+        self._said_s = now_s
+        print("  ".join(part for part in (self._text, how_far) if part), file=self._console.file, flush=True)
 
     def _make_progress(self) -> Progress:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            _words("task.description"),
+            BarColumn(bar_width=None, table_column=Column(max_width=40)),
+            _words("task.fields[how_far]"),
+            TimeElapsedColumn(),
+        )
         return Progress(*columns, console=self._console, transient=True)
+
+
+def _words(what: str) -> TextColumn:
+    """On one line: where the terminal is narrow, the bar gets shorter. A path may have what looks like markup in it."""
+    return TextColumn(f"{{{what}}}", markup=False, table_column=Column(no_wrap=True))
+
+
+class _Pace:
+    """When how much was done, over the last seconds."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()
+
+    def left_s(self, now_s: float, done: int, total: int) -> float | None:
+        """None where nobody can tell yet."""
+        self._marks.append((now_s, done))
+        while len(self._marks) > 2 and now_s - self._marks[1][0] >= _PACE_OVER_S:
+            self._marks.popleft()
+        began_s, begun = self._marks[0]
+        if done <= begun or not total:
+            return None
+        return (total - done) * (now_s - began_s) / (done - begun)

@@ -93,6 +93,7 @@ def set_environment(setup: VllmSetup) -> None:
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(setup.threads)}
     if setup.device == "cpu":
+        defaults["OMP_WAIT_POLICY"] = "passive"  # why: job/process.py
         # "auto" pins every engine of a machine to the same first cores.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if setup.is_eager:
