@@ -12,12 +12,16 @@ import stat
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, BinaryIO, TypeVar
+
+from annotated_types import Interval
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 
 T = TypeVar("T")
 MIB = 2**20
+Count = Annotated[int, Interval(ge=0, le=2**53)]
+"""Steps, versions, tokens: what JSON readers everywhere hold exactly."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 _KINDS = {
