@@ -11,8 +11,9 @@ import os
 import stat
 from collections.abc import Iterator
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval
 
@@ -37,7 +38,7 @@ class UnsafeFile(ValueError):
     """The file is of a kind or a size that is not read; the text says which, without the path."""
 
 
-def open_regular(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
+def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading, without waiting. Raises UnsafeFile for anything else and OSError as `open` does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
