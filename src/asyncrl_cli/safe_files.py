@@ -91,7 +91,7 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     try:
         value: T = _adapter(declared).validate_json(content, strict=True)
     except ValidationError as error:
-        raise ValueError(_first_of(error)) from None
+        raise ValueError(first_of(error)) from None
     return value
 
 
@@ -117,18 +117,19 @@ def reason(error: Exception) -> str:
     return str(error)
 
 
+def first_of(error: Any) -> str:
+    """The first complaint of a pydantic ValidationError: key and reason."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
+
+
 @cache
 def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def _first_of(error: Any) -> str:
-    details = error.errors(include_url=False, include_input=False, include_context=False)
-    first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
 
 
 def _lower(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,11 +144,11 @@ def resolve(argument: str, runs_dir: Path) -> Path:
     a directory of something else or a run without checkpoints.
     """
     for candidate in (Path(argument), runs_dir / argument):
-        if (candidate / "checkpoints").is_dir():
+        if os.path.isdir(candidate / "checkpoints"):
             return _newest_of_run(candidate)
-        if candidate.is_dir() and (STEP_NAME.fullmatch(candidate.resolve().name) or (candidate / LOOP_STATE).exists()):
+        if os.path.isdir(candidate) and (STEP_NAME.fullmatch(candidate.resolve().name) or (candidate / LOOP_STATE).exists()):
             return candidate.resolve()
-        if candidate.is_dir() and candidate == Path(argument) and argument not in run_names(runs_dir):
+        if os.path.isdir(candidate) and candidate == Path(argument) and argument not in run_names(runs_dir):
             raise RefusedError(
                 f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
                 hint=_known_runs(runs_dir),
@@ -155,12 +156,18 @@ def resolve(argument: str, runs_dir: Path) -> Path:
     raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=_known_runs(runs_dir))
 
 
+def is_run(directory: Path) -> bool:
+    """Whether it is a run's directory. One that cannot be looked into is none."""
+    return any(os.path.exists(directory / name) for name in ("profile.toml", "status.json"))
+
+
 def run_names(runs_dir: Path) -> list[str]:
     """Names of the runs below `runs_dir`, most recently touched first."""
-    if not runs_dir.is_dir():
+    try:
+        runs = [(path.stat().st_mtime, path.name) for path in runs_dir.iterdir() if is_run(path)]
+    except OSError:
         return []
-    runs = [path for path in runs_dir.iterdir() if (path / "profile.toml").exists() or (path / "status.json").exists()]
-    return [path.name for path in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)]
+    return [name for _, name in sorted(runs, reverse=True)]
 
 
 def _newest_of_run(run_dir: Path) -> Path:
