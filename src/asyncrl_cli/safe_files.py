@@ -34,8 +34,24 @@ _KINDS = {
 }
 
 
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""What Linux takes as the name of a file, and as a path."""
+
+
 class UnsafeFile(ValueError):
     """The file is of a kind or a size that is not read; the text says which, without the path."""
+
+
+def expand(text: str | Path) -> Path:
+    """With `~` and `~user` written out, where there is such a user."""
+    return Path(os.path.expanduser(text))
+
+
+def is_path(text: str) -> bool:
+    """Whether the file system takes `text` as a path at all."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
+    return is_short and b"\0" not in encoded
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:

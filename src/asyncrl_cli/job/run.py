@@ -89,7 +89,10 @@ class Run:
         from asyncrl_cli.tasks.feed import PromptFeed
 
         if self.checkpoint is not None:
-            PromptFeed(task.train, seed=self.profile.run.seed).restore(self.checkpoint.loop_state["groups"]["feed"])
+            feed, groups = PromptFeed(task.train, seed=self.profile.run.seed), self.checkpoint.loop_state["groups"]
+            feed.restore(groups["feed"])
+            for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
+                feed.find(*entry["key"][:2])
 
     async def _run_with(
         self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: Prepared, say: Starting
