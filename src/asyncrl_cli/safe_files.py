@@ -11,13 +11,18 @@ import os
 import stat
 from collections.abc import Iterator
 from functools import cache
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from annotated_types import Interval
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 
 T = TypeVar("T")
 MIB = 2**20
+Count = Annotated[int, Interval(ge=0, le=2**53)]
+"""Steps, versions, tokens: what JSON readers everywhere hold exactly."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 _KINDS = {
@@ -29,11 +34,27 @@ _KINDS = {
 }
 
 
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""What Linux takes as the name of a file, and as a path."""
+
+
 class UnsafeFile(ValueError):
     """The file is of a kind or a size that is not read; the text says which, without the path."""
 
 
-def open_regular(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
+def expand(text: str | Path) -> Path:
+    """With `~` and `~user` written out, where there is such a user."""
+    return Path(os.path.expanduser(text))
+
+
+def is_path(text: str) -> bool:
+    """Whether the file system takes `text` as a path at all."""
+    encoded = text.encode("utf-8", "surrogatepass")
+    is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
+    return is_short and b"\0" not in encoded
+
+
+def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading, without waiting. Raises UnsafeFile for anything else and OSError as `open` does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -86,7 +107,7 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     try:
         value: T = _adapter(declared).validate_json(content, strict=True)
     except ValidationError as error:
-        raise ValueError(_first_of(error)) from None
+        raise ValueError(first_of(error)) from None
     return value
 
 
@@ -112,18 +133,19 @@ def reason(error: Exception) -> str:
     return str(error)
 
 
+def first_of(error: Any) -> str:
+    """The first complaint of a pydantic ValidationError: key and reason."""
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
+
+
 @cache
 def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def _first_of(error: Any) -> str:
-    details = error.errors(include_url=False, include_input=False, include_context=False)
-    first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
 
 
 def _lower(text: str) -> str:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,8 @@ import pytest
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.logs import follow_lines
+from asyncrl_cli.observe.live_status import RunFacts
+from asyncrl_cli.observe.observers import Observers
 
 
 @pytest.fixture
@@ -28,14 +27,19 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 def say_status(directory: RunDirectory, phase: str) -> None:
-    status = {
-        "schema_version": 1,
-        "phase": phase,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "updated_at": time.time(),
-    }
-    directory.status.write_text(json.dumps(status), encoding="utf-8")
+    facts = RunFacts(
+        name=directory.name,
+        profile="p",
+        mode="m",
+        run_dir=str(directory.path),
+        train_steps=9,
+        step_groups=1,
+        window_groups=1,
+        trigger_parameter_sync_step=1,
+        max_staleness=1,
+    )
+    picture = Observers(facts, [], clock=lambda: 0.0).live.picture()
+    directory.status.write_text(json.dumps(picture | {"phase": phase}), encoding="utf-8")
 
 
 def test_stop_writes_a_request_that_the_driver_reads(

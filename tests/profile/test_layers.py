@@ -136,7 +136,7 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
         ("rollout.engine=transformer", 'expected one of "transformers", "vllm"', 'did you mean "transformers"?'),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
         ("placement.ratio=0:1", "expected a string like 1:1", "share"),
-        ("weights.keep_versions=some", 'expected an integer of at least 0 or "all"', "versions"),
+        ("weights.keep_versions=some", 'expected an integer of at least 0 and at most 1,000,000,000 or "all"', "versions"),
     ],
 )
 def test_a_wrong_set_says_key_value_and_what_is_expected(text: str, message: str, hint: str) -> None:

@@ -139,7 +139,7 @@ def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, ma
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
-    with pytest.raises(RefusedError, match="trainer state cannot be read"):
+    with pytest.raises(RefusedError, match=r"trainer\.json cannot be read: no such file"):
         trainer.load(tmp_path / "nothing")
     trainer.snapshot(0)
     trainer.write(0, tmp_path / "checkpoint", with_published=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -45,20 +44,20 @@ def fsync_directory(path: Path) -> None:
     fsync_file(path)
 
 
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def remove_tree(directory: Path) -> None:
     """Delete a directory under a hidden name first, so that a half-deleted one is never taken for a damaged one."""
     hidden = directory.with_name(f".deleting-{directory.name}")
-    shutil.rmtree(hidden, ignore_errors=True)
+    remove(hidden)
     directory.rename(hidden)
-    shutil.rmtree(hidden)
+    remove(hidden)
+
+
+def remove(path: Path) -> None:
+    """Delete whatever has that name: a directory with all below it, or a file, link or pipe itself. Nothing there is fine."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def repair_lines(path: Path) -> int:

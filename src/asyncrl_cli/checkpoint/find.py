@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
+from asyncrl_cli.checkpoint.files import remove
 from asyncrl_cli.checkpoint.lock import is_locked
-from asyncrl_cli.checkpoint.manifest import ManifestError, damage, read_manifest
+from asyncrl_cli.checkpoint.manifest import Manifest, ManifestError, damage, read_manifest
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, load_json, parse_json, read_bytes
 
 LOOP_STATE = "loop_state.json"
 LOOP_STATE_SCHEMA_VERSION = 1
-STEP_NAME = re.compile(r"step-(\d{6,})")
+STEP_NAME = re.compile(r"step-([0-9]{6,15})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,17 @@ class Checkpoint:
     run: str
     profile: str
     identity: Mapping[str, Any]
+
+
+class LoopStateFile(TypedDict):
+    """`loop_state.json`; what is in `loop_state` is the loop's affair (loop/codec.py)."""
+
+    schema_version: Literal[1]
+    step: Count
+    version: Count
+    at_window_boundary: bool
+    loop_state: dict[str, Any]
+    fields: dict[str, Any]
 
 
 def step_name(step: int) -> str:
@@ -66,7 +80,17 @@ def verify(directory: Path) -> list[str]:
         wrong.append(f"the directory's name does not fit its step {manifest.step}")
     if LOOP_STATE not in manifest.files:
         wrong.append(f"{LOOP_STATE} is not part of it")
-    return wrong
+    return wrong or _wrong_in_state(directory, manifest)
+
+
+def _wrong_in_state(directory: Path, manifest: Manifest) -> list[str]:
+    """Of a file that is whole: whoever wrote it may not have been asyncrl."""
+    try:
+        state = load_json(directory / LOOP_STATE, LoopStateFile)
+    except RefusedError as error:
+        return [error.message]
+    fits = (state["step"], state["version"]) == (manifest.step, manifest.version)
+    return [] if fits else [f"{LOOP_STATE} is of step {state['step']}, the manifest of step {manifest.step}"]
 
 
 def newest_intact(directory: Path) -> Path | None:
@@ -85,10 +109,7 @@ def load_checkpoint(directory: Path, *, identity: Mapping[str, Any] | None = Non
         listed = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=_way_out(directory))
     manifest = read_manifest(directory)
-    state = json.loads((directory / LOOP_STATE).read_text(encoding="utf-8"))
-    if state.get("schema_version") != LOOP_STATE_SCHEMA_VERSION:
-        found = state.get("schema_version")
-        raise RefusedError(f"checkpoint {directory} is refused: {LOOP_STATE} has schema_version {found}")
+    state = load_json(directory / LOOP_STATE, LoopStateFile)
     _check_identity(directory, manifest.identity, identity)
     return Checkpoint(
         directory=directory,
@@ -107,8 +128,8 @@ def refuse_ended(checkpoint: Checkpoint) -> None:
     """Raises RefusedError if the run has come to its end with this checkpoint: there is nothing to continue."""
     status = checkpoint.directory.parent.parent / "status.json"
     with contextlib.suppress(OSError, ValueError):
-        known = json.loads(status.read_text(encoding="utf-8"))
-        if known["phase"] == "done" and checkpoint.step == known["train_steps"]:
+        known = parse_json(read_bytes(status, max_bytes=MAX_JSON_BYTES), dict[str, Any])
+        if known.get("phase") == "done" and checkpoint.step == known.get("train_steps"):
             raise RefusedError(
                 f"run '{checkpoint.run}' is done: it has trained all of its {checkpoint.step} steps",
                 hint="start another run with more run.train_steps, or resume an earlier checkpoint of this one",
@@ -123,11 +144,11 @@ def resolve(argument: str, runs_dir: Path) -> Path:
     a directory of something else or a run without checkpoints.
     """
     for candidate in (Path(argument), runs_dir / argument):
-        if (candidate / "checkpoints").is_dir():
+        if os.path.isdir(candidate / "checkpoints"):
             return _newest_of_run(candidate)
-        if candidate.is_dir() and (STEP_NAME.fullmatch(candidate.resolve().name) or (candidate / LOOP_STATE).exists()):
+        if os.path.isdir(candidate) and (STEP_NAME.fullmatch(candidate.resolve().name) or (candidate / LOOP_STATE).exists()):
             return candidate.resolve()
-        if candidate.is_dir() and candidate == Path(argument) and argument not in run_names(runs_dir):
+        if os.path.isdir(candidate) and candidate == Path(argument) and argument not in run_names(runs_dir):
             raise RefusedError(
                 f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
                 hint=_known_runs(runs_dir),
@@ -135,12 +156,18 @@ def resolve(argument: str, runs_dir: Path) -> Path:
     raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=_known_runs(runs_dir))
 
 
+def is_run(directory: Path) -> bool:
+    """Whether it is a run's directory. One that cannot be looked into is none."""
+    return any(os.path.exists(directory / name) for name in ("profile.toml", "status.json"))
+
+
 def run_names(runs_dir: Path) -> list[str]:
     """Names of the runs below `runs_dir`, most recently touched first."""
-    if not runs_dir.is_dir():
+    try:
+        runs = [(path.stat().st_mtime, path.name) for path in runs_dir.iterdir() if is_run(path)]
+    except OSError:
         return []
-    runs = [path for path in runs_dir.iterdir() if (path / "profile.toml").exists() or (path / "status.json").exists()]
-    return [path.name for path in sorted(runs, key=lambda path: path.stat().st_mtime, reverse=True)]
+    return [name for _, name in sorted(runs, reverse=True)]
 
 
 def _newest_of_run(run_dir: Path) -> Path:
@@ -187,10 +214,10 @@ def finish_interrupted_replacements(directory: Path) -> None:
     """After a crash: bring back what was set aside with nothing in its place, clear what was half done."""
     for aside in directory.glob(".replaced-step-*"):
         original = aside.with_name(aside.name.removeprefix(".replaced-"))
-        if original.exists():
-            shutil.rmtree(aside)
+        if original.exists() or not STEP_NAME.fullmatch(original.name):
+            remove(aside)
         else:
             aside.rename(original)
     for pattern in (".writing-step-*", ".deleting-*"):
         for leftover in directory.glob(pattern):
-            shutil.rmtree(leftover)
+            remove(leftover)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,7 +10,17 @@ import socket
 from pathlib import Path
 from typing import TextIO
 
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.safe_files import Count, UnsafeFile, load_json, open_regular, reason
+
 LOCK = "lock"
+
+
+class _Holder(TypedDict):
+    pid: Count
+    host: str
 
 
 class RunLock:
@@ -20,8 +31,13 @@ class RunLock:
         self._file: TextIO | None = None
 
     def acquire(self) -> bool:
-        """False if another process holds it."""
-        file = self._path.open("a+", encoding="utf-8")
+        """False if another process holds it. RefusedError if it is no file."""
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                open_regular(self._path).close()
+            file = self._path.open("a+", encoding="utf-8")
+        except (OSError, UnsafeFile) as error:
+            raise RefusedError(f"{self._path} cannot be locked: {reason(error)}", hint="is the directory yours to write?") from None
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -29,7 +45,8 @@ class RunLock:
             return False
         file.seek(0)
         file.truncate()
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        held_by: _Holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        file.write(json.dumps(held_by))
         file.flush()
         self._file = file
         return True
@@ -43,8 +60,8 @@ class RunLock:
 def is_locked(run_dir: Path) -> bool:
     """Whether a live driver holds the run. Asks with a shared lock, so two askers do not see each other."""
     try:
-        file = (run_dir / LOCK).open(encoding="utf-8")
-    except FileNotFoundError:
+        file = open_regular(run_dir / LOCK)
+    except (OSError, UnsafeFile):  # what is not there, or is no file, nobody can hold
         return False
     with file:
         try:
@@ -57,7 +74,7 @@ def is_locked(run_dir: Path) -> bool:
 def holder(run_dir: Path) -> str:
     """Who wrote the lock last, for messages: `pid 4711 on host`."""
     try:
-        content = json.loads((run_dir / LOCK).read_text(encoding="utf-8"))
+        content = load_json(run_dir / LOCK, _Holder)
         return f"pid {content['pid']} on {content['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except RefusedError:  # it has the lock and has not said who it is yet
         return "another process"

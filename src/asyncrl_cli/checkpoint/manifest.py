@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
 
-from asyncrl_cli.checkpoint.files import fsync_directory, fsync_file, replace_text, sha256_of
+from annotated_types import Len
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
+from asyncrl_cli.checkpoint.files import fsync_directory, fsync_file, replace_text
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, open_regular, parse_json, read_bytes, reason
 
 SCHEMA_VERSION = 1
 KIND = "asyncrl-checkpoint"
@@ -32,6 +38,24 @@ class Manifest:
     files: Mapping[str, tuple[int, str]]
 
 
+class _File(TypedDict):
+    bytes: Count
+    sha256: Annotated[str, Len(64, 64)]
+
+
+class _ManifestFile(TypedDict):
+    """`manifest.json`, besides its own checksum."""
+
+    schema_version: Literal[1]
+    kind: Literal["asyncrl-checkpoint"]
+    step: Count
+    version: Count
+    run: str
+    profile: str
+    identity: dict[str, Any]
+    files: dict[str, _File]
+
+
 def seal(directory: Path, *, step: int, version: int, run: str, profile: str, identity: Mapping[str, Any]) -> Manifest:
     """Flush and hash every file below `directory`, then write the manifest."""
     files: dict[str, tuple[int, str]] = {}
@@ -40,7 +64,8 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str, id
             fsync_directory(path)
         else:
             fsync_file(path)
-            files[path.relative_to(directory).as_posix()] = (path.stat().st_size, sha256_of(path))
+            with open_regular(path) as file:
+                files[path.relative_to(directory).as_posix()] = (path.stat().st_size, _sha256(file))
     manifest = Manifest(step=step, version=version, run=run, profile=profile, identity=identity, files=files)
     replace_text(directory / MANIFEST, _to_text(manifest))
     return manifest
@@ -49,24 +74,30 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str, id
 def read_manifest(directory: Path) -> Manifest:
     """Read and check the manifest itself. Raises ManifestError."""
     try:
-        content = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        text = read_bytes(directory / MANIFEST, max_bytes=MAX_JSON_BYTES)
+        content = parse_json(text, dict[str, Any])
     except FileNotFoundError:
         raise ManifestError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError) as error:
-        raise ManifestError(f"{MANIFEST} cannot be read ({error})") from None
-    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise ManifestError(f"{MANIFEST} cannot be read ({reason(error)})") from None
+    if content.get("kind") != KIND:
         raise ManifestError(f"{MANIFEST} is not that of an asyncrl checkpoint")
     if content.get("schema_version") != SCHEMA_VERSION:
         raise ManifestError(f"{MANIFEST} has schema_version {content.get('schema_version')}, not {SCHEMA_VERSION}")
     if content.pop("self_sha256", None) != _digest(content):
         raise ManifestError(f"{MANIFEST} was altered: its own checksum does not match")
+    try:
+        known = parse_json(text, _ManifestFile)
+        files = {_inside(name): (entry["bytes"], entry["sha256"]) for name, entry in known["files"].items()}
+    except ValueError as error:
+        raise ManifestError(f"{MANIFEST} is malformed: {error}") from None
     return Manifest(
-        step=content["step"],
-        version=content["version"],
-        run=content["run"],
-        profile=content["profile"],
-        identity=content["identity"],
-        files={name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()},
+        step=known["step"],
+        version=known["version"],
+        run=known["run"],
+        profile=known["profile"],
+        identity=known["identity"],
+        files=files,
     )
 
 
@@ -74,14 +105,26 @@ def damage(directory: Path, manifest: Manifest) -> list[str]:
     """Compare every file with the manifest; one sentence per file that is wrong."""
     wrong = []
     for name, (num_bytes, sha256) in manifest.files.items():
-        path = directory / name
-        if not path.is_file():
+        try:
+            with open_regular(directory / name) as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+                if found_bytes != num_bytes:
+                    wrong.append(f"{name} has {found_bytes} bytes, not {num_bytes}")
+                elif _sha256(file) != sha256:
+                    wrong.append(f"{name} was altered: its checksum does not match")
+        except FileNotFoundError:
             wrong.append(f"{name} is missing")
-        elif path.stat().st_size != num_bytes:
-            wrong.append(f"{name} has {path.stat().st_size} bytes, not {num_bytes}")
-        elif sha256_of(path) != sha256:
-            wrong.append(f"{name} was altered: its checksum does not match")
+        except (OSError, ValueError) as error:
+            wrong.append(f"{name} cannot be read: {reason(error)}")
     return wrong
+
+
+def _inside(name: str) -> str:
+    """Raises ValueError unless it is the path of a file below the checkpoint's directory."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"files: {name!r:.80} is not a path below the checkpoint")
+    return name
 
 
 def _to_text(manifest: Manifest) -> str:
@@ -97,6 +140,10 @@ def _to_text(manifest: Manifest) -> str:
     }
     content["self_sha256"] = _digest(content)
     return json.dumps(content, indent=1) + "\n"
+
+
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(content: Mapping[str, Any]) -> str:

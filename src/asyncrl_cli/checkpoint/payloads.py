@@ -9,19 +9,42 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.safe_files import Count, load_json, open_regular, reason
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 
 SCHEMA_VERSION = 1
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"
 DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mask": np.bool_}
+
+
+class _Trajectory(TypedDict):
+    reward: float
+    finish_reason: str
+    segment_lengths: list[Count]
+
+
+class _Group(TypedDict):
+    uid: str
+    epoch: Count
+    attempt: Count
+    trajectories: list[_Trajectory]
+
+
+class _Structure(TypedDict):
+    """`payloads.json`."""
+
+    schema_version: Literal[1]
+    groups: list[_Group]
 
 
 def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
@@ -32,16 +55,14 @@ def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
         for name, dtype in DTYPES.items()
     }
     save_file({name: array.astype(DTYPES[name]) for name, array in arrays.items()}, directory / ARRAYS)
-    structure = {"schema_version": SCHEMA_VERSION, "groups": [_structure(group) for group in payloads]}
+    structure: _Structure = {"schema_version": SCHEMA_VERSION, "groups": [_structure(group) for group in payloads]}
     (directory / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
 
 
 def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
     """The groups in the order written. Raises RefusedError if the files do not fit together."""
-    structure = json.loads((directory / STRUCTURE).read_text(encoding="utf-8"))
-    if structure.get("schema_version") != SCHEMA_VERSION:
-        raise RefusedError(f"{directory / STRUCTURE} has schema_version {structure.get('schema_version')}, not 1")
-    arrays = load_file(directory / ARRAYS)
+    structure = load_json(directory / STRUCTURE, _Structure, hint="take another checkpoint")
+    arrays = _read_arrays(directory / ARRAYS)
     lengths = [
         length for group in structure["groups"] for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]
     ]
@@ -51,8 +72,19 @@ def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
     return tuple(_group(entry, segments) for entry in structure["groups"])
 
 
-def _structure(group: GroupPayload) -> dict[str, Any]:
-    trajectories = [
+def _read_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
+    try:
+        open_regular(path).close()
+        arrays = load_file(path)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that numpy does not have
+        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="take another checkpoint") from None
+    if {name: (array.dtype, array.ndim) for name, array in arrays.items()} != {n: (np.dtype(d), 1) for n, d in DTYPES.items()}:
+        raise RefusedError(f"{path} does not hold {', '.join(DTYPES)}", hint="take another checkpoint")
+    return arrays
+
+
+def _structure(group: GroupPayload) -> _Group:
+    trajectories: list[_Trajectory] = [
         {
             "reward": trajectory.reward,
             "finish_reason": trajectory.finish_reason,
@@ -71,7 +103,7 @@ def _segments(arrays: Mapping[str, NDArray[Any]], lengths: Sequence[int]) -> Ite
         start += length
 
 
-def _group(entry: Mapping[str, Any], segments: Iterator[Segment]) -> GroupPayload:
+def _group(entry: _Group, segments: Iterator[Segment]) -> GroupPayload:
     trajectories = tuple(
         Trajectory(
             segments=tuple(next(segments) for _ in trajectory["segment_lengths"]),

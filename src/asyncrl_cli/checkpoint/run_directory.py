@@ -19,6 +19,7 @@ from asyncrl_cli.checkpoint.files import replace_link, replace_text
 from asyncrl_cli.checkpoint.find import run_names
 from asyncrl_cli.checkpoint.lock import RunLock, holder
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
 
 RESOLVED_SCHEMA_VERSION = 1
 STOP_REQUEST = "stop"
@@ -127,10 +128,7 @@ class RunDirectory:
 
     def stop_requests(self) -> int:
         """How many stops were asked for in this attempt: 1 ends it in order, 2 aborts."""
-        try:
-            return (self.path / STOP_REQUEST).read_text(encoding="utf-8").count("\n")
-        except FileNotFoundError:
-            return 0
+        return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
         """Delete it, so that its name is free again: for a run that never began. Returns where its logs are kept, if they are."""
@@ -159,9 +157,19 @@ class RunDirectory:
 def request_stop(run_dir: Path) -> int:
     """Ask the driver of a run to stop (from any process). Returns the how-manieth request of this attempt it is."""
     path = run_dir / STOP_REQUEST
+    _requests_in(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(f"{time.time():.3f}\n")
-    return path.read_text(encoding="utf-8").count("\n")
+    return _requests_in(path)
+
+
+def _requests_in(path: Path) -> int:
+    try:
+        return read_bytes(path, max_bytes=MIB).count(b"\n")
+    except FileNotFoundError:
+        return 0
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="remove it: it only holds requests to stop") from None
 
 
 def check_free(runs_dir: Path, name: str) -> None:

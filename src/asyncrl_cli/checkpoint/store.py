@@ -11,17 +11,17 @@ The invariant: at every instant, also under SIGKILL, the newest directory with a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import shutil
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checkpoint.files import fsync_directory, remove_tree, replace_link, replace_text
+from asyncrl_cli.checkpoint.files import fsync_directory, remove, remove_tree, replace_link, replace_text
 from asyncrl_cli.checkpoint.find import (
     LOOP_STATE,
     LOOP_STATE_SCHEMA_VERSION,
+    LoopStateFile,
     checkpoints_in,
     finish_interrupted_replacements,
     is_sealed,
@@ -102,20 +102,19 @@ class CheckpointStore:
 
 
 def _loop_state_text(cut: Cut) -> str:
-    content = {
+    content: LoopStateFile = {
         "schema_version": LOOP_STATE_SCHEMA_VERSION,
         "step": cut.step,
         "version": cut.version,
         "at_window_boundary": cut.at_window_boundary,
-        "loop_state": cut.loop_state,
+        "loop_state": dict(cut.loop_state),
         "fields": dict(cut.fields),
     }
     return json.dumps(content)
 
 
 def _make_empty(directory: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(directory)
+    remove(directory)
     directory.mkdir(parents=True)
 
 
@@ -126,5 +125,4 @@ def _move_into_place(working: Path, final: Path) -> None:
         final.rename(aside)
     working.rename(final)
     fsync_directory(final.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    remove(aside)

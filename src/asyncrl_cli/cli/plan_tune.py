@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.safe_files import expand
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.pareto import Row
@@ -98,7 +99,7 @@ def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
     """WORKLOAD|RUN: a run's directory or its name is calibrated and comes with its own profile."""
     from asyncrl_cli.simulate.workloads import load_workload
 
-    for directory in (Path(reference).expanduser(), runs_dir / reference):
+    for directory in (expand(reference), runs_dir / reference):
         if (directory / "profile.toml").is_file() and (directory / "metrics.jsonl").is_file():
             from asyncrl_cli.simulate.calibrate import calibrate
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import print_json, stdout
+from asyncrl_cli.cli.console import print_json, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
 
 EXAMPLES = """[bold]Examples[/]
@@ -25,9 +25,11 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Show how a run is doing, also from another terminal and after it ended."""
-    from asyncrl_cli.observe.status import read_status
+    from asyncrl_cli.observe.status import newest_status, read_status
 
-    found = read_status(run, runs_dir)
+    found, wrong = newest_status(runs_dir) if run is None else (read_status(run, runs_dir), [])
+    for told in wrong:
+        warn(f"{told}; an older run is shown")
     if as_json:
         print_json(found.to_json())
         return

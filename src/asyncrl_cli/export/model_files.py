@@ -14,6 +14,7 @@ from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 from asyncrl_cli.models.names import first_names
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import expand
 from asyncrl_cli.weights.kept import kept_versions, version_directory
 from asyncrl_cli.weights.model_files import CONFIG, RUN_COPY
 
@@ -32,7 +33,7 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
     places = [] if run_dir is None else _places_in(run_dir)
     path = profile.model.path
     if not path.startswith(BUILTIN):
-        places.append(Path(path).expanduser())
+        places.append(expand(path))
     found = next((place for place in places if has_model_files(place)), None)
     if found is not None:
         return found

@@ -6,19 +6,16 @@ can be copied.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.train.state_reader import StateReader, read_tensors
 from asyncrl_cli.train.trainer_state import read_counters
 
 WEIGHT_PREFIX = "weight/"
@@ -38,24 +35,14 @@ class TrainerWeights:
 
     def __init__(self, directory: Path) -> None:
         read_counters(directory)
-        try:
-            items = FileSystemReader(directory).read_metadata().state_dict_metadata
-        except OSError as error:
-            raise _gone(directory, error) from error
-        found = {key.removeprefix(WEIGHT_PREFIX): item for key, item in items.items() if key.startswith(WEIGHT_PREFIX)}
-        self._saved = {name: item for name, item in found.items() if isinstance(item, TensorStorageMetadata)}
+        items = StateReader(directory).read_metadata().state_dict_metadata
+        self._saved = {key.removeprefix(WEIGHT_PREFIX): item for key, item in items.items() if key.startswith(WEIGHT_PREFIX)}
         self.shapes = {name: tuple(item.size) for name, item in self._saved.items()}
         self._directory = directory
 
     def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         tensors = {f"{WEIGHT_PREFIX}{n}": torch.empty(self.shapes[n], dtype=self._saved[n].properties.dtype) for n in names}
-        try:
-            with warnings.catch_warnings():
-                # It also warns where one process is what was asked for.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-                dcp.load(tensors, storage_reader=FileSystemReader(self._directory), no_dist=True)
-        except OSError as error:
-            raise _gone(self._directory, error) from error
+        read_tensors(tensors, self._directory)
         return {key.removeprefix(WEIGHT_PREFIX): tensor for key, tensor in tensors.items()}
 
 

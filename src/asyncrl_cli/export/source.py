@@ -9,7 +9,6 @@ RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,12 @@ from asyncrl_cli.checkpoint.manifest import ManifestError, read_manifest
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.export.saved_weights import FileWeights, SavedWeights, TrainerWeights
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.resolved import from_document
+from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.publication import PUBLISHED_FILE
 from asyncrl_cli.weights.kept import kept_versions, version_directory
 
+RESOLVED = "config.resolved.json"
 VERSIONS = "versions"
 VERSIONS_SHOWN = 8
 
@@ -112,7 +112,7 @@ def _whole(directory: Path, say: Say) -> Checkpoint:
 def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
     """The trainer's own weights, unless `version` is one that it has trained on from since."""
     directory = checkpoint.directory
-    profile, run_dir = _profile_in(directory), run_dir_of(directory)
+    profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
     weights: SavedWeights
     if is_between or checkpoint.at_window_boundary:
@@ -134,7 +134,7 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
 
 def _kept(run_dir: Path, version: int) -> Source:
     directory = version_directory(run_dir / VERSIONS, version)
-    profile = _profile_in(run_dir)
+    profile = read_document(run_dir / RESOLVED).profile
     return Source(
         weights=FileWeights(list(directory.glob("*.safetensors"))),
         path=directory,
@@ -149,14 +149,6 @@ def _kept(run_dir: Path, version: int) -> Source:
 def _step_of(profile: Profile, version: int) -> int:
     schedule = Schedule.of(profile)
     return min(version * schedule.window_steps, schedule.train_steps)
-
-
-def _profile_in(directory: Path) -> Profile:
-    path = directory / "config.resolved.json"
-    try:
-        return from_document(json.loads(path.read_text(encoding="utf-8"))).profile
-    except (OSError, ValueError) as error:
-        raise RefusedError(f"{path} cannot be read: {error}", hint="export a checkpoint: each has a copy of it") from error
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:

@@ -47,15 +47,14 @@ class Run:
     @classmethod
     def resume(cls, argument: str, *, runs_dir: Path, ui: str = "auto", address: str | None = None) -> Run:
         """`argument` is a checkpoint, a run directory or a run's name. Raises RefusedError for a damaged or foreign one."""
-        import json
-
         from asyncrl_cli.checkpoint.find import load_checkpoint, refuse_ended, resolve
-        from asyncrl_cli.profile.resolved import from_document
+        from asyncrl_cli.job.resuming import check_resumable
+        from asyncrl_cli.profile.resolved import read_document
 
         checkpoint = load_checkpoint(resolve(argument, runs_dir))
         refuse_ended(checkpoint)
-        text = (checkpoint.directory / "config.resolved.json").read_text(encoding="utf-8")
-        loaded = from_document(json.loads(text))
+        loaded = read_document(checkpoint.directory / "config.resolved.json")
+        check_resumable(checkpoint, loaded.profile)
         return cls(profile=loaded.profile, origins=loaded.origins, ui=ui, address=address, checkpoint=checkpoint)
 
     async def run(self) -> RunResult:
@@ -87,12 +86,13 @@ class Run:
 
     def _refuse_other_prompts(self, task: Task) -> None:
         """A checkpoint names its prompts: the task must still have them, as they were."""
-        from asyncrl_cli.loop.cuts import refuse_other_schema
         from asyncrl_cli.tasks.feed import PromptFeed
 
         if self.checkpoint is not None:
-            refuse_other_schema(self.checkpoint.loop_state)
-            PromptFeed(task.train, seed=self.profile.run.seed).restore(self.checkpoint.loop_state["groups"]["feed"])
+            feed, groups = PromptFeed(task.train, seed=self.profile.run.seed), self.checkpoint.loop_state["groups"]
+            feed.restore(groups["feed"])
+            for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
+                feed.find(*entry["key"][:2])
 
     async def _run_with(
         self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: Prepared, say: Starting

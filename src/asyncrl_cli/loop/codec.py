@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Len
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.safe_files import Count
+
+Key = tuple[str, Count, Count]
+"""uid, epoch, attempt."""
 
 
-def encode_key(key: AttemptKey) -> list[Any]:
-    return list(key)
+class TrajectoryState(TypedDict):
+    prompt_tokens: Count
+    response_tokens: Count
+    reward: float
+    finish_reason: str
+    version_tokens: Annotated[list[tuple[Count, Count]], Len(1)]
 
 
-def decode_key(data: list[Any]) -> AttemptKey:
-    uid, epoch, attempt = data
-    return AttemptKey(uid, epoch, attempt)
-
-
-def encode_result(result: GroupResult) -> dict[str, Any]:
+class ResultState(TypedDict):
     """Everything but the payload, which a checkpoint keeps apart."""
+
+    key: Key
+    failures: list[str]
+    failed_tokens: Count
+    trajectories: Annotated[list[TrajectoryState], Len(2)]
+
+
+def encode_result(result: GroupResult) -> ResultState:
     return {
-        "key": encode_key(result.key),
+        "key": result.key,
         "failures": list(result.failures),
         "failed_tokens": result.failed_tokens,
         "trajectories": [
@@ -29,23 +42,23 @@ def encode_result(result: GroupResult) -> dict[str, Any]:
                 "response_tokens": meta.response_tokens,
                 "reward": meta.reward,
                 "finish_reason": meta.finish_reason,
-                "version_tokens": [list(pair) for pair in meta.version_tokens],
+                "version_tokens": list(meta.version_tokens),
             }
             for meta in result.trajectories
         ],
     }
 
 
-def decode_result(data: Mapping[str, Any], payload: Any) -> GroupResult:
+def decode_result(data: ResultState, payload: Any) -> GroupResult:
     return GroupResult(
-        key=decode_key(data["key"]),
+        key=AttemptKey(*data["key"]),
         trajectories=tuple(
             TrajectoryMeta(
                 prompt_tokens=meta["prompt_tokens"],
                 response_tokens=meta["response_tokens"],
                 reward=meta["reward"],
                 finish_reason=meta["finish_reason"],
-                version_tokens=tuple((version, tokens) for version, tokens in meta["version_tokens"]),
+                version_tokens=tuple(meta["version_tokens"]),
             )
             for meta in data["trajectories"]
         ),

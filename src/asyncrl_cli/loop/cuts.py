@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
-from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.kept_state import SCHEMA_VERSION, EvalState, LoopState, read_state
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut, EvalSummary
-
-STATE_SCHEMA_VERSION = 2
-"""2: prompts by uid and epoch; 1 held their items, which JSON changes."""
 
 
 class Checkpointer:
@@ -58,37 +55,29 @@ def freeze(board: Board) -> Cut:
     """The loop's state as JSON, and the payloads that have to be kept. Nothing may be in training."""
     assert not board.groups.admission.taken, "a cut lies between two train steps"
     running_tokens = sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values())
-    state = {
-        "schema_version": STATE_SCHEMA_VERSION,
+    state: LoopState = {
+        "schema_version": SCHEMA_VERSION,
         "step": board.step,
         "time_s": board.time_before_s + board.now_s(),
         "groups": board.groups.state(),
         "running_tokens": int(running_tokens),
         "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
-        "evals_ended": [asdict(summary) for summary in board.evals_ended],
+        "evals_ended": [cast("EvalState", asdict(summary)) for summary in board.evals_ended],
         "observers": board.observer_states(),
     }
     return Cut(
         step=board.step,
         version=board.version,
         at_window_boundary=board.step == 0 or board.settings.ends_window(board.step),
-        loop_state=state,
+        loop_state={**state},
         payloads=board.groups.payloads(),
     )
 
 
-def refuse_other_schema(state: Mapping[str, Any]) -> None:
-    if state["schema_version"] != STATE_SCHEMA_VERSION:
-        raise RefusedError(
-            f"the checkpoint's loop state has schema_version {state['schema_version']}; this asyncrl reads {STATE_SCHEMA_VERSION}",
-            hint="resume with the version of asyncrl that started the run",
-        )
-
-
-def thaw(board: Board, state: Mapping[str, Any], payloads: Sequence[Any]) -> None:
-    """Continue where `freeze` was called. Raises RefusedError for a state of another schema."""
-    refuse_other_schema(state)
+def thaw(board: Board, content: Mapping[str, Any], payloads: Sequence[Any]) -> None:
+    """Continue where `freeze` was called. Raises RefusedError for what no `freeze` of such a run has written."""
+    state = read_state(content, board.settings)
     board.step = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
     board.restarts = state.get("restarts", 0)

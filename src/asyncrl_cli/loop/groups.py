@@ -12,12 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.codec import decode_key, decode_result, encode_key, encode_result
-from asyncrl_cli.loop.ledger import Account, Ledger
+from asyncrl_cli.loop.codec import Key, ResultState, decode_result, encode_result
+from asyncrl_cli.loop.ledger import Account, Ledger, LedgerState
 from asyncrl_cli.loop.ports import AttemptKey, Feed, GroupRequest, GroupResult, Prompt
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64
 """Trajectories after which the share of failed ones is judged: fewer say too little."""
@@ -34,6 +37,30 @@ class _Try:
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(self.prompt.uid, self.prompt.epoch, self.attempt)
+
+
+class TryState(TypedDict):
+    key: Key
+    requeues: Count
+
+
+FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, "result": ResultState})
+
+
+class GroupsState(TypedDict):
+    """As a checkpoint has it."""
+
+    version: Count
+    taken_in_window: Count
+    trained_groups: Count
+    tokens_discarded: Count
+    tokens_trained: Count
+    trajectories: tuple[Count, Count]
+    ledger: LedgerState
+    feed: dict[str, Any]
+    running: list[TryState]
+    again: list[TryState]
+    finished: list[FinishedState]
 
 
 class Groups:
@@ -139,7 +166,7 @@ class Groups:
             self._again.append(_next_attempt(attempt, requeues=attempt.requeues))
         return len(keys)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> GroupsState:
         """JSON of everything but payloads and the prompts' items; the order of `finished` is that of `payloads()`."""
         admission = self.admission
         return {
@@ -148,7 +175,7 @@ class Groups:
             "trained_groups": admission.trained_groups,
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
-            "trajectories": [self._trajectories, self._failed_trajectories],
+            "trajectories": (self._trajectories, self._failed_trajectories),
             "ledger": self.ledger.state(),
             "feed": self._feed.state(),
             "running": [self._encode(self._tries[key]) for key in admission.running],
@@ -166,7 +193,7 @@ class Groups:
     def payloads(self) -> tuple[Any, ...]:
         return tuple(self._results[key].payload for key in self.admission.finished)
 
-    def restore(self, state: Mapping[str, Any], payloads: Sequence[Any], running_tokens: int) -> None:
+    def restore(self, state: GroupsState, payloads: Sequence[Any], running_tokens: int) -> None:
         """Continue from `state`. Groups that were running start again: a new attempt, their tokens are waste."""
         admission = self.admission
         admission.version = state["version"]
@@ -229,11 +256,11 @@ class Groups:
         return int.from_bytes(digest) >> 1
 
     @staticmethod
-    def _encode(attempt: _Try) -> dict[str, Any]:
-        return {"key": encode_key(attempt.key), "requeues": attempt.requeues}
+    def _encode(attempt: _Try) -> TryState:
+        return {"key": attempt.key, "requeues": attempt.requeues}
 
-    def _decode(self, data: Mapping[str, Any]) -> _Try:
-        key = decode_key(data["key"])
+    def _decode(self, data: TryState) -> _Try:
+        key = AttemptKey(*data["key"])
         return _Try(prompt=self._feed.find(key.uid, key.epoch), attempt=key.attempt, requeues=data["requeues"])
 
 

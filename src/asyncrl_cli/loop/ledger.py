@@ -12,11 +12,12 @@ At every transition `admitted_total` equals the sum of the six states.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any
+
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.safe_files import Count
 
 
 class Account(StrEnum):
@@ -34,6 +35,15 @@ _ALLOWED = {
     Account.TRAINING: {Account.TRAINED},
 }
 _LIVE = frozenset(_ALLOWED)
+
+
+class LedgerState(TypedDict):
+    """As a checkpoint has it; at a cut nothing is in training."""
+
+    admitted_total: Count
+    live: list[tuple[str, Count, Count, Account]]
+    ended: dict[Account, Count]
+    reasons: dict[str, Count]
 
 
 class Ledger:
@@ -73,17 +83,17 @@ class Ledger:
         counted = len(self._live) + self._ended.total()
         assert self.admitted_total == counted, f"admitted {self.admitted_total}, accounted for {counted}"
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LedgerState:
         return {
             "admitted_total": self.admitted_total,
-            "live": [[*key, state.value] for key, state in self._live.items()],
-            "ended": {state.value: count for state, count in self._ended.items()},
+            "live": [(*key, state) for key, state in self._live.items()],
+            "ended": dict(self._ended),
             "reasons": dict(self.reasons),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: LedgerState) -> None:
         self.admitted_total = state["admitted_total"]
-        self._live = {AttemptKey(uid, epoch, attempt): Account(name) for uid, epoch, attempt, name in state["live"]}
-        self._ended = Counter({Account(name): count for name, count in state["ended"].items()})
+        self._live = {AttemptKey(uid, epoch, attempt): account for uid, epoch, attempt, account in state["live"]}
+        self._ended = Counter(state["ended"])
         self.reasons = Counter(state["reasons"])
         self.check()

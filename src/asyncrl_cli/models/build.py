@@ -18,6 +18,7 @@ from asyncrl_cli.models.lessons import Lesson, characters_of, make_lessons
 from asyncrl_cli.models.tiny import tiny_config, tiny_model, tiny_tokenizer
 from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.task import Task
 
 RECIPE_VERSION = 2
@@ -51,9 +52,9 @@ def built_tiny(profile: Profile, task: Task, *, progress: Progress = lambda *_: 
 def cache_directory(profile: Profile) -> Path:
     """`model.cache_dir`, else `asyncrl/models` in the user's cache directory."""
     if profile.model.cache_dir is not None:
-        return Path(profile.model.cache_dir).expanduser().resolve()
+        return expand(profile.model.cache_dir).resolve()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "asyncrl" / "models"
+    return expand(base) / "asyncrl" / "models"
 
 
 def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:

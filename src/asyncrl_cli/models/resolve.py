@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models.build import Progress, built_tiny
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.task import Task
 
 BUILTIN = "builtin:"
@@ -27,7 +28,7 @@ def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *
         if path != "builtin:tiny":
             raise ConfigError(f'model.path: there is no "{path}"', hint='the only built-in model is "builtin:tiny"')
         return built_tiny(profile, task, progress=progress)
-    local = Path(path).expanduser()
+    local = expand(path)
     if local.is_dir():
         check_model_directory(local)
         return local.resolve()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.models.tiny import TINY
+from asyncrl_cli.safe_files import expand
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters follow from the configuration; others are counted in their weights' files."""
@@ -62,7 +63,7 @@ def shape_of(path: str) -> ModelShape:
     if path == "builtin:tiny":
         remark = f"builtin:tiny with {TINY_VOCABULARY} characters: the task may have more"
         return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
-    directory = Path(path).expanduser()
+    directory = expand(path)
     if not directory.is_dir():
         directory = _cached_on_disk(path)
     return shape_of_directory(directory)

@@ -2,10 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NotRequired
+
+from pydantic import ConfigDict
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.status_file import Figure, Seconds
+from asyncrl_cli.safe_files import UnsafeFile, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
+LISTS = frozenset({"staleness/histogram", "response_tokens/quantiles"})
+"""The keys whose figures are lists; all others are single ones."""
+
+
+class EventLine(TypedDict):
+    """A line of events.jsonl, as far as it is read back."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+    event: str
+    num_bytes: NotRequired[float]
+    publish_s: NotRequired[Seconds]
+    send_s: NotRequired[Seconds]
+    load_s: NotRequired[Seconds]
+    pause_s: NotRequired[Seconds]
+
+
+def read_metrics(path: Path) -> list[Line]:
+    """The lines of metrics.jsonl, without figures that are not finite. Raises ConfigError with the line that is none."""
+    return [_finite(line) for line in _read(path, dict[str, Figure | list[Figure]])]
+
+
+def read_events(path: Path) -> list[EventLine]:
+    """Raises ConfigError with the line that is no event."""
+    return list(_read(path, EventLine))
+
+
+def _read(path: Path, kind: Any) -> Iterator[Any]:
+    number = 0
+    try:
+        for line in read_lines(path):
+            number += 1
+            if line.strip():
+                yield parse_json(line, kind)
+    except (OSError, UnsafeFile) as error:
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number}: {error}", hint="a half-written last line can be deleted") from None
+
+
+def _finite(line: Line) -> Line:
+    return {key: value for key, value in line.items() if isinstance(value, list) == (key in LISTS) and _is_finite(value)}
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_finite, value))
+    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1e15
 
 
 def spent_s(line: Line, part: str) -> float:

@@ -12,12 +12,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
+
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.ports import Snapshot
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.observe.executors import stretches, utilization
+from asyncrl_cli.observe.status_file import EvalPoint
 from asyncrl_cli.observe.values import Scalar, shown
+from asyncrl_cli.safe_files import Count
 
 SCHEMA_VERSION = 1
 RECENT_S = 10.0
@@ -53,6 +57,15 @@ class RunFacts:
     attempt: int = 1
 
 
+class LiveState(TypedDict):
+    """As a checkpoint has it."""
+
+    rewards: list[float]
+    slots: list[float]
+    evals: list[EvalPoint]
+    num_warnings: Count
+
+
 class LiveStatus:
     def __init__(self, facts: RunFacts, *, wall_s: Callable[[], float] = time.time) -> None:
         self._facts = facts
@@ -67,7 +80,7 @@ class LiveStatus:
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
         self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
         self._slots: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._evals: list[dict[str, Any]] = []
+        self._evals: list[EvalPoint] = []
         self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES)
         self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
         self._num_warnings = 0
@@ -86,7 +99,7 @@ class LiveStatus:
         name = event["event"]
         if name == "eval" and event.get("reward_mean") is not None:
             ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts") if key in event}
-            self._evals = [*self._evals, ended][-HISTORY_EVALS:]
+            self._evals = [*self._evals, cast("EvalPoint", ended)][-HISTORY_EVALS:]
         text = _TEXTS[name](event) if name in _TEXTS else None
         if text is not None:
             self._notes.append({"time_s": event["time_s"], "event": name, "text": text})
@@ -104,7 +117,7 @@ class LiveStatus:
     def phase(self, phase: str, error: str = "") -> None:
         self._phase, self._error = phase, error
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> LiveState:
         return {
             "rewards": list(self._rewards),
             "slots": list(self._slots),
@@ -112,7 +125,7 @@ class LiveStatus:
             "num_warnings": self._num_warnings,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: LiveState) -> None:
         self._rewards.extend(state["rewards"])
         self._slots.extend(state["slots"])
         self._evals = list(state["evals"])

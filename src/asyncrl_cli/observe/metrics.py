@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
 from asyncrl_cli.loop.ports import GroupResult, StepRecord, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.observe.executors import overlap, stretches, utilization
@@ -28,9 +30,19 @@ from asyncrl_cli.observe.values import (
     shown,
     to_json,
 )
+from asyncrl_cli.safe_files import Count
 
 PARTIAL = "fully_async/partial/"
 STALE = "fully_async/count/"
+
+
+class MetricsState(TypedDict):
+    """As a checkpoint has it; values as `values.to_json` writes them."""
+
+    time_s: float
+    window: Count | None
+    in_window: dict[str, list[Any]]
+    run: dict[str, list[Any]]
 
 
 class StepMetrics:
@@ -67,7 +79,7 @@ class StepMetrics:
         """The same keys over the whole run: every value joined by its own rule."""
         return shown(self.run)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> MetricsState:
         return {
             "time_s": self._time_s,
             "window": self._window,
@@ -75,7 +87,7 @@ class StepMetrics:
             "run": to_json(self.run),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: MetricsState) -> None:
         """Continue after the line that `state` was taken at. Executors start their integrals anew after a resume."""
         self._before_s = self._time_s = state["time_s"]
         self._window = state["window"]

@@ -9,17 +9,30 @@ loop --Snapshot----> LiveStatus --status-+
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
+from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
-from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
-from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
+from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
 from asyncrl_cli.observe.sinks import Sink, to_json
 from asyncrl_cli.observe.timeline import span_line
+from asyncrl_cli.observe.values import from_json
+from asyncrl_cli.safe_files import parse_json
 
 log = logging.getLogger("asyncrl")
+
+
+class ObserversState(TypedDict):
+    """As a checkpoint has it."""
+
+    metrics: MetricsState
+    live: LiveState
 
 
 class Observers:
@@ -57,11 +70,14 @@ class Observers:
         self._tell({"time_s": self._time_before_s + self._clock(), "event": "warning", "message": message})
 
     def state(self) -> dict[str, Any]:
-        return {"metrics": self.metrics.state(), "live": self.live.state()}
+        state: ObserversState = {"metrics": self.metrics.state(), "live": self.live.state()}
+        return {**state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.metrics.restore(state["metrics"])
-        self.live.restore(state["live"])
+        """Raises RefusedError for what `state` has not written."""
+        known = read_state(state)
+        self.metrics.restore(known["metrics"])
+        self.live.restore(known["live"])
 
     def close(self, phase: str, error: str = "") -> dict[str, Any]:
         """The run has ended: `done`, `stopped` or `failed`. Returns the last status. Sinks close once."""
@@ -93,6 +109,17 @@ class Observers:
             except OSError as error:
                 self._sinks.remove(sink)
                 self.warning(f"{type(sink).__name__} is left out from now on: {error}")
+
+
+def read_state(content: Mapping[str, Any]) -> ObserversState:
+    """Raises RefusedError for what no `Observers.state` has written."""
+    try:
+        state = parse_json(json.dumps(content), ObserversState)
+        for values in (state["metrics"]["in_window"], state["metrics"]["run"]):
+            from_json(values)
+    except (TypeError, ValueError) as error:
+        raise RefusedError(f"the checkpoint's figures are malformed: {error}", hint="take another checkpoint") from None
+    return state
 
 
 def _event_line(event: Event) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -11,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.checkpoint.find import run_names
+from asyncrl_cli.checkpoint.find import is_run, run_names
 from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.observe.live_status import SCHEMA_VERSION
+from asyncrl_cli.observe.status_file import Head, Status
+from asyncrl_cli.safe_files import MIB, UnsafeFile, parse_json, read_bytes, reason
 
+MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
 """Older than that, a live run's status is stale: it is rewritten once a second."""
 
@@ -55,26 +57,59 @@ class StillStarting(RefusedError):
     """There is nothing to show yet; soon there will be."""
 
 
+class UnreadableStatus(RefusedError):
+    """status.json is there and is not what a driver writes."""
+
+
 def read_status(run: str | None, runs_dir: Path) -> RunStatus:
-    """Status of a run, given by name or directory; of the newest one if not given.
+    """Status of a run, given by name or directory; if not given, of the newest one that has one.
 
     Raises ConfigError if there is no such run, StillStarting before its first status, RefusedError if that cannot be read.
     """
+    if run is None:
+        return newest_status(runs_dir)[0]
     directory = _directory(run, runs_dir)
     path = directory / "status.json"
     try:
-        status = json.loads(path.read_text(encoding="utf-8"))
+        content = read_bytes(path, max_bytes=MAX_STATUS_BYTES)
     except FileNotFoundError:
         hint = f"its log: asyncrl logs {directory.name}"
         if is_locked(directory):
             raise StillStarting(f"run '{directory.name}' is starting: its workers load the model", hint=hint) from None
         raise RefusedError(f"run '{directory.name}' ended while it started: it has no status.json", hint=hint) from None
-    except ValueError as error:
-        raise RefusedError(f"{path} cannot be read: {error}") from None
-    if status.get("schema_version") != SCHEMA_VERSION:
-        raise RefusedError(f"{path} has schema_version {status.get('schema_version')}, not {SCHEMA_VERSION}")
+    except (OSError, UnsafeFile) as error:
+        raise _unreadable(path, reason(error)) from None
+    status = _parsed(content, path)
     age_s = max(0.0, time.time() - status["updated_at"])
     return RunStatus(directory=directory, status=status, liveness=_liveness(directory, status, age_s), age_s=age_s)
+
+
+def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
+    """Status of the newest run that has one that can be read, and what is wrong with newer ones. Raises as `read_status`."""
+    wrong: list[str] = []
+    for name in run_names(runs_dir):
+        try:
+            return read_status(str(runs_dir / name), runs_dir), wrong
+        except UnreadableStatus as error:
+            wrong.append(error.message)
+    if wrong:
+        raise RefusedError(f"no run in {runs_dir} has a status that can be read: {wrong[0]}", hint="asyncrl status RUN")
+    raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
+
+
+def _parsed(content: bytes, path: Path) -> Mapping[str, Any]:
+    try:
+        version = parse_json(content, Head)["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise _unreadable(path, f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
+        return parse_json(content, Status)
+    except ValueError as error:
+        raise _unreadable(path, str(error)) from None
+
+
+def _unreadable(path: Path, why: str) -> UnreadableStatus:
+    hint = f"a run that is going on writes it anew; its log: asyncrl logs {path.parent.name}"
+    return UnreadableStatus(f"{path} cannot be read: {why}", hint=hint)
 
 
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
@@ -99,15 +134,11 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _directory(run: str | None, runs_dir: Path) -> Path:
-    names = run_names(runs_dir)
-    if run is None:
-        if not names:
-            raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
-        return runs_dir / names[0]
+def _directory(run: str, runs_dir: Path) -> Path:
     for candidate in (runs_dir / run, Path(run)):
-        if (candidate / "status.json").exists() or (candidate / "profile.toml").exists():
+        if is_run(candidate):
             return candidate.resolve()
+    names = run_names(runs_dir)
     known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise ConfigError(
         f"no run '{run}' in {runs_dir}",

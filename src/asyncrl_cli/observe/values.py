@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import cache
 from itertools import zip_longest
 from typing import Any, Protocol, Self
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
 
 Scalar = float | int | list[int]
 
@@ -150,9 +154,9 @@ KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Ma
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:
-    """Join `values` to `totals`, key by key."""
+    """Join `values` to `totals`, key by key. A total of another kind is one that a checkpoint got wrong: it begins anew."""
     for key, value in values.items():
-        totals[key] = totals[key].merge(value) if key in totals else value
+        totals[key] = totals[key].merge(value) if type(totals.get(key)) is type(value) else value
 
 
 def shown(values: Mapping[str, Value]) -> dict[str, Scalar]:
@@ -164,8 +168,21 @@ def to_json(values: Mapping[str, Value]) -> dict[str, Any]:
     return {key: [type(value).__name__, *astuple(value)] for key, value in values.items()}  # type: ignore[call-overload]
 
 
-def from_json(content: Mapping[str, Any]) -> dict[str, Value]:
-    return {
-        key: KINDS[kind](*(tuple(part) if isinstance(part, list) else part for part in parts))
-        for key, (kind, *parts) in content.items()
-    }
+def from_json(content: Mapping[str, Sequence[Any]]) -> dict[str, Value]:
+    """Raises ValueError for what `to_json` does not write."""
+    return {key: _value(key, *entry) for key, entry in content.items()}
+
+
+def _value(key: str, kind: Any = None, *parts: Any) -> Value:
+    if kind not in KINDS:
+        raise ValueError(f"{key:.80}: {kind!r:.40} is no kind of value")
+    try:
+        value: Value = _reader(kind).validate_python(ArgsKwargs(parts))
+    except ValidationError as error:
+        raise ValueError(f"{key:.80}: {error.errors()[0]['msg']}") from None
+    return value
+
+
+@cache
+def _reader(kind: str) -> TypeAdapter[Any]:
+    return TypeAdapter(KINDS[kind])

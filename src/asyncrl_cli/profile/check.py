@@ -30,7 +30,7 @@ def combine(problems: Sequence[ConfigError]) -> ConfigError:
     assert problems
     if len(problems) == 1:
         return problems[0]
-    lines = "".join(f"\n  - {problem.message}" for problem in problems)
+    lines = "".join(f"\n  - {problem.message}" for problem in problems[:20]) + ("\n  - ..." if len(problems) > 20 else "")
     return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=problems[0].hint)
 
 

@@ -8,9 +8,14 @@ from functools import cache
 from typing import Any
 
 from asyncrl_cli.profile.schema import Profile, Section
+from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
 
 PARAMS = "task.params"
 """The one free-form table: its entries are keys of their own, `task.params.<name>`."""
+
+
+LONGEST_NAME = 100
+"""Of names that are compared with others, and of what is echoed of a value."""
 
 
 @cache
@@ -31,6 +36,8 @@ def keys() -> Mapping[str, str]:
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that was probably meant: closest in its section, then by its last part, then as a whole."""
+    if len(name) > LONGEST_NAME:
+        return None
     section, _, last = name.rpartition(".")
     by_last: dict[str, str] = {}
     for candidate in known:
@@ -66,6 +73,8 @@ def _describe(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "array":
         items = schema.get("prefixItems")
         return f"{len(items)} numbers, each {_describe(items[0])}" if items else "an array of strings"
+    if schema.get("format") == "path":
+        return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
     return _NAMES[schema["type"]] + _limits(schema)
 
 
@@ -79,7 +88,9 @@ _NAMES = {
 _LIMITS = {
     "minimum": " of at least {}",
     "exclusiveMinimum": " above {}",
-    "maximum": " and at most {}",
+    "maximum": " and at most {:,}",
+    "maxLength": " of at most {} characters",
+    "multipleOf": " in steps of {}",
     "pattern": " like 1:1",
 }
 

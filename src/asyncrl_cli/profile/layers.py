@@ -22,11 +22,14 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.check import check, combine
 from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sources import ProfileFile, chain
+from asyncrl_cli.profile.sources import MAX_DEPTH, ProfileFile, chain, shortened
 from asyncrl_cli.profile.values import parse_value, validate
+from asyncrl_cli.safe_files import expand
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
+MOST_PROBLEMS = 20
+"""Unknown names that are told: for each the nearest one is looked for."""
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -102,14 +105,18 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     problems: list[ConfigError] = []
     for section, table in content.items():
+        if len(problems) > MOST_PROBLEMS:
+            break
         if section not in sections():
             problems.append(_unknown(section, where, [*sections(), *keys()]))
         elif not isinstance(table, Mapping):
-            problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=f"{section}.<key> = {table!r}"))
+            problems.append(
+                ConfigError(f"{where}: {section} is a section, not a value", hint=f"{section}.<key> = {shortened(table)}")
+            )
         else:
             for key, value in table.items():
                 dotted = f"{section}.{key}"
-                if dotted not in keys():
+                if dotted not in keys() and len(problems) <= MOST_PROBLEMS:
                     problems.append(_unknown(dotted, where, keys()))
                 flat.update(_entries(dotted, value))
     if problems:
@@ -127,7 +134,7 @@ def _entries(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _unknown(key: str, where: str, known: Any) -> ConfigError:
     guess = nearest(key, list(known))
     hint = f"did you mean {guess}?" if guess else f"sections: {', '.join(sections())}"
-    return ConfigError(f"{where}: unknown key {key}", hint=hint)
+    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
 
 
 def file_layer(file: ProfileFile) -> Layer:
@@ -140,12 +147,12 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key: a mistyped one must not be ignored."""
     ours = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
     names = {_env_key(name): name for name in ours}
-    problems = []
+    problems: list[ConfigError] = []
     for key, name in names.items():
-        if key not in keys() and not key.startswith(f"{PARAMS}."):
+        if len(problems) <= MOST_PROBLEMS and key not in keys() and not key.startswith(f"{PARAMS}."):
             guess = nearest(key, keys())
             hint = f"did you mean {_env_name(guess)}?" if guess else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
-            problems.append(ConfigError(f"environment: unknown name {name}", hint=hint))
+            problems.append(ConfigError(f"environment: unknown name {shortened(name)}", hint=hint))
     if problems:
         raise combine(problems)
     tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
@@ -172,7 +179,9 @@ def set_layer(sets: Sequence[str]) -> Layer:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            raise ConfigError(f"--set {text}: expected section.key=value", hint="--set run.train_steps=20")
+            raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
+        if len(parts) > MAX_DEPTH:
+            raise ConfigError(f"--set {shortened(text)}: more than {MAX_DEPTH} parts", hint="--set run.train_steps=20")
         nested: Any = parse_value(value.strip())
         for part in reversed(parts):
             nested = {part: nested}
@@ -195,8 +204,8 @@ def _anchored(values: dict[str, Any], directory: Path) -> dict[str, Any]:
 def _anchor(key: str, value: str, directory: Path) -> str:
     scheme, colon, rest = value.partition(":")
     if key == "task.source":
-        return f"{scheme}:{directory / Path(rest).expanduser()}" if colon and scheme in ("jsonl", "parquet") and rest else value
-    path = directory / Path(value).expanduser()
+        return f"{scheme}:{directory / expand(rest)}" if colon and scheme in ("jsonl", "parquet") and rest else value
+    path = directory / expand(value)
     if key == "model.path" and not path.exists() and not value.startswith((".", "~")):
         return value
     return str(path)

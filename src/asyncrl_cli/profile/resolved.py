@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, sections
 from asyncrl_cli.profile.layers import DEFAULT, Loaded
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import first_of, load_json
 
 SCHEMA_VERSION = 1
 
@@ -31,20 +34,35 @@ def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def read_document(path: Path) -> Loaded:
+    """Raises RefusedError unless `path` is a document of this schema version that describes a profile."""
+    return from_document(load_json(path, dict[str, Any], hint="take another checkpoint"), where=str(path))
+
+
 def from_document(document: Mapping[str, Any], *, where: str = "config.resolved.json") -> Loaded:
     """Raises RefusedError if the document is of another schema version or does not describe a profile."""
     version = document.get("schema_version")
     if version != SCHEMA_VERSION:
         raise RefusedError(
-            f"{where} has schema_version {version}; this asyncrl reads {SCHEMA_VERSION}",
+            f"{where} has schema_version {version!r:.40}; this asyncrl reads {SCHEMA_VERSION}",
             hint="resume with the version of asyncrl that started the run",
         )
     try:
         profile = Profile.model_validate(_with_exact_eta(document["profile"]))
         origins = {str(key): str(origin) for key, origin in document["origins"].items()}
-    except (KeyError, TypeError, AttributeError, ArithmeticError, ValidationError) as error:
-        raise RefusedError(f"{where} does not describe a profile: {error}", hint="take another checkpoint") from None
+    except ValidationError as error:
+        raise _refused(where, first_of(error)) from None
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise _refused(where, f"{type(error).__name__} {error}") from None
+    try:
+        check(profile)
+    except ConfigError as error:
+        raise _refused(where, error.message) from None
     return Loaded(profile=profile, origins=origins)
+
+
+def _refused(where: str, why: str) -> RefusedError:
+    return RefusedError(f"{where} does not describe a profile: {why}", hint="take another checkpoint")
 
 
 def _with_exact_eta(tables: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +85,7 @@ def _entries(profile: Profile, section: str, origins: Mapping[str, str], only_gi
         key = f"{section}.{name}"
         if key == PARAMS:
             yield from (
-                _line(f"params.{toml_key(entry)}", item, origins[f"{PARAMS}.{entry}"], with_origins)
+                _line(f"params.{toml_key(entry)}", item, origins.get(f"{PARAMS}.{entry}", DEFAULT), with_origins)
                 for entry, item in value.items()
             )
         elif value is not None and not (only_given and origins.get(key, DEFAULT) == DEFAULT):

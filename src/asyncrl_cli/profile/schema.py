@@ -9,7 +9,9 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from asyncrl_cli.safe_files import is_path
 
 
 def _plain(value: Any) -> Any:
@@ -34,20 +36,31 @@ def _exact(value: Any) -> Any:
     return value
 
 
+def _path(text: str) -> str:
+    if not is_path(text):
+        raise ValueError("no file system takes this as a path")
+    return text
+
+
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that go from GPU memory to GPU memory, within a worker's load."""
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0), BeforeValidator(_plain)]
-NonNegativeFloat = Annotated[float, Field(ge=0), BeforeValidator(_plain)]
+MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
+"""What is larger is a slip of the keyboard: steps, tokens, sizes and seconds; processes; digits of eta after the point."""
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+"""Of workers, ranks, devices: each is planned by itself."""
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
+PathText = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "format": "path"})]
 Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(_plain)]
 TopP = Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)]
 Eta = Annotated[
     Decimal,
-    Field(ge=0, le=100),
+    Field(ge=0, le=100, decimal_places=MOST_DECIMALS),
     BeforeValidator(_exact),
-    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100}),
+    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100, "multipleOf": f"1e-{MOST_DECIMALS}"}),
 ]
 Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
@@ -88,7 +101,7 @@ class RunSection(Section):
 class ModelSection(Section):
     """The model that is trained."""
 
-    path: str = "builtin:tiny"
+    path: PathText = "builtin:tiny"
     """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on
     the task's demonstrations."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -99,14 +112,14 @@ class ModelSection(Section):
     """builtin:tiny: supervised steps on demonstrations before RL begins."""
     warm_start_label_noise: Ratio = 0.52
     """builtin:tiny: share of flawed demonstrations; sets the starting reward."""
-    cache_dir: str | None = None
+    cache_dir: PathText | None = None
     """Where built models are kept; the user's cache directory if not given."""
 
 
 class TaskSection(Section):
     """Prompts and their rewards."""
 
-    source: str = "reasoning-gym:number_sorting"
+    source: PathText = "reasoning-gym:number_sorting"
     """`reasoning-gym:<dataset>`, `jsonl:<path>` or `parquet:<path>`."""
     params: Params = Field(default_factory=dict)
     """Parameters of the reasoning-gym dataset; a layer that sets `source` starts without those of lower layers."""
@@ -119,7 +132,7 @@ class TaskSection(Section):
     """Column of the prompt in a file."""
     answer_column: str = "answer"
     """Column of the answer in a file."""
-    eval_path: str | None = None
+    eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
     reward: str = "auto"
     """`auto` (the dataset's own verifier; exact match for files), `exact-match`, `math-verify` or `module:function`."""
@@ -174,11 +187,11 @@ class RolloutSection(Section):
 
     engine: Literal["transformers", "vllm"] = "transformers"
     """The inference engine in each rollout worker."""
-    workers: PositiveInt | None = None
+    workers: Processes | None = None
     """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
     slots: PositiveInt = 64
     """Sequences that one worker generates at once."""
-    n: Annotated[int, Field(ge=2)] = 8
+    n: Annotated[int, Field(ge=2, le=MOST_PROCESSES)] = 8
     """Trajectories per prompt: the size of a group."""
     prefetch_groups: NonNegativeInt = 0
     """Groups admitted beyond the free slots, to wait in the engines' queues."""
@@ -196,7 +209,7 @@ class RolloutSection(Section):
     """Strings that end a response."""
     interrupt: Literal["keep-kv", "recompute-kv"] | None = None
     """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
-    tensor_parallel_size: PositiveInt | None = None
+    tensor_parallel_size: Processes | None = None
     """vllm: processes that share one model. On GPUs one for each of the worker's: `placement.gpus_per_rollout_worker`, and
     nothing else; on CPUs 1 if not given."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)] | None = None
@@ -245,15 +258,15 @@ class PlacementSection(Section):
     """auto: cuda if the Ray cluster has GPUs, else cpu."""
     colocate: bool = False
     """Trainer and rollout share all resources in turns (the baseline)."""
-    trainer_workers: PositiveInt | None = None
+    trainer_workers: Processes | None = None
     """Trainer ranks, one device each; from `gpus` and `ratio` if not given."""
-    gpus: PositiveInt | None = None
+    gpus: Processes | None = None
     """GPUs of the whole job; all of the cluster's if not given."""
-    ratio: Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = "1:1"
+    ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$")] = "1:1"
     """trainer : rollout share of `gpus`."""
-    gpus_per_rollout_worker: PositiveInt = 1
+    gpus_per_rollout_worker: Processes = 1
     """GPUs of one rollout worker (tensor parallel size)."""
-    cpus_per_worker: PositiveInt = 1
+    cpus_per_worker: Processes = 1
     """CPU cores (and compute threads) of each trainer rank and rollout worker."""
     timeout_s: PositiveFloat = 60.0
     """Longest wait for the placement groups."""

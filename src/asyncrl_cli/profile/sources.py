@@ -7,6 +7,7 @@ ones in silence, so both are done here.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
@@ -16,7 +17,11 @@ import tomli
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.keys import nearest
+from asyncrl_cli.safe_files import MIB, expand, read_text, reason
 
+MAX_BYTES, MAX_DEPTH, MAX_CHAIN = MIB, 32, 16
+"""Of one file: bytes, and tables within tables; of `extends`: files."""
+LONGEST_ECHO = 200
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -50,26 +55,56 @@ def is_file_reference(reference: str) -> bool:
 def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     """The file of NAME or FILE. `asked_by` says in the error who wanted it."""
     if is_file_reference(reference):
-        path = relative_to / Path(reference).expanduser()
-        if path.is_file():
+        path = relative_to / expand(reference)
+        if os.path.isfile(path):
             return path.resolve()
-        raise ConfigError(f"{asked_by}: there is no file {path}", hint="`asyncrl profiles` lists the profiles by name")
+        raise ConfigError(f"{asked_by}: there is no file {shortened(path)}", hint="`asyncrl profiles` lists the profiles by name")
     known = shipped_profiles()
     if reference in known:
         return known[reference].resolve()
     guess = nearest(reference, known)
     hint = f"did you mean `{guess}`?" if guess else f"known profiles: {', '.join(known)}."
-    raise ConfigError(f"{asked_by}: there is no profile '{reference}'", hint=f"{hint} A file is given with its path or .toml")
+    raise ConfigError(
+        f"{asked_by}: there is no profile '{shortened(reference)}'", hint=f"{hint} A file is given with its path or .toml"
+    )
 
 
 def read(path: Path) -> dict[str, Any]:
     """A TOML file, its floats as decimals. Raises ConfigError with file and line."""
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
+        content = parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: {_lower(error.msg)} (column {error.colno})", hint=_syntax_hint(error)) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="a profile is a TOML file in UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="a profile is a TOML file in UTF-8") from None
+    return content
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Floats as decimals. Raises TOMLDecodeError, or ValueError for a number that is too long or tables that are too deep."""
+    try:
+        content = tomli.loads(text, parse_float=Decimal)
+    except (RecursionError, ArithmeticError):
+        raise ValueError(f"a number is too long, or its tables are more than {MAX_DEPTH} deep") from None
+    _check_depth(content)
+    return content
+
+
+def _check_depth(content: dict[str, Any]) -> None:
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        level = [item for entry in level for item in (entry.values() if isinstance(entry, dict) else entry)]
+        level = [item for item in level if isinstance(item, dict | list)]
+    if level:
+        raise ValueError(f"its tables are more than {MAX_DEPTH} deep")
+
+
+def shortened(value: Any) -> str:
+    """A value as an error echoes it: the beginning says enough."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a very long number"
+    text = str(value)
+    return text if len(text) <= LONGEST_ECHO else f"{text[:LONGEST_ECHO]}..."
 
 
 def _lower(text: str) -> str:
@@ -90,11 +125,15 @@ def chain(reference: str) -> list[ProfileFile]:
         if any(file.path == path for file in files):
             circle = " -> ".join([*(str(file.path) for file in files), str(path)])
             raise ConfigError(f"{files[-1].path}: extends goes in a circle: {circle}", hint='end the chain at `extends = "base"`')
+        if len(files) == MAX_CHAIN:
+            raise ConfigError(
+                f"{files[0].path}: extends goes on for more than {MAX_CHAIN} files", hint='end it at `extends = "base"`'
+            )
         content = read(path)
         files.append(ProfileFile(name=path.stem, path=path, content=content))
         if "extends" not in content:
             return files[::-1]
         above = content["extends"]
         if not isinstance(above, str):
-            raise ConfigError(f"{path}: extends = {above!r}: expected one profile's name or file", hint='extends = "base"')
-        path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{above}"')
+            raise ConfigError(f"{path}: extends = {shortened(above)}: expected one profile's name or file", hint='extends = "base"')
+        path = locate(above, relative_to=path.parent, asked_by=f'{path}: extends = "{shortened(above)}"')

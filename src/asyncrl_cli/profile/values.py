@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any
 
 import tomli
@@ -13,15 +12,17 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import PARAMS, expected, keys, nearest
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sources import ProfileFile
+from asyncrl_cli.profile.sources import LONGEST_ECHO, ProfileFile, parse_toml, shortened
 
 
 def parse_value(text: str) -> Any:
     """A TOML value, or the text itself if it is none."""
     try:
-        parsed = tomli.loads(f"value = {text}", parse_float=Decimal)
+        parsed = parse_toml(f"value = {text}")
     except tomli.TOMLDecodeError:
         return text
+    except ValueError as error:
+        raise ConfigError(f"{shortened(text)} is no value: {error}", hint="a value is TOML, else a string") from None
     return parsed["value"] if len(parsed) == 1 else text
 
 
@@ -45,12 +46,15 @@ def _wrong_value(key: str, nested: Mapping[str, Any], origins: Mapping[str, str]
     section, _, name = key.partition(".")
     value = nested[section][name] if name else nested[section]
     origin = origins.get(key, f"profile {file.name} ({file.path})")
-    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    text = shortened(value)
+    shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
     return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin))
 
 
 def _type_hint(key: str, value: Any, origin: str) -> str:
     wanted = expected(key)
+    if len(shortened(value)) >= LONGEST_ECHO:
+        return f"what it is: {keys().get(key, 'one line of text')}"
     if isinstance(value, str) and not wanted.startswith(("a string", "one of")) and parse_value(value) != value:
         return f"leave the quotes out: {key} = {value}"
     if wanted.startswith("a string") and not isinstance(value, str):

@@ -12,20 +12,22 @@ Steps with an eval or a checkpoint are left out, as are the first ones. What one
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from asyncrl_cli.errors import ConfigError
+from pydantic import ValidationError
+
+from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
-from asyncrl_cli.observe.lines import Line, spent_s
+from asyncrl_cli.observe.lines import EventLine, Line, read_events, read_metrics, spent_s
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Layer, load
-from asyncrl_cli.profile.resolved import from_document
+from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sources import shipped_profiles
+from asyncrl_cli.safe_files import first_of
 from asyncrl_cli.simulate.fit import Fit, fit_line
 from asyncrl_cli.simulate.observed import decode_points, lengths_of, old_logprob_s_per_token, train_points, undisturbed
 from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
@@ -60,8 +62,16 @@ PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
 
 def calibrate(run_directory: Path) -> Workload:
     """Raises ConfigError if the run has too few undisturbed train steps that say something, or lacks its files."""
+    try:
+        return _calibrated(run_directory)
+    except (ValueError, ArithmeticError) as error:
+        what = first_of(error) if isinstance(error, ValidationError) else str(error)
+        raise ConfigError(f"{run_directory}: its figures cannot be those of a run: {what}", hint="take another run") from None
+
+
+def _calibrated(run_directory: Path) -> Workload:
     profile = _profile(run_directory)
-    everything = _json_lines(run_directory / "metrics.jsonl")
+    everything = read_metrics(run_directory / "metrics.jsonl")
     lines = undisturbed(everything)
     _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
     job = compile_job(profile, virtual_cluster(profile))
@@ -92,7 +102,7 @@ def calibrate(run_directory: Path) -> Workload:
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
             interference_ratio=train_fit.interference,
         ),
-        syncing=_syncing(_json_lines(run_directory / "events.jsonl"), lines, sends_in_pause=not profile.weights.dual_buffer),
+        syncing=_syncing(read_events(run_directory / "events.jsonl"), lines, sends_in_pause=not profile.weights.dual_buffer),
         references=(_reference(lines, profile, schedule, run_directory),),
     )
 
@@ -129,22 +139,10 @@ def _notes(num_lines: int, profile: Profile, decode_fit: Fit, train_fit: Fit, sc
 
 
 def _profile(run_directory: Path) -> Profile:
-    path = run_directory / "config.resolved.json"
     try:
-        return from_document(json.loads(path.read_text(encoding="utf-8")), where=str(path)).profile
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="give the directory of a run, as runs/NAME") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", hint="give the directory of a run, as runs/NAME") from None
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}", hint="give the directory of a run, as runs/NAME") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", hint="a half-written last line can be deleted") from None
+        return read_document(run_directory / "config.resolved.json").profile
+    except RefusedError as error:
+        raise ConfigError(error.message, hint="give the directory of a run, as runs/NAME") from None
 
 
 def _common(profile: Profile, device: str) -> dict[str, Any]:
@@ -157,13 +155,13 @@ def _common(profile: Profile, device: str) -> dict[str, Any]:
     return tables
 
 
-def _syncing(events: Sequence[Mapping[str, Any]], lines: Sequence[Line], *, sends_in_pause: bool) -> Syncing:
+def _syncing(events: Sequence[EventLine], lines: Sequence[Line], *, sends_in_pause: bool) -> Syncing:
     """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing.
 
     `sends_in_pause`: the run had no second buffer, so its pauses contain its sends.
     """
-    published = [event for event in events if event["event"] == "published"]
-    loaded = [event for event in events if event["event"] == "loaded"]
+    published = [event for event in events if event["event"] == "published" and {"num_bytes", "publish_s"} <= event.keys()]
+    loaded = [event for event in events if event["event"] == "loaded" and {"send_s", "load_s", "pause_s"} <= event.keys()]
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
     gather_s = median([line["sync/gather_s"] for line in lines if "sync/gather_s" in line] or [0.0])
     publish_s = median([event["publish_s"] for event in published] or [0.0])

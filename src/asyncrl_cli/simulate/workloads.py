@@ -20,6 +20,7 @@ from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import keys, nearest
 from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
 from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles
+from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.workload import Workload
 
 BASELINE = "colocate"
@@ -107,7 +108,7 @@ def _baseline_window_groups(workload: Workload, sets: Sequence[str], environ: Ma
 def _locate(reference: str) -> Path:
     known = shipped_workloads()
     if is_file_reference(reference):
-        path = Path(reference).expanduser()
+        path = expand(reference)
         if path.is_file():
             return path.resolve()
         raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {', '.join(known)}")

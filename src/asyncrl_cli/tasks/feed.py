@@ -45,6 +45,8 @@ class PromptFeed:
             raise RefusedError(
                 f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task", hint=SAME_DATA
             )
+        if epoch > self._epoch or (epoch == self._epoch and uid not in self._given()):
+            raise RefusedError(f"the checkpoint names prompt {uid} of epoch {epoch}, which has not been given yet", hint=SAME_DATA)
         return Prompt(uid=uid, epoch=epoch, item=self._by_uid[uid])
 
     def state(self) -> dict[str, Any]:
@@ -60,12 +62,16 @@ class PromptFeed:
         """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
         for key, kind in STATE_KEYS.items():
             if type(state.get(key)) is not kind:
-                raise RefusedError(f"the prompt feed's state is damaged: {key} is {state.get(key)!r}")
+                raise RefusedError(f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}")
         self._refuse_foreign(state)
         epoch, cursor = state["epoch"], state["cursor"]
         if epoch < 0 or not 0 <= cursor <= len(self._items):
             raise RefusedError(f"the prompt feed's state is damaged: epoch {epoch}, cursor {cursor} of {len(self._items)} items")
         self._enter(epoch=epoch, cursor=cursor)
+
+    def _given(self) -> set[str]:
+        """Of this epoch."""
+        return {self._items[index]["uid"] for index in self._order[: self._cursor]}
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
         if state["fingerprint"] != self._fingerprint:

@@ -13,19 +13,32 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.safe_files import Count, load_json
 from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.state_reader import StateReader, read_tensors
 from asyncrl_cli.weights.kept import sync_files
 
 SCHEMA_VERSION = 1
 COUNTERS_FILE = "trainer.json"
+
+
+class Counters(TypedDict):
+    """`trainer.json`, as rank 0 writes it. `has_window_first`: 1 if the window's first weights are among the tensors."""
+
+    schema_version: Literal[1]
+    ranks: Count
+    step: Count
+    optimizer_steps: Count
+    has_window_first: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +70,19 @@ def write_state(ranks: Ranks, state: HostState, directory: Path) -> None:
         process_group=ranks.host_group,
     )
     if ranks.rank == 0:
-        counters = {"schema_version": SCHEMA_VERSION, "ranks": ranks.world_size, **state.counters}
+        counters = Counters(schema_version=SCHEMA_VERSION, ranks=ranks.world_size, **state.counters)
         (directory / COUNTERS_FILE).write_text(json.dumps(counters, indent=1) + "\n")
         sync_files(directory)
 
 
-def read_counters(directory: Path) -> dict[str, Any]:
+def read_counters(directory: Path) -> Counters:
     """Raises RefusedError if this is no trainer state, or one of another schema."""
-    try:
-        counters: dict[str, Any] = json.loads((directory / COUNTERS_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise RefusedError(f"{directory}: trainer state cannot be read: {error}") from error
-    if (schema := counters.get("schema_version")) != SCHEMA_VERSION:
-        raise RefusedError(f"{directory}: schema_version of trainer state is {schema}, this asyncrl reads {SCHEMA_VERSION}")
-    return counters
+    return load_json(directory / COUNTERS_FILE, Counters, hint="take another checkpoint")
 
 
 def saved_keys(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every saved tensor."""
-    metadata = FileSystemReader(directory).read_metadata()
-    return {key: tuple(getattr(item, "size", ())) for key, item in metadata.state_dict_metadata.items()}
+    return {key: tuple(item.size) for key, item in StateReader(directory).read_metadata().state_dict_metadata.items()}
 
 
 def read_state(ranks: Ranks, state: HostState, directory: Path) -> None:
@@ -94,7 +100,7 @@ def read_state(ranks: Ranks, state: HostState, directory: Path) -> None:
                 hint="resume with the profile and the model that wrote it",
             )
     rng = {key: tensor for key, tensor in state.rng.items() if saved.get(key) == tuple(tensor.shape)}
-    dcp.load({**state.shards, **rng}, storage_reader=FileSystemReader(directory), process_group=ranks.host_group)
+    read_tensors({**state.shards, **rng}, directory, ranks.host_group)
     _restore_rng(rng)
 
 

@@ -1,0 +1,150 @@
+"""The trainer's state read from disk without running what is in it.
+
+torch writes `.metadata` as a pickle, and a pickle can call anything. Here only the classes that torch writes are known, what
+comes out is checked, and files are those of the directory itself: a checkpoint that somebody else has made is data.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, open_regular, reason
+
+METADATA = ".metadata"
+
+
+def _layout(name: str) -> torch.layout:
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
+        raise pickle.UnpicklingError(f"{name} is no layout")
+    return layout
+
+
+WRITTEN: Mapping[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("pathlib", "PosixPath"): PosixPath,
+    ("pathlib._local", "PosixPath"): PosixPath,  # Python 3.13's name of it
+    **{
+        (kind.__module__, kind.__name__): kind
+        for kind in (
+            Metadata,
+            MetadataIndex,
+            TensorStorageMetadata,
+            ChunkStorageMetadata,
+            metadata.TensorProperties,
+            metadata.StorageMeta,
+            metadata._MEM_FORMAT_ENCODING,
+            filesystem._StorageInfo,
+        )
+    },
+}
+"""All that torch writes into the metadata of tensors, besides dtypes."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in WRITTEN:
+            return WRITTEN[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no trainer state needs")
+
+
+class StateReader(FileSystemReader):
+    """torch's reader of a checkpoint's directory, with metadata that are only data."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._directory = directory
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """RefusedError unless it describes tensors in files of this directory."""
+        path = self._directory / METADATA
+        try:
+            with open_regular(path, max_bytes=MAX_JSON_BYTES) as file:
+                found = _Unpickler(file).load()
+            _check(found, self._directory)
+        except Exception as error:  # an unpickler of what is no pickle raises anything
+            raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="take another checkpoint") from error
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return found
+
+
+def read_tensors(tensors: dict[str, Any], directory: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Fill `tensors` from `directory`: a collective of `group`, or without one by this process alone.
+
+    Raises RefusedError if a file is gone or damaged, also on another rank.
+    """
+    try:
+        with warnings.catch_warnings():
+            if group is None:  # it also warns where one process is what was asked for
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            dcp.load(tensors, storage_reader=StateReader(directory), process_group=group, no_dist=group is None)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, RefusedError) or not isinstance(first, Exception):
+            raise first from None
+        raise RefusedError(
+            f"trainer state in {directory} cannot be read: {reason(first)}", hint="take another checkpoint"
+        ) from error
+
+
+def _check(found: Any, directory: Path) -> None:
+    """Raises ValueError for anything but tensors in files of `directory`: other items would be unpickled in full."""
+    _require(isinstance(found, Metadata), "it is no metadata of a checkpoint")
+    _require(_is_dict(getattr(found, "state_dict_metadata", None), str, TensorStorageMetadata), "its items are not all tensors")
+    _require(_is_dict(getattr(found, "storage_data", None), MetadataIndex, filesystem._StorageInfo), "it names no files")
+    for name, item in found.state_dict_metadata.items():
+        _require(_is_tensor(item), f"{name[:80]} is not described as a tensor")
+    for place in found.storage_data.values():
+        _require(_is_place(place), "it names a part of a file that cannot be one")
+    for file in sorted({place.relative_path for place in found.storage_data.values()}):
+        open_regular(directory / file).close()
+
+
+def _is_dict(value: Any, key: type, item: type) -> bool:
+    return type(value) is dict and all(type(k) is key and type(v) is item for k, v in value.items())
+
+
+def _is_tensor(item: Any) -> bool:
+    fields = vars(item)
+    sizes = [fields.get("size")]
+    for chunk in fields.get("chunks") or ():
+        if type(chunk) is not ChunkStorageMetadata:
+            return False
+        sizes += [vars(chunk).get("offsets"), vars(chunk).get("sizes")]
+    dtype = getattr(fields.get("properties"), "dtype", None)
+    return isinstance(dtype, torch.dtype) and type(fields.get("chunks")) is list and all(map(_is_size, sizes))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size and all(number >= 0 for number in value)
+
+
+def _is_place(place: Any) -> bool:
+    """A name, not a path: nothing outside of the directory is read."""
+    fields = vars(place)
+    name, numbers = fields.get("relative_path"), (fields.get("offset"), fields.get("length"))
+    is_name = type(name) is str and Path(name).name == name
+    is_part = all(type(number) is int and number >= 0 for number in numbers)
+    return is_name and is_part and not fields.get("transform_descriptors")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)
