@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -13,6 +14,7 @@ from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.loop.pipeline import ResumeFrom
 from asyncrl_cli.rollout.engine import EngineCounters
 from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
+from asyncrl_cli.simulate.trainer import SimulatedTrainer
 from tests.loop.worlds import MODES, run_world, settings
 
 SEEDS = range(8)
@@ -245,6 +247,28 @@ def test_a_prompt_that_is_stale_too_often_fails_the_run_after_a_checkpoint():
     assert "requeued 0 times" in str(ran.error)
     assert ran.checkpoints.cuts[-1][0].step == len(ran.trainer.batches) > 0
     assert len(ran.recorder.named("failed")) == 1
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(0, 3), (2, 8)])
+def test_optimizer_steps_skipped_too_often_in_a_row_end_the_run_with_a_checkpoint(monkeypatch, limit, steps):
+    """From step 6 on no gradient is finite; step 3 is an exception of one."""
+    train = SimulatedTrainer.train
+
+    async def train_without_gradient(self, batch):
+        in_a_row = max(batch.step - 5, int(batch.step == 3), 0)
+        return replace(await train(self, batch), skipped_steps=min(in_a_row, 1), skipped_in_a_row=in_a_row)
+
+    monkeypatch.setattr(SimulatedTrainer, "train", train_without_gradient)
+    loop_settings = settings("partial-rollout", train_steps=30, checkpoint_every_steps=0, max_skipped_steps=limit)
+    ran = run_world(loop_settings)
+    assert isinstance(ran.error, AsyncrlError)
+    assert f"the last {limit + 1} optimizer steps had no finite gradient" in str(ran.error)
+    cut, _ = ran.checkpoints.cuts[-1]
+    assert cut.step == steps == len(ran.trainer.batches)
+    assert ran.recorder.steps[-1].ledger["trained"] == 4 * steps
+    warnings = [event.fields["message"] for event in ran.recorder.named("warning")]
+    assert len(warnings) == {3: 1, 8: 4}[steps]
+    assert warnings[0] == "1 optimizer step of step 3 skipped: the gradient is not finite (1 in a row)"
 
 
 def test_a_load_that_never_ends_is_named_by_the_trainer_that_waits_for_it():

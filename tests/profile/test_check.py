@@ -53,6 +53,18 @@ CONFLICTS = [
     ),
     (
         "base",
+        ["algorithm.max_importance_weight=2"],
+        ["algorithm.max_importance_weight = 2", 'algorithm.old_logprobs = "rollout"', "every weight is 1"],
+        "old_logprobs=recompute",
+    ),
+    (
+        "base",
+        ["algorithm.max_importance_weight=2", "async_training.use_rollout_log_probs=true"],
+        ["algorithm.max_importance_weight = 2", 'algorithm.old_logprobs = "rollout"'],
+        "old_logprobs=recompute",
+    ),
+    (
+        "base",
         ["rollout.engine=vllm", "weights.dual_buffer=false"],
         ["weights.dual_buffer = false", 'rollout.engine = "vllm"'],
         "weights.dual_buffer=true",
@@ -186,6 +198,7 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
         ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),
         ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),
+        ("base", ["algorithm.max_importance_weight=2", "async_training.use_rollout_log_probs=false"]),
     ],
 )
 def test_combinations_that_make_sense_pass(reference: str, sets: list[str]) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.ports import AttemptKey, GroupResult
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
@@ -155,6 +154,7 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
         "train/entropy",
         "train/grad_norm",
         "train/lr",
+        "train/skipped_steps",
         "correction/ratio_mean",
         "correction/ratio_max",
         "correction/clipped_ratio",
@@ -265,14 +265,40 @@ def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, 
         assert torch.equal(received[name], after.to(torch.bfloat16))
 
 
-def test_a_gradient_that_is_not_finite_fails_the_step_and_leaves_the_weights(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
-    metas, payloads = make_step(1, num_groups=1)
+def spoiled_step(step, num_groups):
+    """The step's first group has a logprob that is not a number."""
+    metas, payloads = make_step(step, num_groups)
     payloads[0].trajectories[0].segments[0].logprobs_T[-1] = np.nan
+    return metas, payloads
+
+
+def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not_been(tiny_model_dir, make_trainer):
+    settings = TrainerSettings(model_dir=str(tiny_model_dir), lr_schedule="linear", total_optimizer_steps=10)
+    metas, payloads = spoiled_step(2, num_groups=4)
+    trainer = make_trainer(settings)
+    trainer.train(rank_batch(*make_step(1, num_groups=2)))
+    report = trainer.train(rank_batch(metas, payloads, step=2, num_minibatches=2))
+    assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"]) == (1, 0, 1.0)
+    assert report.tokens == sum(t.response_tokens for meta in metas for t in meta.trajectories)
+    assert math.isfinite(report.metrics["train/grad_norm"])
+    assert all(math.isfinite(value) for value in report.metrics.values())
+    skipping = weights_of(trainer)
+    without = make_trainer(settings)
+    without.train(rank_batch(*make_step(1, num_groups=2)))
+    without.train(rank_batch(metas[2:], payloads[2:], step=2))
+    for name, after in weights_of(without).items():
+        assert torch.equal(skipping[name], after), name
+    assert trainer.optimizer.steps_made == without.optimizer.steps_made == 2
+
+
+def test_skipped_optimizer_steps_are_counted_in_a_row_until_one_is_made(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
     before = weights_of(trainer)
-    with pytest.raises(AsyncrlError, match="gradient norm is nan at optimizer step 1"):
-        trainer.train(rank_batch(metas, payloads))
+    reports = [trainer.train(rank_batch(*spoiled_step(step, num_groups=1), step=step)) for step in (1, 2)]
+    assert [report.skipped_in_a_row for report in reports] == [1, 2]
+    assert "train/grad_norm" not in reports[0].metrics
     assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
+    assert trainer.train(rank_batch(*make_step(3, num_groups=1), step=3)).skipped_in_a_row == 0
 
 
 def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, make_trainer):

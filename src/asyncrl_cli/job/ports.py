@@ -40,7 +40,7 @@ from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.samples.dump import is_dump_step
 from asyncrl_cli.samples.trajectory import GroupPayload
-from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.train.balance import plan_train_step, training_order
 from asyncrl_cli.weights.limits import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.limits import KEY as WEIGHTS_KEY
 
@@ -161,6 +161,7 @@ class RayTrainer:
         self._dumping: Any = None
         self._num_minibatches = profile.async_training.require_batches
         self._normalize = profile.algorithm.normalize_advantages
+        self._seed = profile.run.seed
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
         self._transport = profile.weights.transport
@@ -168,15 +169,16 @@ class RayTrainer:
 
     async def train(self, batch: TrainBatch) -> TrainReport:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
+        groups = training_order(batch.groups, num_minibatches=self._num_minibatches, seed=self._seed, step=batch.step)
         plans = plan_train_step(
-            batch.groups,
+            groups,
             ranks=len(self.actors),
             num_minibatches=self._num_minibatches,
             normalize=self._normalize,
         )
         calls = []
         for rank, (actor, plan) in enumerate(zip(self.actors, plans, strict=True)):
-            payload_refs = [batch.groups[index].payload for index in plan.groups]
+            payload_refs = [groups[index].payload for index in plan.groups]
             ref = actor.train.remote(batch.step, batch.step_in_window, plan, *payload_refs)
             calls.append(self._answer(rank, ref, f"train step {batch.step}", self._call_timeout_s, CALL_KEY))
         answers = await all_of(calls)
@@ -188,6 +190,8 @@ class RayTrainer:
             old_logprob_s=max(report.old_logprob_s for report in reports),
             tokens=reports[0].tokens,
             metrics=reports[0].metrics,
+            skipped_steps=reports[0].skipped_steps,
+            skipped_in_a_row=reports[0].skipped_in_a_row,
             report=answers[0][1],
         )
 

@@ -40,6 +40,7 @@ def loop_settings(profile: Profile, workers: int = 1) -> LoopSettings:
         prefetch_groups=profile.rollout.prefetch_groups,
         max_restarts=profile.rollout.max_restarts,
         max_failed_ratio=profile.task.max_failed_ratio,
+        max_skipped_steps=profile.trainer.max_skipped_steps,
         max_logprob_diff=profile.weights.max_logprob_diff,
         checkpoint_every_steps=profile.checkpoint.every_steps,
         eval_every_versions=profile.eval.every_versions,

@@ -144,13 +144,18 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step says. Seconds are the trainer's own; `metrics` are ready keys (`correction/...`, `train/...`)."""
+    """What a train step says. Seconds are the trainer's own; `metrics` are ready keys (`correction/...`, `train/...`).
+
+    `skipped_steps`: its optimizer steps that were not made, for want of a finite gradient; `skipped_in_a_row`: the last ones
+    of the run until now, over train steps."""
 
     train_s: float
     old_logprob_s: float
     tokens: int
     metrics: Mapping[str, float]
     report: ExecutorReport
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ class LoopSettings:
     prefetch_groups: int = 0
     max_restarts: int = 0
     max_failed_ratio: float = 0.1
+    max_skipped_steps: int = 3
     max_logprob_diff: float = 1e-3
     checkpoint_every_steps: int = 0
     eval_every_versions: int = 0

@@ -115,8 +115,25 @@ class Training:
         board.groups.trained(groups)
         self._spent_s["train"] += report.train_s
         self._spent_s["old_logprob"] += report.old_logprob_s
+        self._warn_of_skipped(report)
         board.changes.notify()
         return report
+
+    def _warn_of_skipped(self, report: TrainReport) -> None:
+        """A step without a finite gradient leaves weights and optimizer as they were. Its groups are trained all the same: they
+        were consumed, and would very likely do it again."""
+        board, limit = self._board, self._board.settings.max_skipped_steps
+        if report.skipped_steps:
+            skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of step {board.step} skipped"
+            board.event("warning", message=f"{skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
+        if report.skipped_in_a_row > limit:
+            board.stop(
+                AsyncrlError(
+                    f"trainer: the last {report.skipped_in_a_row} optimizer steps had no finite gradient, "
+                    f"trainer.max_skipped_steps is {limit}; the weights are those of the step before",
+                    hint="resume with a lower trainer.lr, or look at correction/ratio_max and at the samples of these steps",
+                )
+            )
 
     async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         """Publish where a window ends, write the step's line, then checkpoint where it is due.

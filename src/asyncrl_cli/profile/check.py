@@ -108,6 +108,13 @@ def _old_logprobs(profile: Profile) -> Iterator[ConfigError]:
             "they are two names of one thing",
             hint='give one of the two (true is "rollout", false is "recompute")',
         )
+    limit = profile.algorithm.max_importance_weight
+    if limit is not None and given == "rollout":
+        yield ConfigError(
+            f'algorithm.max_importance_weight = {limit:g} with algorithm.old_logprobs = "rollout": '
+            "the proximal policy is the sampler, so every weight is 1 and nothing would be masked",
+            hint="--set algorithm.old_logprobs=recompute, or leave algorithm.max_importance_weight out",
+        )
 
 
 def _vllm_keys(profile: Profile) -> Iterator[ConfigError]:

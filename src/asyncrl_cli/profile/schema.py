@@ -142,7 +142,7 @@ class AlgorithmSection(Section):
     """The proximal policy: `rollout` takes the sampler's logprobs (w = 1), `recompute` those of the
     window's first weights."""
     max_importance_weight: PositiveFloat | None = None
-    """Tokens whose w = exp(prox - mu) lies above this are masked; none if not given."""
+    """Tokens whose w = exp(prox - mu) lies above this are masked; none if not given. Needs old_logprobs = "recompute"."""
 
 
 class TrainerSection(Section):
@@ -164,6 +164,9 @@ class TrainerSection(Section):
     """Optimizer steps of linear warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after the warm-up; zero would be reached one step after the run's last optimizer step."""
+    max_skipped_steps: NonNegativeInt = 3
+    """Optimizer steps in a row that are skipped because their gradient is not finite; the next one ends the run, with a
+    checkpoint. A resumed run counts anew."""
 
 
 class RolloutSection(Section):
@@ -220,7 +223,7 @@ class AsyncTrainingSection(Section):
     staleness_threshold: Eta = Decimal(0)
     """eta: groups admitted ahead, as a share of a window's groups."""
     require_batches: PositiveInt = 1
-    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups."""
+    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups, which the seed deals out to them."""
     partial_rollout: bool = False
     """Running rollouts are frozen at a weight sync and go on with the new weights."""
     max_staleness: NonNegativeInt | None = None

@@ -1,11 +1,12 @@
 """Who trains what: splits a train step into optimizer steps, ranks and microbatches. Pure Python, deterministic.
 
-The driver calls `plan_train_step` on the groups' metadata and sends each rank its `RankPlan`; a rank cuts its share of
-an optimizer step into `microbatches` when it has the token arrays.
+The driver calls `training_order` and `plan_train_step` on the groups' metadata and sends each rank its `RankPlan`; a rank
+cuts its share of an optimizer step into `microbatches` when it has the token arrays.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +44,22 @@ class RankPlan:
         return tuple(sorted({t.group for step in self.optimizer_steps for t in step.trajectories}))
 
 
+def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed: int, step: int) -> list[GroupResult]:
+    """The groups of a train step in the order in which its mini-batches are cut. Within one they stay in take order.
+
+    They were taken as they finished, the shortest first: cut like that, a step's first mini-batches would hold its short
+    answers and its last ones the long. So they are dealt out by lot, which depends on `seed` and `step` alone: a resumed run
+    draws the same.
+    """
+    if num_minibatches == 1:
+        return list(groups)
+    dealt = random.Random(f"{seed}/{step}").sample(range(len(groups)), len(groups))
+    size = -(-len(groups) // num_minibatches)
+    return [groups[index] for start in range(0, len(groups), size) for index in sorted(dealt[start : start + size])]
+
+
 def plan_train_step(groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool) -> list[RankPlan]:
-    """Plan `num_minibatches` optimizer steps on the groups of a train step, in take order.
+    """Plan `num_minibatches` optimizer steps on the groups of a train step, in the order given.
 
     Raises:
         ValueError: if the groups do not divide into the mini-batches.

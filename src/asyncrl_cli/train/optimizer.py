@@ -8,7 +8,6 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
-from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.settings import TrainerSettings
 
@@ -18,7 +17,8 @@ CLIP_EPSILON = 1e-6
 
 
 class PolicyOptimizer:
-    """`steps_made` counts optimizer steps of the whole run, over resumes."""
+    """`steps_made` counts optimizer steps of the whole run, over resumes, without skipped ones: the learning rate and AdamW's
+    corrections go by it. `skipped_in_a_row` are the last ones; a resumed run counts them anew."""
 
     def __init__(self, settings: TrainerSettings, ranks: Ranks, parameters: dict[str, DTensor]) -> None:
         self._settings = settings
@@ -32,6 +32,7 @@ class PolicyOptimizer:
             fused=True,
         )
         self.steps_made = 0
+        self.skipped_in_a_row = 0
         for parameter in parameters.values():
             # Made here and not at the first step, so that step 0 has a state to save and a fresh process one to load.
             self._adamw.state[parameter] = {
@@ -42,24 +43,23 @@ class PolicyOptimizer:
     def step(self) -> tuple[float, float]:
         """Clip, step, clear the gradients. Returns (global gradient norm before clipping, learning rate).
 
-        Raises:
-            AsyncrlError: if the norm is not finite; the weights are then untouched.
+        A norm that is not finite (all ranks see the same one) skips the step: weights, moments and counters stay as they are.
         """
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = self._global_norm(gradients)
         norm_value = norm.item()
-        if not math.isfinite(norm_value):
-            raise AsyncrlError(
-                f"trainer: gradient norm is {norm_value} at optimizer step {self.steps_made + 1}",
-                hint="lower trainer.lr, or set algorithm.max_importance_weight if correction/weight_max is large",
-            )
-        torch._foreach_mul_(gradients, (self._settings.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
         learning_rate = self._settings.learning_rate(self.steps_made)
+        if not math.isfinite(norm_value):
+            self._adamw.zero_grad(set_to_none=True)
+            self.skipped_in_a_row += 1
+            return norm_value, learning_rate
+        torch._foreach_mul_(gradients, (self._settings.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.steps_made += 1
+        self.skipped_in_a_row = 0
         return norm_value, learning_rate
 
     def moments(self) -> dict[str, torch.Tensor]:

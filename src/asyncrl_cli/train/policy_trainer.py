@@ -69,11 +69,7 @@ class PolicyTrainer:
     # --- train
 
     def train(self, batch: RankBatch) -> RankReport:
-        """Make the train step's optimizer steps. A collective.
-
-        Raises:
-            AsyncrlError: if a gradient is not finite.
-        """
+        """Make the train step's optimizer steps, without those whose gradient is not finite. A collective."""
         report = self._update.run(batch)
         self.step = batch.step
         return report

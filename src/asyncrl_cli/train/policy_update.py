@@ -6,6 +6,7 @@ microbatches; the shorter ones add empty microbatches, because every FSDP collec
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -40,12 +41,15 @@ class RankBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """Seconds are this rank's; `tokens` (sampled tokens trained) and `metrics` are of all ranks together."""
+    """Seconds are this rank's; `tokens` (sampled tokens trained, also by skipped steps) and `metrics` are of all ranks together.
+    Of metrics only finite ones: with a skipped step, those that it spoils are absent. See `TrainReport` for the skipped."""
 
     train_s: float
     old_logprob_s: float
     tokens: int
     metrics: dict[str, float]
+    skipped_steps: int
+    skipped_in_a_row: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,10 @@ class PolicyUpdate:
         sums = CorrectionSums(self._settings, self._ranks)
         norms = [self._optimizer_step(step, sums) for step in steps]
         metrics = sums.metrics(len(steps))
-        metrics["train/grad_norm"] = sum(norm for norm, _ in norms) / len(norms)
+        made = [norm for norm, _ in norms if math.isfinite(norm)]
+        metrics["train/grad_norm"] = sum(made) / len(made) if made else math.nan
         metrics["train/lr"] = norms[-1][1]
+        metrics["train/skipped_steps"] = float(len(norms) - len(made))
         if self._settings.old_logprobs == "recompute":
             metrics["train/old_logprob_tokens"] = float(sum(step.num_loss_tokens for step in steps if not step.is_own_prox))
         self._ranks.synchronize()
@@ -91,7 +97,9 @@ class PolicyUpdate:
             train_s=time.monotonic() - started_s - prox_s,
             old_logprob_s=prox_s,
             tokens=sum(step.num_loss_tokens for step in steps),
-            metrics=metrics,
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            skipped_steps=len(norms) - len(made),
+            skipped_in_a_row=self._optimizer.skipped_in_a_row,
         )
 
     def _microbatches(self, batch: RankBatch) -> list[list[Microbatch]]:
