@@ -7,5 +7,6 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
         lessons.py                               the demonstrations it learns from, some of them wrong
         warm_start.py                            supervised learning on them
 
+attention.choose_attention(model)                which attention function computes what the model means
 skeleton.skeleton(directory)                     a model without memory: the names and shapes of its tensors
 """

@@ -6,7 +6,8 @@
 - `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: nobody waits for cache, and
   nobody is evicted.
 - No block sharing: a shared prompt block would hold keys of older weights after a load.
-- On a CPU, attention that keeps the packed sequences apart (paged_attention.py) instead of a mask over all of them.
+- The attention that the trainer has, too (models/attention.py): never switched to another kernel, however fast. Where that is
+  sdpa, on a CPU in a form that keeps the packed sequences apart (paged_attention.py) instead of a mask over all of them.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and its own
   sampling has one seed for all.
 """
@@ -22,6 +23,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
+from asyncrl_cli.models.attention import Attention
 from asyncrl_cli.rollout import paged_attention
 from asyncrl_cli.rollout.token_sampler import TokenSampler
 
@@ -36,14 +38,15 @@ CACHE_SHARE_OF_MEMORY = 0.5
 def make_manager(
     model: PreTrainedModel,
     sampler: TokenSampler,
+    attention: Attention,
     *,
     slots: int,
     max_prompt_tokens: int,
     max_response_tokens: int,
     seed: int,
 ) -> ContinuousBatchingManager:
-    """A manager that is not started yet."""
-    packed = paged_attention.applies_to(model.config, model.device)
+    """A manager that is not started yet. `attention`: what was chosen for the model."""
+    packed = attention == "sdpa" and paged_attention.applies_to(model.config, model.device)
     if packed:
         model.config._attn_implementation = paged_attention.NAME
     prefill_tokens = PREFILL_TOKENS_PACKED if packed else PREFILL_TOKENS_MASKED
@@ -56,7 +59,7 @@ def make_manager(
         allow_block_sharing=False,
         use_async_batching=False,
         use_cuda_graph=False if model.device.type == "cuda" else None,
-        auto_switch_to_flash=model.device.type == "cuda" and model.dtype != torch.float32,
+        auto_switch_to_flash=False,
         safety_margin=0.0,
         return_logprobs=False,
         seed=seed,

@@ -1,4 +1,5 @@
-"""Attention of packed sequences over transformers' paged cache, for a CPU: a sequence attends to its own keys only.
+"""Attention of packed sequences over transformers' paged cache: `packed_attention` for a CPU, where a sequence attends to its own
+keys only, and `own_paged_attention`, for models whose attention has more than sdpa computes.
 
 transformers' continuous batching packs all running sequences into one row. With `sdpa` it masks the others out, so one
 step of B sequences of length L costs B * B * L; here it costs B * L. The function is registered with transformers'
@@ -21,11 +22,16 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+from asyncrl_cli.models.attention import own_attention
 
 NAME = "asyncrl_flash_cpu"
+PAGED_EAGER = "paged|eager"
+"""What continuous batching makes of a model's `eager`."""
 MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 """Models with plain causal attention: no window, no soft cap, no sinks. The others run with transformers' `sdpa`."""
 
@@ -120,6 +126,26 @@ def packed_attention(
     return out_QHD[None], None
 
 
+def own_paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    cache: PagedAttentionCache | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    """The model's own attention function, with keys and values of the paged cache if there is one.
+
+    In the place of transformers' `paged|eager`, which is one function for all models: it knows sinks, and no soft-cap.
+    """
+    own = own_attention(module)
+    assert own is not None, "the engine refuses models without one"
+    if cache is not None:
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    return own(module, query, key, value, attention_mask, **kwargs)
+
+
 def _apart(packed: torch.Tensor, count: int) -> torch.Tensor:
     """(1, H, S * P, D) -> (S, H, P, D)."""
     return packed[0].unflatten(1, (count, -1)).transpose(0, 1)
@@ -202,3 +228,5 @@ def _make_block(entries: list[tuple[int, int, int]], places_K: torch.Tensor, dty
 
 
 AttentionInterface.register(NAME, packed_attention)
+AttentionInterface.register(PAGED_EAGER, own_paged_attention)
+AttentionMaskInterface.register(PAGED_EAGER, eager_mask)

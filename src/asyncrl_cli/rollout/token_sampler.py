@@ -84,6 +84,10 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         self._on_stop = on_stop
         self._rows: list[Track | None] = []
 
+    def forget_counts(self) -> None:
+        """What was sampled until now is no one's work."""
+        self.sampled_tokens = self.decode_steps = 0
+
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
 

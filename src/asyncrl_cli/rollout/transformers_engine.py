@@ -31,8 +31,9 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.models.attention import choose_attention, takes_attention
 from asyncrl_cli.rollout import batching, scoring
 from asyncrl_cli.rollout.engine import (
     NO_COUNTERS,
@@ -49,8 +50,13 @@ from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket, split, unpack
 from asyncrl_cli.weights.in_place import announced, copy_into
+from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 
 CLOSE_TIMEOUT_S = 30.0
+SELF_CHECK_PROMPT_TOKENS = 256
+SELF_CHECK_TOKENS = 8
+MAX_SELF_CHECK_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Mean |difference| of logprobs: rounding, in this dtype."""
 
 
 class TransformersEngine:
@@ -120,20 +126,38 @@ class TransformersEngine:
         """Load the model, allocate the cache, start the generation thread and wait until it is ready."""
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._start)
+        await self._check_itself()
+
+    async def _check_itself(self) -> None:
+        """Sampled tokens come through a paged cache, scores (and all that is trained) through a plain forward: a feature of the
+        model that the first leaves out would go unseen. PreflightError unless the two agree."""
+        vocab_size = int(self._model.config.get_text_config().vocab_size)
+        (prompt,) = make_probes(1, vocab_size, seed=0, length_tokens=min(SELF_CHECK_PROMPT_TOKENS, self.max_prompt_tokens))
+        how = Sampling(temperature=1.0, max_response_tokens=min(SELF_CHECK_TOKENS, self.max_response_tokens))
+        answer = await self.generate("self-check", list(prompt), how, seed=0)
+        scores = await self.score([[*prompt, *answer.tokens]], 1.0)
+        diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
+        if not diff < MAX_SELF_CHECK_DIFF[self._dtype]:
+            raise _unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
+        self._sampler.forget_counts()
 
     def _start(self) -> None:
         torch.set_num_threads(self._threads)
         logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(self._model_dir, trust_remote_code=self._trust_remote_code)
         self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            self._model_dir, dtype=self._dtype, trust_remote_code=self._trust_remote_code
+            self._model_dir, dtype=self._dtype, attn_implementation="eager", trust_remote_code=self._trust_remote_code
         )
         self._model.to(self._device).requires_grad_(False).eval()
+        attention = choose_attention(self._model)
+        if not takes_attention(self._model):
+            raise _unbatchable(self._model, "it does not take its attention from transformers' AttentionInterface")
         self._sampler.eos_tokens = batching.eos_tokens(self._model, tokenizer)
         self._sampler.tail_text = partial(tokenizer.decode, skip_special_tokens=False)
         self._manager = batching.make_manager(
             self._model,
             self._sampler,
+            attention,
             slots=self.slots,
             max_prompt_tokens=self.max_prompt_tokens,
             max_response_tokens=self.max_response_tokens,
@@ -370,6 +394,12 @@ class TransformersEngine:
     def _raise_failure(self) -> None:
         if self._failure:
             raise ExecutorFailed(self._failure)
+
+
+def _unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
+    return PreflightError(
+        f'rollout.engine = "transformers" cannot batch a {model.config.model_type} model: {why}', hint="--set rollout.engine=vllm"
+    )
 
 
 def _finish(track: Track, reason: FinishReason) -> None:

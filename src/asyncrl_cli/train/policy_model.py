@@ -2,7 +2,8 @@
 
 Every decoder layer is one shard group and the rest (embedding, norm, head) another. Master weights are float32; with
 dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. FSDP2 is used for one rank
-too: measured on a CPU it costs about 4 ms per microbatch there, and one code path is worth that.
+too: measured on a CPU it costs about 4 ms per microbatch there, and one code path is worth that. The attention function is
+chosen as in the embedded engine (models/attention.py).
 
 Legend: B = rows, T = positions, K = kept positions, V = vocabulary, N = sampled tokens.
 """
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.models.attention import choose_attention
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.settings import TrainerSettings
@@ -36,11 +38,12 @@ class PolicyModel:
         model = AutoModelForCausalLM.from_pretrained(
             settings.model_dir,
             dtype=torch.float32,
-            attn_implementation="sdpa",
+            attn_implementation="eager",
             trust_remote_code=settings.trust_remote_code,
         )
         # Dropout would make prox and theta two different functions of the same weights.
         model.eval().to(ranks.device)
+        self.attention = choose_attention(model)
         _shard(model, settings, ranks)
         # Where memory is plenty, gathered parameters and whole gradients stay for an optimizer step: with two ranks on CPUs,
         # gathering for each pass and reducing after each microbatch cost a quarter of the time.

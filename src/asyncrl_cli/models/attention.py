@@ -1,0 +1,120 @@
+"""Which attention a model computes with, in trainer and embedded engine: `sdpa` where it equals the model's own (`eager`).
+
+transformers gives every model an attention function of its own, `eager`, which has all that the model means. torch's `sdpa` is
+faster, and leaves out without a word what it does not know: a soft-cap (Gemma-2), sinks (gpt-oss), whatever comes next. No list
+of models says who has what. So they are compared before anything is sampled or trained: each layer's own function and sdpa get
+the same tensors in one forward pass of the model (`_Comparison`), and then the two whole models get the same tokens.
+
+Legend: B = sequences, T = tokens, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+Attention = Literal["sdpa", "eager"]
+AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
+
+COMPARISON = "asyncrl_comparison"
+SAMPLE_BT = (2, 32)
+LARGEST_LOGIT = 300.0
+"""Attention logits are also compared at this size: those of small weights are too small for a soft-cap to show."""
+MAX_LAYER_DIFF = 1e-3
+"""Relative, in float32: rounding makes it 1e-6, a soft-cap of 50 makes it 0.1."""
+MAX_LOGPROB_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Mean over the sample's tokens: rounding, in this dtype."""
+
+logger = logging.getLogger(__name__)
+
+
+def own_attention(module: torch.nn.Module) -> AttentionFunction | None:
+    """The attention function of the file that defines this layer; None if its model has none to be exchanged."""
+    modules = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
+    return next((module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward")), None)
+
+
+def takes_attention(model: PreTrainedModel) -> bool:
+    """Whether the model asks transformers' AttentionInterface for its attention (older ones do not, Bloom for one)."""
+    return any(own_attention(module) is not None for module in model.modules() if hasattr(module, "layer_idx"))
+
+
+def choose_attention(model: PreTrainedModel) -> Attention:
+    """`sdpa` if it computes what the model's own attention does, else `eager`; the model goes on with it.
+
+    Call it on a whole model in eval mode, loaded with `attn_implementation="eager"`.
+    """
+    chosen: Attention = "sdpa" if _is_sdpa(model) else "eager"
+    model.set_attn_implementation(chosen)
+    if chosen == "eager":
+        logger.warning("%s: sdpa is not this model's own attention (eager), which is used instead", model.config.model_type)
+    return chosen
+
+
+@torch.no_grad()
+def _is_sdpa(model: PreTrainedModel) -> bool:
+    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not takes_attention(model) or not all(part._supports_sdpa for part in parts):
+        return False
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    sample_BT = torch.randint(vocab_size, SAMPLE_BT, generator=torch.Generator().manual_seed(0)).to(model.device)
+    comparison = _Comparison()
+    AttentionInterface.register(COMPARISON, comparison.attend)
+    AttentionMaskInterface.register(COMPARISON, eager_mask)
+    own_BTV = _logprobs(model, sample_BT, COMPARISON)
+    if not comparison.num_calls or not comparison.largest_diff < MAX_LAYER_DIFF:
+        return False
+    diff = (_logprobs(model, sample_BT, "sdpa") - own_BTV).gather(-1, sample_BT[..., None]).abs().mean()
+    return bool(diff < MAX_LOGPROB_DIFF[model.dtype])
+
+
+def _logprobs(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:
+    model.set_attn_implementation(implementation)
+    return torch.log_softmax(model(input_ids=sample_BT, use_cache=False).logits.float(), dim=-1)
+
+
+class _Comparison:
+    """An attention function for transformers: the layer's own, beside which sdpa is measured."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self.largest_diff = 0.0
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        own = own_attention(module)
+        assert own is not None, f"{type(module).__name__} calls the interface without a function of its own"
+        self.num_calls += 1
+        mask = _float32(attention_mask)
+        exact = {name: _float32(value) for name, value in kwargs.items()}
+        for sharp in (query.float(), _sharpened(query.float(), key.float(), kwargs.get("scaling"))):
+            theirs = own(module, sharp, key.float(), value.float(), mask, **exact)[0]
+            sdpas = sdpa_attention_forward(module, sharp, key.float(), value.float(), mask, **exact)[0]
+            diff = (sdpas - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)
+            self.largest_diff = max(self.largest_diff, diff.nan_to_num(nan=torch.inf).item())
+        return own(module, query, key, value, attention_mask, **kwargs)
+
+
+def _float32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _sharpened(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
+    """The query made larger, so that no attention logit is above LARGEST_LOGIT and some may reach it."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    bound = query.norm(dim=-1).max() * key.norm(dim=-1).max() * abs(scaling)
+    return query * (LARGEST_LOGIT / bound.clamp(min=1e-30))
