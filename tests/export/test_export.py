@@ -17,8 +17,8 @@ from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, Refuse
 from asyncrl_cli.export import directory as directory_module
 from asyncrl_cli.export.directory import plan_files
 from asyncrl_cli.export.export import export
-from asyncrl_cli.weights.kept import version_directory
-from tests.export.conftest import SEQUENCE, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
+from asyncrl_cli.weights.kept import keep, version_directory
+from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
 from tests.train.test_ranks_and_resume import run_ranks
 
 GB = 10**9
@@ -285,8 +285,9 @@ def test_a_checkpoint_of_two_ranks_is_exported_without_ranks(tmp_path):
     assert_equal(weights_of(result.path), weights)
 
 
-def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer):
-    """transformers joins a layer's experts in memory; files, and vLLM, have them one by one."""
+@pytest.mark.parametrize("source", ["trainer's state", "published in mid-window", "kept"])
+def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, source):
+    """transformers joins a layer's experts in memory; files, published versions and vLLM have them one by one."""
     from transformers import Qwen3MoeConfig
 
     from asyncrl_cli.models.tiny import tiny_tokenizer
@@ -310,9 +311,13 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer):
     tiny_tokenizer("abc").save_pretrained(tmp_path / "original")
     directory = open_run(tmp_path / "runs", "otter", profile_of(tmp_path / "original"))
     trainer = make_trainer(TrainerSettings(model_dir=str(tmp_path / "original")))
-    trainer.snapshot(2)
-    checkpoint(directory, 2, lambda working: trainer.write(2, working, False))
-    result = export("otter", runs_dir=tmp_path / "runs", max_file_bytes=20_000)
+    step, version = {"trainer's state": (2, None), "published in mid-window": (3, 1), "kept": (3, 1)}[source]
+    trainer.gather(1)
+    trainer.snapshot(step)
+    checkpoint(directory, step, lambda working: trainer.write(step, working, step % K != 0))
+    if source == "kept":
+        keep(directory / "versions", 1, trainer.published(1)[1], tmp_path / "original", 1)
+    result = export("otter", runs_dir=tmp_path / "runs", version=version, max_file_bytes=20_000)
     names = set(json.loads((result.path / "model.safetensors.index.json").read_text())["weight_map"])
     with safe_open(tmp_path / "original" / "model.safetensors", framework="pt") as file:
         assert names == set(file.keys())

@@ -5,18 +5,20 @@ find_source ──> find_model_files ──> skeleton, check_fit ──> write_d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from asyncrl_cli.export.directory import Read, Written, check_target, write_directory
-from asyncrl_cli.export.model_files import check_fit, find_model_files, original_names
+from asyncrl_cli.export.model_files import check_fit, find_model_files
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source, find_source
+
+if TYPE_CHECKING:
+    from asyncrl_cli.models.saved_form import SavedForm
 
 Dtype = Literal["float32", "bfloat16"]
 Progress = Callable[..., None]
@@ -71,11 +73,12 @@ def export(
     check_target(target)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
-    from asyncrl_cli.models.skeleton import skeleton  # imports transformers: seconds that an error above does not cost
+    from asyncrl_cli.models.saved_form import SavedForm  # imports transformers: seconds that an error above does not cost
+    from asyncrl_cli.models.skeleton import skeleton
 
-    empty = skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code)
-    shapes = check_fit(empty, source.weights.shapes, model_files)
-    sizes, read = _as_in_files(empty, shapes, source.weights)
+    form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
+    tensors, is_as_in_files = check_fit(form, source.weights.shapes, model_files)
+    sizes, read = _as_in_files(None if is_as_in_files else form, tensors, source.weights)
     chosen = dtype or source.profile.model.dtype
     written = write_directory(
         target, sizes, read, dtype=chosen, model_files=model_files, max_file_bytes=max_file_bytes, progress=progress
@@ -88,17 +91,15 @@ def _default_target(run_dir: Path | None, run: str, name: str, version: int | No
     return Path(f"{run}-{name}") if run_dir is None else run_dir / "exports" / name
 
 
-def _as_in_files(model: Any, shapes: Mapping[str, tuple[int, ...]], weights: SavedWeights) -> tuple[dict[str, int], Read]:
+def _as_in_files(form: SavedForm | None, tensors: Mapping[str, torch.Tensor], weights: SavedWeights) -> tuple[dict[str, int], Read]:
     """Elements of every tensor that the files shall hold, and how to read some of them.
 
     Where transformers splits or joins tensors between memory and files, all of them are read and held at once: a tensor of a
-    file may come of several. Else they are read as they are asked for.
+    file may come of several. Else (also with no `form`: they are as in files) they are read as they are asked for.
     """
-    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    original = original_names(model, dict(empty))
-    if original.keys() == empty.keys():
-        return {name: math.prod(shape) for name, shape in shapes.items()}, weights.read
-    whole: Mapping[str, torch.Tensor] = original_names(model, weights.read(list(shapes)))
+    if form is None or not form.converts:
+        return {name: tensor.numel() for name, tensor in tensors.items()}, weights.read
+    whole = form.to_files(weights.read(list(tensors)))
 
     def some(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
         return {name: whole[name] for name in names}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 from asyncrl_cli.models.names import first_names
@@ -20,6 +20,8 @@ from asyncrl_cli.weights.model_files import CONFIG, RUN_COPY
 
 if TYPE_CHECKING:
     import torch
+
+    from asyncrl_cli.models.saved_form import SavedForm
 
 WAY_OUT = "--model DIR names a directory that holds config.json and the tokenizer"
 
@@ -54,10 +56,16 @@ def missing_files(directory: Path) -> str:
     return f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
 
 
-def check_fit(model: Any, shapes: Mapping[str, tuple[int, ...]], model_files: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes in the model's order. RefusedError unless they are those of its parameters and persistent buffers, tied ones
-    once."""
-    expected = _expected(model)
+def check_fit(form: SavedForm, shapes: Mapping[str, tuple[int, ...]], model_files: Path) -> tuple[dict[str, torch.Tensor], bool]:
+    """Names and shapes in the model's order, and whether they are as in its files (published weights), not as in memory (a
+    trainer's).
+
+    RefusedError unless they are those of its parameters and persistent buffers, tied ones once."""
+    in_memory = form.memory
+    in_files = form.to_files(in_memory)
+    is_as_in_files = shapes.keys() == in_files.keys()
+    tensors = in_files if is_as_in_files else in_memory
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     problems = {
         "missing": [name for name in expected if name not in shapes],
         "unknown": [name for name in shapes if name not in expected],
@@ -66,21 +74,7 @@ def check_fit(model: Any, shapes: Mapping[str, tuple[int, ...]], model_files: Pa
     found = "; ".join(f"{what}: {first_names(names)}" for what, names in problems.items() if names)
     if found:
         raise RefusedError(f"the weights do not fit {model_files / CONFIG}: {found}", hint=WAY_OUT)
-    return expected
-
-
-def original_names(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors as the model's own files have them: transformers loads some models (mixtures of experts) into others."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return dict(revert_weight_conversion(model, tensors))
-
-
-def _expected(model: Any) -> dict[str, tuple[int, ...]]:
-    model.tie_weights()
-    saved = model.state_dict(keep_vars=True)
-    buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in saved}
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} | buffers
+    return tensors, is_as_in_files
 
 
 def _places_in(run_dir: Path) -> list[Path]:

@@ -10,4 +10,5 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
 
 attention.choose_attention(model)                which attention function computes what the model means
 skeleton.skeleton(directory)                     a model without memory: the names and shapes of its tensors
+saved_form.SavedForm                             those names and shapes as the model's own files have them
 """

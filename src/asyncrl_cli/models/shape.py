@@ -22,6 +22,8 @@ from asyncrl_cli.safe_files import expand
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters follow from the configuration; others are counted in their weights' files."""
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+"""In a tensor's name: up to its end it says which layer's."""
 QWEN3_HEAD_DIM = 128
 TINY_VOCABULARY = 64
 """Characters of most tasks, and three special tokens; the real number is known when the task has been read."""
@@ -136,7 +138,7 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
         raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, whose headers would tell its parameters")
     layers: dict[str, int] = {}
     for name, count in counts.items():
-        if found := re.search(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.", name):
+        if found := LAYER.search(name):
             # By the whole path: a second tower counts its layers from 0 too.
             layer = name[: found.end()]
             layers[layer] = layers.get(layer, 0) + count

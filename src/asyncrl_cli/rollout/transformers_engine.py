@@ -34,6 +34,8 @@ from transformers.utils import logging
 from asyncrl_cli.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.attention import choose_attention, takes_attention
+from asyncrl_cli.models.saved_form import SavedForm
+from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.rollout import batching, scoring
 from asyncrl_cli.rollout.engine import (
     NO_COUNTERS,
@@ -152,6 +154,7 @@ class TransformersEngine:
         attention = choose_attention(self._model)
         if not takes_attention(self._model):
             raise _unbatchable(self._model, "it does not take its attention from transformers' AttentionInterface")
+        self._form = SavedForm(skeleton(self._model_dir, trust_remote_code=self._trust_remote_code))
         self._sampler.eos_tokens = batching.eos_tokens(self._model, tokenizer)
         self._sampler.tail_text = partial(tokenizer.decode, skip_special_tokens=False)
         self._manager = batching.make_manager(
@@ -228,8 +231,9 @@ class TransformersEngine:
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
-            check_fit(self._model, weights, version)
-            return await self._load(partial(self._copy, weights, version), version, interrupt)
+            check_fit(self._form, weights, version)
+            converted = await asyncio.to_thread(self._form.to_memory, weights)
+            return await self._load(partial(self._copy, converted, version), version, interrupt)
 
     async def load_in_place(
         self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
@@ -342,7 +346,11 @@ class TransformersEngine:
         began_s = time.perf_counter()
         buckets = fetch()
         fetch_s = time.perf_counter() - began_s
-        check_fit(self._model, announced(buckets), version)
+        check_fit(self._form, announced(buckets), version)
+        if self._form.converts:
+            weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+            self._copy(self._form.to_memory(weights), version)
+            return fetch_s
         own = self._model.state_dict()
         with self._whole_or_ended(version):
             for bucket in buckets:

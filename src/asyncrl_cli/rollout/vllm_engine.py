@@ -28,10 +28,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.rollout import vllm_requests, vllm_settings, vllm_weights
 from asyncrl_cli.rollout.engine import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores, check_request
@@ -71,7 +71,7 @@ class VllmEngine:
         self._updates: vllm_weights.Updates
         self._llm: AsyncLLM | None = None
         self._way: Way | None = None
-        self._shape: PreTrainedModel
+        self._form: SavedForm
         self._failure = ""
 
     @property
@@ -108,7 +108,8 @@ class VllmEngine:
         await asyncio.to_thread(import_vllm)
         starting = asyncio.to_thread(start_llm, setup, self._counters)
         reading = asyncio.to_thread(skeleton, setup.model_dir, trust_remote_code=setup.trust_remote_code)
-        self._shape, llm = await asyncio.gather(reading, starting)
+        empty, llm = await asyncio.gather(reading, starting)
+        self._form = SavedForm(empty)
         self._updates = vllm_weights.Updates(llm)
         self._llm = llm  # from here on `close` ends both
         await self._updates.open()
@@ -250,8 +251,8 @@ class VllmEngine:
     async def _prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._raise_failure()
         self._prepared = None
-        check_fit(self._shape, weights, version)
-        required = {name for name, _ in self._shape.named_parameters()}
+        check_fit(self._form, weights, version)
+        required = self._form.required.keys()
         if isinstance(weights, AnnouncedWeights):
             assert self._way is not None, "connect comes before the first load"
             self._prepared = (weights, Incoming.of(weights, required, self._way))

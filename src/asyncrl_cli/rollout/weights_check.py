@@ -7,17 +7,17 @@ from collections.abc import Mapping
 import torch
 
 from asyncrl_cli.models.names import first_names
+from asyncrl_cli.models.saved_form import SavedForm
 
 
-def check_fit(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], version: int) -> None:
+def check_fit(form: SavedForm, weights: Mapping[str, torch.Tensor], version: int) -> None:
     """ValueError unless `weights` has every parameter (tied ones once or more), nothing else, and the same shapes.
 
     Dtypes may differ (a copy casts), but not in kind: what is floating point is so on both sides.
     """
-    own = model.state_dict()
-    required = {name for name, _ in model.named_parameters()}
+    own = form.known
     problems = [
-        _listed("missing", sorted(required - weights.keys())),
+        _listed("missing", sorted(form.required.keys() - weights.keys())),
         _listed("unknown", sorted(weights.keys() - own.keys())),
         _listed("wrong shape", [name for name in weights if name in own and weights[name].shape != own[name].shape]),
         _listed("wrong dtype", [name for name in weights if name in own and _kinds_differ(weights[name], own[name])]),

@@ -11,7 +11,7 @@ Legend: B = rows, T = positions, K = kept positions, V = vocabulary, N = sampled
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.models.attention import choose_attention
+from asyncrl_cli.models.saved_form import SavedForm
+from asyncrl_cli.models.shape import LAYER
+from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.settings import TrainerSettings
@@ -59,7 +62,10 @@ class PolicyModel:
         self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
         self._buffers = _persistent_buffers(model)
         self._aliases = _aliases(model)
-        self._wire_dtype = settings.dtype
+        self._wire_dtype = torch_dtype(settings.dtype)
+        self.form = SavedForm(skeleton(settings.model_dir, trust_remote_code=settings.trust_remote_code))
+        self._parts = self._whole_parts()
+        self._specs = self._make_specs()
 
     def logits_NV(self, microbatch: Microbatch) -> torch.Tensor:
         """Temperature-scaled float32 logits of the positions that predict a sampled token."""
@@ -90,20 +96,49 @@ class PolicyModel:
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
 
     def specs(self) -> list[Spec]:
-        """What travels at a publish: every parameter once, in the engine's dtype; persistent buffers as they are."""
-        parameters = [
-            Spec(name=name, dtype=self._wire_dtype, shape=tuple(p.shape), aliases=self._aliases.get(name, ()))
-            for name, p in self.parameters.items()
-        ]
-        buffers = [Spec(name=n, dtype=dtype_name(b.dtype), shape=tuple(b.shape)) for n, b in self._buffers.items()]
-        return parameters + buffers
+        """What travels at a publish, by the names that the model's own files have: every parameter once, in the engine's dtype;
+        then persistent buffers as they are."""
+        return self._specs
 
-    def full(self, spec: Spec) -> torch.Tensor:
-        """The whole tensor in the wire's dtype, on the device. A collective. May alias live memory: copy it."""
-        if spec.name in self._buffers:
-            return self._buffers[spec.name]
-        shard = cast(DTensor, self.parameters[spec.name].detach().to(torch_dtype(spec.dtype)))
-        return shard.full_tensor()
+    def full(self) -> Iterator[dict[str, torch.Tensor]]:
+        """What `specs` lists, whole and on the device, some at a time; `form.to_files` makes it that. A collective, all of it. May
+        alias live memory: copy it."""
+        for names in self._parts:
+            yield {name: self._full(name) for name in names}
+
+    def _full(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name]
+        return cast(DTensor, self.parameters[name].detach().to(self._wire_dtype)).full_tensor()
+
+    def _whole_parts(self) -> list[list[str]]:
+        """Names that are converted together: a layer's if anything is converted; each by itself if not."""
+        parts: dict[str, list[str]] = {}
+        for name in (*self.parameters, *self._buffers):
+            layer = LAYER.search(name)
+            part = name if not self.form.converts else name[: layer.end()] if layer else ""
+            kind = "parameters" if name in self.parameters else "buffers"
+            parts.setdefault(f"{kind} {part}", []).append(name)
+        return sorted(parts.values(), key=lambda names: names[0] in self._buffers)
+
+    def _make_specs(self) -> list[Spec]:
+        aliases = {self._file_name(name): tuple(map(self._file_name, others)) for name, others in self._aliases.items()}
+        converted: dict[str, torch.Tensor] = {}
+        for names in self._parts:
+            converted |= self.form.to_files({name: self._empty(name) for name in names})
+        return [
+            Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), aliases=aliases.get(name, ()))
+            for name, tensor in converted.items()
+        ]
+
+    def _file_name(self, name: str) -> str:
+        (converted,) = self.form.to_files({name: torch.empty(0, device="meta")})
+        return converted
+
+    def _empty(self, name: str) -> torch.Tensor:
+        if name in self._buffers:
+            return self._buffers[name].to("meta")
+        return torch.empty(self.parameters[name].shape, dtype=self._wire_dtype, device="meta")
 
 
 def select_logprobs(logprobs_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

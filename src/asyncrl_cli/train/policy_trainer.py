@@ -93,10 +93,10 @@ class PolicyTrainer:
         started_s = time.monotonic()
         packing = Packing(self._layout) if self.ranks.rank == 0 else None
         with torch.no_grad():
-            for spec in self.model.specs():
-                full = self.model.full(spec)
-                if packing is not None and (index := packing.put(spec.name, full)) is not None:
-                    on_full(packing, index)
+            for part in self.model.full():
+                for name, tensor in self.model.form.to_files(part).items() if packing is not None else ():
+                    if (index := packing.put(name, tensor)) is not None:
+                        on_full(packing, index)
         probe_logprobs = tuple(tuple(row) for row in self.score(self._probes))
         if packing is not None:
             self._publication = Publication(

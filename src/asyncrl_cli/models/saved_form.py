@@ -1,0 +1,58 @@
+"""A model's tensors as its own files have them. transformers joins or renames some in memory: a layer's experts, for one.
+
+Files are what other programs know (vLLM's loaders), so published weights have their names, too. The conversions are transformers'
+own, those of `save_pretrained` and `from_pretrained`. They never reach across layers, so a layer at a time can be converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+Tensors = dict[str, torch.Tensor]
+
+
+class SavedForm:
+    """`converts`: whether files differ from memory at all. Where they do not, nothing is copied or looked at."""
+
+    def __init__(self, empty: PreTrainedModel) -> None:
+        """`empty`: `models.skeleton` of it. (A loaded model converts as its own files were; this is what all files are.)"""
+        empty.tie_weights()
+        self._empty = empty
+        mapping = get_model_conversion_mapping(empty, add_legacy=False)
+        self.converts = any(not isinstance(conversion, PrefixChange) for conversion in mapping)
+
+    def to_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """All tensors of a model, or those of whole layers."""
+        return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
+
+    def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """All of a model's tensors, as files have them, under all their names in memory. If it converts: a second set of them, in
+        float32, for transformers makes the dtype of a load the whole process's while it loads."""
+        if not self.converts:
+            return dict(tensors)
+        config = deepcopy(self._empty.config)
+        model = type(self._empty).from_pretrained(None, config=config, state_dict=dict(tensors), dtype=torch.float32)
+        return dict(model.state_dict())
+
+    @property
+    def memory(self) -> Tensors:
+        """Names and shapes of parameters and persistent buffers, tied ones once: tensors without memory."""
+        saved = self._empty.state_dict(keep_vars=True)
+        buffers = {name: buffer for name, buffer in self._empty.named_buffers() if name in saved}
+        return {name: parameter.detach() for name, parameter in self._empty.named_parameters()} | buffers
+
+    @property
+    def required(self) -> Tensors:
+        """The parameters of `memory` as files have them: what a version must bring."""
+        return self.to_files({name: parameter.detach() for name, parameter in self._empty.named_parameters()})
+
+    @property
+    def known(self) -> Tensors:
+        """What a version may bring: tied ones under all their names, and buffers."""
+        return self.to_files(self._empty.state_dict())

@@ -1,0 +1,132 @@
+"""A mixture of experts from the trainer to both engines: transformers joins a layer's experts in memory, files and vLLM do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from asyncrl_cli.job.transports import sender_for
+from asyncrl_cli.rollout.engine import Sampling
+from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
+from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.weights.buckets import Bucket, Manifest
+from asyncrl_cli.weights.kept import keep
+from asyncrl_cli.weights.transports import send
+from tests.engines import needs_vllm
+from tests.rollout import tiny
+from tests.rollout.test_attention_features import make_model, mean_diff, own_logprobs, sequences
+from tests.rollout.vllm_world import world
+from tests.train.train_samples import make_step
+
+LOAD_BUCKET_BYTES = 10_000
+
+
+@dataclass(frozen=True)
+class Published:
+    """Version 1 of a tiny Qwen3-MoE: after one train step."""
+
+    model_dir: Path
+    trained: PreTrainedModel
+    manifest: Manifest
+    buckets: list[Bucket]
+    logprobs: list[list[float]]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
+    place = tmp_path_factory.mktemp("experts")
+    model = make_model("experts: qwen3-moe")
+    model_dir = tiny.save(model, place / "model")
+    settings = TrainerSettings(model_dir=str(model_dir), lr=3e-2, gather_bucket_size_bytes=100_000)
+    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{place}/rendezvous")
+    try:
+        metas, payloads = make_step(1, num_groups=2)
+        (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
+        trainer.train(RankBatch(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads))))
+        trainer.gather(1)
+        manifest, buckets = trainer.published(1)
+        model.load_state_dict(trainer.model.locals())
+        yield Published(model_dir, model, manifest, buckets, trainer.score(sequences()))
+    finally:
+        trainer.close()
+
+
+def names_in(directory: Path) -> set[str]:
+    names: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
+
+
+def test_training_has_changed_what_an_engine_computes(published):
+    before = AutoModelForCausalLM.from_pretrained(published.model_dir, attn_implementation="eager")
+    for tokens, logprobs in zip(sequences(), published.logprobs, strict=True):
+        assert mean_diff(logprobs, own_logprobs(published.trained, tokens)) < 1e-5
+        assert mean_diff(logprobs, own_logprobs(before, tokens)) > 0.05
+
+
+@pytest.mark.parametrize("way", ["disk", "kept"])
+def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(published, tmp_path, way):
+    if way == "disk":
+        send(sender_for(tmp_path / "versions", published.model_dir), published.manifest, published.buckets)
+    else:
+        keep(tmp_path / "versions", 1, published.buckets, published.model_dir, 1)
+    directory = tmp_path / "versions" / "version-000001"
+    assert names_in(directory) == names_in(published.model_dir)
+    assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names_in(directory)
+    again = AutoModelForCausalLM.from_pretrained(directory)
+    for name, parameter in published.trained.named_parameters():
+        assert torch.equal(again.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("dual_buffer", [True, False])
+def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
+    async def loaded() -> tuple[list[list[float]], Any]:
+        engine = TransformersEngine(published.model_dir, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        try:
+            await engine.start()
+            if dual_buffer:
+                await engine.load(engine.receive(published.buckets, LOAD_BUCKET_BYTES), 1, "drain")
+            else:
+                await engine.load_in_place(lambda: published.buckets, 1, "drain", LOAD_BUCKET_BYTES)
+            completion = await engine.generate("r", sequences()[0], Sampling(temperature=1.0, max_response_tokens=24), 0)
+            return (await engine.score(sequences(), 1.0)).logprobs, completion
+        finally:
+            await engine.close()
+
+    scores, completion = asyncio.run(loaded())
+    for ours, trainers in zip(scores, published.logprobs, strict=True):
+        assert mean_diff(ours, trainers) < 1e-5
+    expected = own_logprobs(published.trained, sequences()[0] + completion.tokens)[len(sequences()[0]) - 1 :]
+    assert mean_diff(completion.logprobs, expected) < 1e-5
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.filterwarnings("default")  # vLLM's imports warn
+@pytest.mark.timeout(600)
+def test_vllm_loads_a_published_version(published):
+    with world(published.trained, published.model_dir) as there:
+
+        async def loaded() -> tuple[list[list[float]], list[list[float]]]:
+            before = await there.engine.score(sequences(), 1.0)
+            weights = there.engine.receive(published.buckets, LOAD_BUCKET_BYTES)
+            await there.engine.prepare(weights, 1)
+            await there.engine.load(weights, 1, "keep-kv")
+            return before.logprobs, (await there.engine.score(sequences(), 1.0)).logprobs
+
+        before, after = there.run(loaded)
+    for old, new, trainers in zip(before, after, published.logprobs, strict=True):
+        assert mean_diff(old, trainers) > 0.05
+        assert mean_diff(new, trainers) < 1e-4
