@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -336,6 +337,42 @@ def half_way(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fits, but has no data behind its second tensor."""
     second = list(weights)[1]
     return {**weights, second: torch.empty_like(weights[second], device="meta")}
+
+
+def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(model: Qwen3ForCausalLM, model_dir: Path) -> None:
+    """The load's thread has interrupted the first response when the event loop is asked to abort the others."""
+
+    async def body() -> None:
+        async with engine_of(model_dir, slots=4) as engine:
+            loop, gone, asked = asyncio.get_running_loop(), threading.Event(), []
+            generating = [
+                asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i)) for i in range(4)
+            ]
+            cancel_request = engine._manager.cancel_request
+
+            async def abort_others() -> None:
+                for i in range(1, 4):
+                    await engine.abort(f"r{i}")
+                await asyncio.gather(*generating[1:])
+                gone.set()
+
+            def cancel_slowly(submitted_as: str) -> None:
+                cancel_request(submitted_as)
+                if threading.current_thread() is not threading.main_thread() and not asked:
+                    asked.append(asyncio.run_coroutine_threadsafe(abort_others(), loop))
+                    gone.wait(0.5)
+
+            engine._manager.cancel_request = cancel_slowly  # type: ignore[method-assign]
+            await until(lambda: engine.sampled_tokens > 20)
+            await engine.load(tiny.weights_after(model, 1), 5, "recompute-kv")
+            kept, *aborted = await asyncio.gather(*generating)
+            assert len(asked) == 1
+            assert [completion.finish_reason for completion in aborted] == ["abort"] * 3
+            assert set(kept.versions) == {0, 5}
+            assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
+            assert (engine.running, engine._sampler.tracks) == (0, {})
+
+    run(body)
 
 
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])

@@ -187,6 +187,43 @@ def test_after_keep_kv_no_new_request_meets_prefixes_of_older_weights(there: Wor
     there.run(body)
 
 
+@pytest.mark.parametrize("max_response_tokens", [1, 24])
+def test_a_request_that_a_load_overtakes_on_its_way_begins_again(
+    there: World, monkeypatch: pytest.MonkeyPatch, max_response_tokens: int
+) -> None:
+    """It was let in, and its salt chosen, before the load; vLLM hears of it after. Its cached prefix is of older weights."""
+
+    async def body() -> None:
+        long = [3 + i % 43 for i in range(MAX_PROMPT_TOKENS)]
+        how = sampling(max_response_tokens)
+        await there.generate(long, how)
+        on_its_way, loaded = asyncio.Event(), asyncio.Event()
+        llm = there.engine._llm
+        assert llm is not None
+        add_request = llm.add_request
+
+        async def add_late(*args: object, **options: object) -> object:
+            if not on_its_way.is_set():
+                on_its_way.set()
+                await loaded.wait()
+            return await add_request(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(llm, "add_request", add_late)
+        overtaken = asyncio.create_task(there.generate(long, how))
+        await on_its_way.wait()
+        version = there.newer()
+        await there.engine.load(there.weights[version], version, "keep-kv")
+        sampled = there.engine.sampled_tokens
+        loaded.set()
+        completion = await overtaken
+        well_formed(completion)
+        assert set(completion.versions) == {version}
+        assert completion.logprobs == pytest.approx(there.plain(version, long, completion), abs=1e-4)
+        assert there.engine.sampled_tokens - sampled == len(completion.tokens)
+
+    there.run(body)
+
+
 def test_without_the_salt_a_new_request_would_meet_prefixes_of_older_weights(there: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the salt is for: with one and the same salt, the cached keys and values are those of the weights before."""
 

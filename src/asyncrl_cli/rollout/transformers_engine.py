@@ -19,6 +19,7 @@ sampler reads each token on the host; on GPUs this engine is correct rather than
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,8 @@ class TransformersEngine:
         self._gate = SlotGate(slots, on_running)
         self._tracks: dict[str, Track] = {}
         self._weights_lock = asyncio.Lock()
+        self._requests_lock = threading.Lock()
+        """Submitting, withdrawing and interrupting are whole to each other: an interrupt comes from a load's thread."""
         self._started = False
         self._closed = False
         self._failure = ""
@@ -288,25 +291,27 @@ class TransformersEngine:
         """Hand prompt and tokens so far to continuous batching; the budget counts the earlier tokens."""
         if track.done.done():
             return
-        track.num_submits += 1
-        track.submitted_as = f"{track.request_id}#{track.num_submits}"
-        self._sampler.tracks[track.submitted_as] = track
-        self._manager.register_result_handler(track.submitted_as, partial(self._on_result, track))
-        accepted = self._manager.add_request(
-            track.prompt_tokens + track.tokens,
-            request_id=track.submitted_as,
-            max_new_tokens=track.tokens_left,
-            eos_token_id=sorted(self._sampler.eos_tokens),
-        )
+        with self._requests_lock:
+            track.num_submits += 1
+            track.submitted_as = f"{track.request_id}#{track.num_submits}"
+            self._sampler.tracks[track.submitted_as] = track
+            self._manager.register_result_handler(track.submitted_as, partial(self._on_result, track))
+            accepted = self._manager.add_request(
+                track.prompt_tokens + track.tokens,
+                request_id=track.submitted_as,
+                max_new_tokens=track.tokens_left,
+                eos_token_id=sorted(self._sampler.eos_tokens),
+            )
         if accepted is None:
             cause = self._manager.background_thread_status.fatal_error
             raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
 
     def _withdraw(self, track: Track) -> None:
         """Forget a submitted request, and stop it if it still runs."""
-        self._sampler.tracks.pop(track.submitted_as, None)
-        if self._manager.output_router.result_handlers.pop(track.submitted_as, None) is not None:
-            self._manager.cancel_request(track.submitted_as)
+        with self._requests_lock:
+            self._sampler.tracks.pop(track.submitted_as, None)
+            if self._manager.output_router.result_handlers.pop(track.submitted_as, None) is not None:
+                self._manager.cancel_request(track.submitted_as)
 
     def _on_result(self, track: Track, output: GenerationOutput) -> None:
         """In the event loop. A result of an earlier submit cannot arrive: its handler was removed."""
@@ -375,14 +380,13 @@ class TransformersEngine:
         scheduler has not seen yet.
         """
         assert self._manager.batch_processor is not None
-        interrupted = []
-        for submitted_as, track in list(self._sampler.tracks.items()):
-            if track.finished is None:
-                del self._sampler.tracks[submitted_as]
-                self._manager.output_router.result_handlers.pop(submitted_as, None)
-                self._manager.batch_processor.scheduler.set_request_cancellation(submitted_as)
-                self._manager.cancel_request(submitted_as)
-                interrupted.append(track)
+        with self._requests_lock:
+            interrupted = [track for track in self._sampler.tracks.values() if track.finished is None]
+            for track in interrupted:
+                del self._sampler.tracks[track.submitted_as]
+                self._manager.output_router.result_handlers.pop(track.submitted_as, None)
+                self._manager.batch_processor.scheduler.set_request_cancellation(track.submitted_as)
+                self._manager.cancel_request(track.submitted_as)
         return interrupted
 
     def _score(self, sequences: list[list[int]], temperature: float) -> Scores:

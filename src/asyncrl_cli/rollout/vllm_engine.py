@@ -13,7 +13,8 @@ these waits end with its error (vllm_processes.py), and so does every later call
 
 Versions are vLLM's own: it labels the outputs of each step with the version that is set between steps, and reports them as spans.
 Cached prefixes are keyed by the version that was current when a request began (`cache_salt`): a new request never meets those of
-an older one. (A running request goes on with its own under `keep-kv`, which is what keep-kv means.)
+an older one, and one that a load overtook before its first token begins again. (A running request goes on with its own under
+`keep-kv`, which is what keep-kv means.)
 
 A load that fails while layers are being exchanged or overwritten leaves a model of two versions: the engine then fails all
 requests, now and later, rather than sample from it. One that fails in `prepare` has changed nothing.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +48,7 @@ from asyncrl_cli.weights.direct import AnnouncedWeights, RankZero
 from asyncrl_cli.weights.shared import SharedWeights
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CLOSE_TIMEOUT_S = 5.0
@@ -230,22 +232,37 @@ class VllmEngine:
         vllm_requests.check_logprobs_exist(sampling, truncated_sampling=setup.truncated_sampling)
 
     async def _stream(self, track: VllmTrack, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        prompt = vllm_requests.prompt(prompt_tokens + track.before.tokens, self._version)
-        params = vllm_requests.parameters(sampling, len(track.before.tokens), seed)
+        """A request that a load overtook before its first token has the salt of the version before: it begins again."""
+        completion = None
+        while completion is None:
+            salted = self._version
+            prompt = vllm_requests.prompt(prompt_tokens + track.before.tokens, salted)
+            params = vllm_requests.parameters(sampling, len(track.before.tokens), seed)
+            with self._death_ends_it(self._running_llm()) as llm:
+                async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
+                    completion = await self._completed(llm, track, outputs, salted)
+            self._raise_failure()
+        return completion
+
+    async def _completed(
+        self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
+    ) -> Completion | None:
+        """None if newer weights than those of the salt sampled the first token: it may have met prefixes of older ones."""
         versions: list[int] = []
         reason: FinishReason = "abort"
-        with self._death_ends_it(self._running_llm()) as llm:
-            async for output in llm.generate(prompt, params, track.request_id):
-                part = output.outputs[0]
-                track.add(part)
-                vllm_requests.state_of(llm, track)  # while vLLM still knows of it
-                self._sampled_tokens += len(part.token_ids)
-                if track.aborted and not output.finished:
-                    await llm.abort(track.request_id)  # it was not known to vLLM yet
-                if output.finished:
-                    versions = vllm_requests.versions_of(part.weight_versions, len(track.tokens))
-                    reason = vllm_requests.reason_of(part.finish_reason)
-        self._raise_failure()
+        async for output in outputs:
+            part = output.outputs[0]
+            vllm_requests.state_of(llm, track)  # while vLLM still knows of it
+            if not (track.tokens or track.aborted) and vllm_requests.first_version(track, part) not in (None, salted):
+                track.state = None
+                return None
+            track.add(part)
+            self._sampled_tokens += len(part.token_ids)
+            if track.aborted and not output.finished:
+                await llm.abort(track.request_id)  # it was not known to vLLM yet
+            if output.finished:
+                versions = vllm_requests.versions_of(part.weight_versions, len(track.tokens))
+                reason = vllm_requests.reason_of(part.finish_reason)
         return track.completion(versions, reason)
 
     async def _prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

@@ -105,6 +105,13 @@ def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
     return versions
 
 
+def first_version(track: VllmTrack, part: CompletionOutput) -> int | None:
+    """Of the weights that sampled the response's first token, as its first output came; None if it has none."""
+    spans = part.weight_versions or ()
+    starts = [span.version for span in spans] or [version for version, _ in getattr(track.state, "weight_version_starts", ())]
+    return int(starts[0]) if starts else None
+
+
 def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
     state = state_of(llm, track)
     return len(track.before.tokens) + (len(track.tokens) if state is None else state.detokenizer.num_output_tokens())
