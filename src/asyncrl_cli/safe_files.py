@@ -1,0 +1,130 @@
+"""Files that anybody may have written, read with limits: regular files only, never more bytes than asked for, in UTF-8, and
+JSON only of the type that its writer declares.
+
+Opening a pipe waits until somebody writes into it, a device may never end, and a number or a nesting may be longer than
+Python takes. Here all of that is an error with a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from asyncrl_cli.errors import AsyncrlError, RefusedError
+
+T = TypeVar("T")
+MIB = 2**20
+MAX_JSON_BYTES = 256 * MIB
+MAX_LINE_BYTES = 16 * MIB
+_KINDS = {
+    stat.S_ISDIR: "a directory",
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
+
+
+class UnsafeFile(ValueError):
+    """The file is of a kind or a size that is not read; the text says which, without the path."""
+
+
+def open_regular(path: Path, *, max_bytes: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, without waiting. Raises UnsafeFile for anything else and OSError as `open` does."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL byte, or a name that no file system takes
+        raise UnsafeFile(str(error)) from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            kind = next((name for is_kind, name in _KINDS.items() if is_kind(found.st_mode)), "of another kind")
+            raise UnsafeFile(f"it is {kind}, not a file")
+        if max_bytes is not None and found.st_size > max_bytes:
+            raise UnsafeFile(f"it has {found.st_size:,} bytes; at most {max_bytes:,} are read")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """The whole file. Raises UnsafeFile or OSError."""
+    with open_regular(path, max_bytes=max_bytes) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:  # it grows while it is read, or is of a file system that gives no sizes
+        raise UnsafeFile(f"it has more than {max_bytes:,} bytes")
+    return content
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """The whole file in UTF-8. Raises UnsafeFile, UnicodeDecodeError (both are ValueErrors) or OSError."""
+    return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
+
+
+def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Line by line, without the line's end; the last one may lack it. Raises UnsafeFile or OSError."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(max_line_bytes + 1):
+            number += 1
+            if len(line) > max_line_bytes:
+                raise UnsafeFile(f"line {number} has more than {max_line_bytes:,} bytes")
+            yield line.rstrip(b"\r\n")
+
+
+def parse_json(content: bytes | str, kind: type[T]) -> T:
+    """JSON as the type that its writer declares: a dataclass, a TypedDict, `dict[str, Any]`, ... Raises ValueError whose text
+    names the first key that is wrong, also for a nesting or a number that is too long and for half a surrogate pair."""
+    from pydantic import ValidationError
+
+    declared: Any = kind
+    try:
+        value: T = _adapter(declared).validate_json(content, strict=True)
+    except ValidationError as error:
+        raise ValueError(_first_of(error)) from None
+    return value
+
+
+def load_json(
+    path: Path, kind: type[T], *, error: type[AsyncrlError] = RefusedError, hint: str = "", max_bytes: int = MAX_JSON_BYTES
+) -> T:
+    """Read a JSON file as the type that its writer declares.
+
+    Raises `error` with path, key and reason, whatever is wrong.
+    """
+    try:
+        return parse_json(read_bytes(path, max_bytes=max_bytes), kind)
+    except (OSError, ValueError) as wrong:
+        raise error(f"{path} cannot be read: {reason(wrong)}", hint=hint) from None
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read, without the path that the message has already."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[:1].lower() + error.strerror[1:]
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8 (byte {error.start})"
+    return str(error)
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
+
+
+def _first_of(error: Any) -> str:
+    details = error.errors(include_url=False, include_input=False, include_context=False)
+    first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
