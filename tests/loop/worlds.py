@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
-from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.ports import Event, Feed, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.engine import DecodeTimes
@@ -114,6 +114,7 @@ def run_world(
     evals: int = 0,
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
+    feed: Feed | None = None,
 ) -> Ran:
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
@@ -124,7 +125,7 @@ def run_world(
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
         trainer = SimulatedTrainer(TrainerTimes(**step_times), keep_batches=True, faults=faults)
         world = World(
-            feed=NumberedFeed(),
+            feed=feed or NumberedFeed(),
             trainer=trainer,
             workers=team,
             eval_items=[{"prompt": str(i)} for i in range(evals)],

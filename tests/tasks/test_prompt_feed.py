@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.tasks.feed import PromptFeed
-from asyncrl_cli.tasks.item import make_item
+from asyncrl_cli.tasks.item import fingerprint, make_item
 
 
 def items_named(*names: str) -> list:
@@ -95,6 +100,47 @@ def test_another_answer_to_the_same_prompt_is_foreign():
     state = PromptFeed([make_item("1+1", "2", {})], seed=0).state()
     with pytest.raises(RefusedError, match="other prompts"):
         PromptFeed([make_item("1+1", "3", {})], seed=0).restore(state)
+
+
+def test_other_metadata_of_the_same_prompts_are_foreign():
+    state = PromptFeed([make_item("1+1", "2", {"cases": [1, 2]})], seed=0).state()
+    with pytest.raises(RefusedError, match="other prompts"):
+        PromptFeed([make_item("1+1", "2", {"cases": [1, 3]})], seed=0).restore(state)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [((1, 2), [1, 2]), (1, 1.0), ("1", 1), (Decimal("1.0"), Decimal("1.00")), (b"a", "a"), (True, 1), ({"a": 1}, {"b": 1})],
+)
+def test_values_that_a_reward_can_tell_apart_have_different_fingerprints(one, other):
+    assert fingerprint([make_item("p", "a", {"x": one})]) != fingerprint([make_item("p", "a", {"x": other})])
+
+
+def test_the_fingerprint_is_the_same_in_another_process():
+    """Strings hash, and so sets are ordered, and objects are addressed, differently in each."""
+    script = (
+        "from datetime import datetime, timezone; from decimal import Decimal\n"
+        "from asyncrl_cli.tasks.item import fingerprint, make_item\n"
+        "when = datetime(2026, 1, 2, tzinfo=timezone.utc)\n"
+        "values = [{'a', 'b', 'c', 'd'}, object(), 10 ** 5000, when, Decimal('1.50'), b'x', None]\n"
+        "print(fingerprint([make_item('p', 'a', {'x': values})]))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    run = [subprocess.check_output([sys.executable, "-c", script], env={**env, "PYTHONHASHSEED": seed}) for seed in "12"]
+    assert run[0] == run[1]
+
+
+def test_a_prompt_is_found_again_by_its_uid():
+    items = numbered_items(20)
+    feed = PromptFeed(items, seed=1)
+    given = [feed.next() for _ in range(30)]
+    assert [PromptFeed(items, seed=1).find(prompt.uid, prompt.epoch) for prompt in given] == given
+
+
+def test_a_uid_that_the_task_does_not_have_is_refused():
+    with pytest.raises(RefusedError, match="names prompt 0123456789abcdef, which is not among the 20 of the task") as refused:
+        PromptFeed(numbered_items(20), seed=1).find("0123456789abcdef", 0)
+    assert "task.source" in refused.value.hint
 
 
 def test_another_seed_is_refused_with_the_one_that_fits():

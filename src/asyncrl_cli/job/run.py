@@ -73,6 +73,7 @@ class Run:
             directory = self._open_directory(stack) if self.checkpoint else None
             with Starting(self.ui) as say:
                 prepared = await prepare(self.profile, say, self.address)
+                self._refuse_other_prompts(prepared.task)
                 say("starting Ray")
                 store_bytes = object_store_bytes_for(prepared.model_dir)
                 plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
@@ -81,6 +82,15 @@ class Run:
                 attempt_dir = directory.start_attempt()
                 stack.enter_context(logged_to(attempt_dir / "driver.log"))
                 return await self._run_with(directory, attempt_dir, plan, prepared, say)
+
+    def _refuse_other_prompts(self, task: Task) -> None:
+        """A checkpoint names its prompts: the task must still have them, as they were."""
+        from asyncrl_cli.loop.cuts import refuse_other_schema
+        from asyncrl_cli.tasks.feed import PromptFeed
+
+        if self.checkpoint is not None:
+            refuse_other_schema(self.checkpoint.loop_state)
+            PromptFeed(task.train, seed=self.profile.run.seed).restore(self.checkpoint.loop_state["groups"]["feed"])
 
     async def _run_with(
         self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: Prepared, say: Starting

@@ -1,11 +1,11 @@
-"""Groups and prompts as JSON, for the checkpoint's loop state."""
+"""Groups as JSON, for the checkpoint's loop state. Prompts are named, not kept: the feed finds them again."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.loop.ports import AttemptKey, GroupResult, Prompt, TrajectoryMeta
+from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
 
 
 def encode_key(key: AttemptKey) -> list[Any]:
@@ -15,14 +15,6 @@ def encode_key(key: AttemptKey) -> list[Any]:
 def decode_key(data: list[Any]) -> AttemptKey:
     uid, epoch, attempt = data
     return AttemptKey(uid, epoch, attempt)
-
-
-def encode_prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"uid": prompt.uid, "epoch": prompt.epoch, "item": dict(prompt.item)}
-
-
-def decode_prompt(data: Mapping[str, Any]) -> Prompt:
-    return Prompt(uid=data["uid"], epoch=data["epoch"], item=data["item"])
 
 
 def encode_result(result: GroupResult) -> dict[str, Any]:

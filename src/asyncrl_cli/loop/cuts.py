@@ -15,7 +15,8 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut, EvalSummary
 
-STATE_SCHEMA_VERSION = 1
+STATE_SCHEMA_VERSION = 2
+"""2: prompts by uid and epoch; 1 held their items, which JSON changes."""
 
 
 class Checkpointer:
@@ -77,13 +78,17 @@ def freeze(board: Board) -> Cut:
     )
 
 
-def thaw(board: Board, state: Mapping[str, Any], payloads: Sequence[Any]) -> None:
-    """Continue where `freeze` was called. Raises RefusedError for a state of another schema."""
+def refuse_other_schema(state: Mapping[str, Any]) -> None:
     if state["schema_version"] != STATE_SCHEMA_VERSION:
         raise RefusedError(
             f"the checkpoint's loop state has schema_version {state['schema_version']}; this asyncrl reads {STATE_SCHEMA_VERSION}",
             hint="resume with the version of asyncrl that started the run",
         )
+
+
+def thaw(board: Board, state: Mapping[str, Any], payloads: Sequence[Any]) -> None:
+    """Continue where `freeze` was called. Raises RefusedError for a state of another schema."""
+    refuse_other_schema(state)
     board.step = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
     board.restarts = state.get("restarts", 0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.codec import decode_key, decode_prompt, decode_result, encode_key, encode_prompt, encode_result
+from asyncrl_cli.loop.codec import decode_key, decode_result, encode_key, encode_result
 from asyncrl_cli.loop.ledger import Account, Ledger
 from asyncrl_cli.loop.ports import AttemptKey, Feed, GroupRequest, GroupResult, Prompt
 from asyncrl_cli.loop.settings import LoopSettings
@@ -140,7 +140,7 @@ class Groups:
         return len(keys)
 
     def state(self) -> dict[str, Any]:
-        """JSON of everything but payloads; the order of `finished` is that of `payloads()`."""
+        """JSON of everything but payloads and the prompts' items; the order of `finished` is that of `payloads()`."""
         admission = self.admission
         return {
             "version": admission.version,
@@ -230,16 +230,11 @@ class Groups:
 
     @staticmethod
     def _encode(attempt: _Try) -> dict[str, Any]:
-        return {
-            "key": encode_key(attempt.key),
-            "prompt": encode_prompt(attempt.prompt),
-            "requeues": attempt.requeues,
-        }
+        return {"key": encode_key(attempt.key), "requeues": attempt.requeues}
 
-    @staticmethod
-    def _decode(data: Mapping[str, Any]) -> _Try:
+    def _decode(self, data: Mapping[str, Any]) -> _Try:
         key = decode_key(data["key"])
-        return _Try(prompt=decode_prompt(data["prompt"]), attempt=key.attempt, requeues=data["requeues"])
+        return _Try(prompt=self._feed.find(key.uid, key.epoch), attempt=key.attempt, requeues=data["requeues"])
 
 
 def _next_attempt(attempt: _Try, *, requeues: int) -> _Try:

@@ -30,7 +30,7 @@ class AttemptKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One dataset item. `item` is JSON-like: `prompt` (text), `answer`, `metadata`: what engine and verifier need."""
+    """One dataset item. `item`: `prompt` (text), `answer`, `metadata` (any picklable values): what engine and verifier need."""
 
     uid: str
     epoch: int
@@ -233,6 +233,9 @@ class Feed(Protocol):
     """Prompts in the order of training: shuffled per epoch, endless, never repeating or skipping one on resume."""
 
     def next(self) -> Prompt: ...
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        """A prompt that `next` gave before, here or in the run that is resumed. RefusedError if there is none of that uid."""
 
     def state(self) -> dict[str, Any]:
         """JSON; `restore` of it continues after exactly the prompts that `next` has returned."""

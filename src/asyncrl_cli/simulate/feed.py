@@ -16,7 +16,10 @@ class NumberedFeed:
 
     def next(self) -> Prompt:
         self._given += 1
-        return Prompt(uid=f"p{self._given - 1}", epoch=0, item={"prompt": str(self._given - 1)})
+        return self.find(f"p{self._given - 1}", 0)
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        return Prompt(uid=uid, epoch=epoch, item={"prompt": uid[1:]})
 
     def state(self) -> dict[str, Any]:
         return {"given": self._given}

@@ -15,6 +15,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import Prompt
 from asyncrl_cli.tasks.item import Item, fingerprint
 
+SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
 STATE_KEYS = {"seed": int, "epoch": int, "cursor": int, "num_items": int, "fingerprint": str}
 
 
@@ -25,9 +26,9 @@ class PromptFeed:
         if not items:
             raise ValueError("a feed needs at least one item")
         self._items = tuple(items)
-        uids = {item["uid"] for item in self._items}
-        if len(uids) != len(self._items):
-            raise ValueError(f"{len(self._items)} items have only {len(uids)} different uids")
+        self._by_uid = {item["uid"]: item for item in self._items}
+        if len(self._by_uid) != len(self._items):
+            raise ValueError(f"{len(self._items)} items have only {len(self._by_uid)} different uids")
         self._fingerprint = fingerprint(self._items)
         self._seed = seed
         self._enter(epoch=0, cursor=0)
@@ -38,6 +39,13 @@ class PromptFeed:
         item = self._items[self._order[self._cursor]]
         self._cursor += 1
         return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        if uid not in self._by_uid:
+            raise RefusedError(
+                f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task", hint=SAME_DATA
+            )
+        return Prompt(uid=uid, epoch=epoch, item=self._by_uid[uid])
 
     def state(self) -> dict[str, Any]:
         return {
@@ -64,7 +72,7 @@ class PromptFeed:
             raise RefusedError(
                 f"the checkpoint was made with other prompts: {state['num_items']} items with fingerprint "
                 f"{state['fingerprint'][:8]}, now {len(self._items)} with {self._fingerprint[:8]}",
-                hint="resume with the same task.source, its parameters or file, and eval.prompts",
+                hint=SAME_DATA,
             )
         if state["seed"] != self._seed:
             raise RefusedError(

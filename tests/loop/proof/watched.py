@@ -214,6 +214,9 @@ class WatchedFeed:
         fed.append((prompt.uid, prompt.epoch))
         return prompt
 
+    def find(self, uid: str, epoch: int) -> Prompt:
+        return self._feed.find(uid, epoch)
+
     def state(self) -> dict[str, Any]:
         return self._feed.state()
 
