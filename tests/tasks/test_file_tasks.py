@@ -80,9 +80,35 @@ def test_an_eval_file_that_is_too_short_is_used_and_noted(tmp_path):
     assert any("has 2 distinct prompts, fewer than eval.prompts = 4" in note for note in task.notes)
 
 
-def test_no_more_than_train_prompts_are_taken(tmp_path):
-    task = load(write(tmp_path / "data.jsonl", sums(50)), train_prompts=7)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_all_rows_are_taken_and_nothing_is_left_out_in_silence(tmp_path, suffix):
+    task = load(write(tmp_path / f"data.{suffix}", sums(7473)), num_eval=512)
+    assert (len(task.train), len(task.eval)) == (7473 - 512, 512)
+    assert task.notes == ()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_beyond_train_prompts_are_left_out_and_counted(tmp_path, suffix):
+    task = load(write(tmp_path / f"data.{suffix}", sums(20) + sums(30)), train_prompts=7)
     assert (len(task.train), len(task.eval)) == (7, 3)
+    (note,) = task.notes
+    assert note.partition(": ")[2] == "left out its last 40 rows: task.train_prompts = 7, and eval.prompts = 3"
+
+
+def test_rows_beyond_train_prompts_are_counted_with_an_eval_file_too(tmp_path):
+    eval_path = write(tmp_path / "eval.jsonl", sums(9, start=8))  # 8 and 9 are among the first ten of the others
+    task = load(write(tmp_path / "data.jsonl", sums(50)), train_prompts=6, num_eval=4, eval_path=str(eval_path))
+    assert (len(task.train), len(task.eval)) == (6, 4)
+    assert [note.partition(": ")[2] for note in task.notes] == [
+        "left out its last 5 rows: eval.prompts = 4",
+        "left out 2 rows whose prompt is among the eval prompts",
+        "left out its last 42 rows: task.train_prompts = 6",
+    ]
+
+
+def test_a_file_with_no_more_rows_than_wanted_is_taken_whole(tmp_path):
+    task = load(write(tmp_path / "data.jsonl", sums(10)), train_prompts=7)
+    assert (len(task.train), len(task.eval), task.notes) == (7, 3, ())
 
 
 def test_other_column_names_and_numbers_as_answers_are_read(tmp_path):
@@ -114,7 +140,7 @@ GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
         ('{"prompt": ["x"], "answer": "2"}\n', 'data.jsonl:1: column "prompt" is not text but list'),
         (
             '{"prompt": "x", "answer": null}\n',
-            'data.jsonl:1: column "answer" is neither text nor a number but NoneType',
+            'data.jsonl:1: column "answer" is neither text nor a number but null',
         ),
         (f"{GOOD}\n", "has 1 distinct prompts, and eval.prompts = 3 of them are held out"),
     ],
@@ -145,7 +171,7 @@ def test_a_file_that_is_not_there_or_not_parquet_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"task.eval_path: .*nowhere.jsonl does not exist"):
         load(write(tmp_path / "data.jsonl", sums(5)), eval_path=str(tmp_path / "nowhere.jsonl"))
     (tmp_path / "data.parquet").write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"data.parquet is not a parquet file"):
+    with pytest.raises(ConfigError, match=r"data.parquet is not a whole parquet file"):
         load(tmp_path / "data.parquet")
 
 

@@ -239,7 +239,7 @@ def warnings_of(profile: Profile) -> Iterator[str]:
             f"run.stall_timeout_s = {stall_s:g} is not longer than rollout.call_timeout_s = {call_s:g}: where all wait for a call "
             "that hangs, the run ends as a stall before the call's own limit names it or restarts its worker"
         )
-    if profile.task.train_prompts < schedule.step_groups:
+    if profile.task.train_prompts is not None and profile.task.train_prompts < schedule.step_groups:
         yield (
             f"task.train_prompts = {profile.task.train_prompts} is less than R = {schedule.step_groups}: "
             "one train step holds the same prompt more than once"

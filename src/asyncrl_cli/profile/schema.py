@@ -113,8 +113,8 @@ class TaskSection(Section):
     adapter: Literal["auto", "plain", "worked"] = "auto"
     """How a dataset item becomes a prompt: `plain` is its question; `worked` is the compact form with demonstrations
     that write their working first; `auto` takes `worked` where there is one and the model is builtin:tiny."""
-    train_prompts: PositiveInt = 4096
-    """Number of training prompts made (reasoning-gym) or read at most (files)."""
+    train_prompts: PositiveInt | None = None
+    """Training prompts: as many are made (reasoning-gym; 4096 if not given) or taken from a file's beginning (all if not given)."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file."""
     answer_column: str = "answer"

@@ -3,123 +3,195 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import json
+import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.parquet import num_parquet_rows, parquet_rows
 
-ROWS_PER_BATCH = 1024
+MAX_NESTING = 64
+MAX_COLUMNS_NAMED = 20
+UTF8_SIGNATURE = b"\xef\xbb\xbf"
 
 Row = tuple[str, Mapping[str, Any]]
 """Where it is (`file:line`), and its columns."""
 
 
-def read_items(
-    path: Path, *, key: str, prompt_column: str, answer_column: str, needs_answer: bool, limit: int
-) -> tuple[list[Item], int]:
-    """The first `limit` items whose prompts differ, and how many rows were left out as repeating a prompt.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """The items of a file, with how many rows were left out: for repeating a prompt, and behind the last one that was wanted."""
+
+    items: list[Item]
+    num_repeated: int
+    num_behind: int
+
+
+def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, needs_answer: bool, limit: int | None) -> Read:
+    """The items whose prompts differ, the first `limit` of them.
 
     `key` is the profile's key that names the file. All other columns become the item's metadata.
     """
     items: dict[str, Item] = {}
-    num_repeated = 0
+    num_rows = num_behind = 0
     for place, row in _rows(path, key):
+        num_rows += 1
         prompt = _text(row, prompt_column, place, "task.prompt_column")
         answer = _answer(row, answer_column, place, needs_answer)
         if prompt in items:
-            num_repeated += 1
             continue
         others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
         items[prompt] = make_item(prompt, answer, others)
         if len(items) == limit:
+            num_behind = _num_rows(path, key) - num_rows
             break
     if not items:
         raise ConfigError(f"{key}: {path} holds no rows")
-    return list(items.values()), num_repeated
+    return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
 def _rows(path: Path, key: str) -> Iterator[Row]:
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "does not exist"
-        raise ConfigError(f"{key}: {path} {what}", hint=f"paths are relative to {Path.cwd()}")
+    with _readable(path, key):
+        if path.suffix == ".parquet":
+            with open_regular(path) as file:
+                yield from parquet_rows(file, str(path))
+        else:
+            yield from _jsonl_rows(path)
+
+
+def _num_rows(path: Path, key: str) -> int:
+    with _readable(path, key):
+        if path.suffix == ".parquet":
+            with open_regular(path) as file:
+                return num_parquet_rows(file, str(path))
+        return sum(1 for line in read_lines(path) if line.strip())
+
+
+@contextmanager
+def _readable(path: Path, key: str) -> Iterator[None]:
     try:
-        yield from _parquet_rows(path, key) if path.suffix == ".parquet" else _jsonl_rows(path)
-    except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{key}: {path} is not UTF-8 text: {error.reason}") from error
+        yield
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: {path} does not exist", hint=_where_paths_begin()) from error
+    except (OSError, UnsafeFile) as error:
+        raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}") from error
+
+
+def _where_paths_begin() -> str:
+    try:
+        return f"paths are relative to {os.getcwd()}"
+    except OSError:
+        return "paths are relative to the working directory, which was deleted"
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        empty_at = ""
-        for number, line in enumerate(lines, start=1):
-            place = f"{path}:{number}"
-            if not line.strip():
-                empty_at = empty_at or place
-                continue
-            if empty_at:  # an empty line at the very end is none
-                raise ConfigError(f"{empty_at}: the line is empty", hint="every line is one JSON object")
-            yield place, _json_object(line, place)
+    empty_at = ""
+    for number, line in enumerate(read_lines(path), start=1):
+        place = f"{path}:{number}"
+        line = line.removeprefix(UTF8_SIGNATURE) if number == 1 else line
+        if not line.strip():
+            empty_at = empty_at or place
+            continue
+        if empty_at:  # an empty line at the very end is none
+            raise ConfigError(f"{empty_at}: the line is empty", hint="every line is one JSON object")
+        yield place, _json_object(line, place)
 
 
-def _json_object(line: str, place: str) -> Mapping[str, Any]:
+def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
+    """Strict JSON: no NaN and no key that is there twice, for readers disagree on them, and nothing too deep to be sent on."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
+        raise ConfigError(f"{place}: not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 text (byte {error.start})", hint="save the file as UTF-8") from error
+    except RecursionError:
+        raise _too_deep(place) from None
+    except ValueError as error:
+        raise ConfigError(f"{place}: not JSON: {str(error).partition(';')[0]}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: not a JSON object but {type(row).__name__}", hint="every line is one JSON object")
+    if line.count(b"[") + line.count(b"{") > MAX_NESTING and _depth(row) > MAX_NESTING:
+        raise _too_deep(place)
     return row
 
 
-def _parquet_rows(path: Path, key: str) -> Iterator[Row]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise PreflightError("parquet files need a package that is not installed", hint="pip install pyarrow")
-    import pyarrow
-    import pyarrow.parquet
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number, write null")
 
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=ROWS_PER_BATCH):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}:{number}", row
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{key}: {path} is not a parquet file: {error}") from error
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f'the key "{twice:.80}" is there twice')
+    return found
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        containers = [entry for entry in level if isinstance(entry, (dict, list))]
+        level = [inner for entry in containers for inner in (entry.values() if isinstance(entry, dict) else entry)]
+    return depth
+
+
+def _too_deep(place: str) -> ConfigError:
+    return ConfigError(f"{place}: nested more than {MAX_NESTING} deep", hint="write the inner value as text")
 
 
 def _text(row: Mapping[str, Any], column: str, place: str, key: str) -> str:
     value = _column(row, column, place, key)
     if not isinstance(value, str):
-        raise ConfigError(f'{place}: column "{column}" is not text but {type(value).__name__}')
-    if not value.strip():
-        raise ConfigError(f'{place}: column "{column}" is empty')
-    return value
+        raise ConfigError(f'{place}: column "{column}" is not text but {_kind(value)}', hint=f"{key} names the column")
+    return _whole_text(value, column, place)
 
 
 def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool) -> str | None:
     if not needs_answer and row.get(column) is None:
         return None
     value = _column(row, column, place, "task.answer_column")
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise ConfigError(f'{place}: column "{column}" is {value}, which is no answer')
         value = str(value)
     if not isinstance(value, str):
-        raise ConfigError(f'{place}: column "{column}" is neither text nor a number but {type(value).__name__}')
-    if needs_answer and not value.strip():
+        raise ConfigError(
+            f'{place}: column "{column}" is neither text nor a number but {_kind(value)}',
+            hint="task.answer_column names the column",
+        )
+    return _whole_text(value, column, place) if needs_answer else value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _whole_text(value: str, column: str, place: str) -> str:
+    if not value.strip():
         raise ConfigError(f'{place}: column "{column}" is empty')
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(value[error.start]):04X}"
+        raise ConfigError(f'{place}: column "{column}" holds {half}, half of a character, at {error.start}') from error
     return value
 
 
 def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
     if column not in row:
         raise ConfigError(
-            f'{place}: no column "{column}"; it has: {", ".join(row) or "none"}',
+            f'{place}: no column "{column}"; it has: {_listed(row)}',
             hint=f"set {key}{_nearest(column, row)}",
         )
     return row[column]
@@ -128,3 +200,9 @@ def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
 def _nearest(column: str, columns: Iterable[str]) -> str:
     nearest = difflib.get_close_matches(column, list(columns), n=1)
     return f' = "{nearest[0]}"' if nearest else " to one of them"
+
+
+def _listed(columns: Iterable[str]) -> str:
+    names = [f"{name:.80}" for name in columns]
+    more = f", and {len(names) - MAX_COLUMNS_NAMED} more" if len(names) > MAX_COLUMNS_NAMED else ""
+    return (", ".join(names[:MAX_COLUMNS_NAMED]) or "none") + more

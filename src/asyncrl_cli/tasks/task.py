@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.files import read_items
+from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
 from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item, make_item
@@ -18,6 +19,8 @@ from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
 from asyncrl_cli.tasks.worked import WORKED
 
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
+MADE_PROMPTS = 4096
+"""Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ def load_task(profile: Profile) -> Task:
         )
     if kind == "reasoning-gym":
         return _gym_task(profile, name)
-    return _file_task(profile, Path(name).expanduser())
+    return _file_task(profile, Path(os.path.expanduser(name)))
 
 
 def _gym_task(profile: Profile, dataset: str) -> Task:
@@ -75,7 +78,7 @@ def _gym_task(profile: Profile, dataset: str) -> Task:
     if adapter == "worked":
         params = {**WORKED[dataset].default_params, **params}
     train = f"train/{profile.run.seed}"
-    num_prompts = {"eval": profile.eval.prompts, train: profile.task.train_prompts}
+    num_prompts = {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS}
     made = make_entries(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
     return Task(
         name=profile.task.source,
@@ -110,7 +113,7 @@ def _file_task(profile: Profile, path: Path) -> Task:
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, reward)
     else:
-        train, held_out, notes = _two_files(profile, path, Path(profile.task.eval_path).expanduser(), reward)
+        train, held_out, notes = _two_files(profile, path, Path(os.path.expanduser(profile.task.eval_path)), reward)
     return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=tuple(notes))
 
 
@@ -123,8 +126,8 @@ def _refuse_wrong_suffix(source: str, path: Path) -> None:
         )
 
 
-def _read(profile: Profile, path: Path, key: str, limit: int, reward: RewardSpec) -> tuple[list[Item], list[str]]:
-    items, num_repeated = read_items(
+def _read(profile: Profile, path: Path, key: str, limit: int | None, reward: RewardSpec) -> Read:
+    return read_items(
         path,
         key=key,
         prompt_column=profile.task.prompt_column,
@@ -132,34 +135,57 @@ def _read(profile: Profile, path: Path, key: str, limit: int, reward: RewardSpec
         needs_answer=reward.kind != "function",
         limit=limit,
     )
-    return items, [f"{path}: left out {num_repeated} rows whose prompt repeats an earlier one"] if num_repeated else []
+
+
+def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:
+    """`num_more`: rows that were read and are not used, either."""
+    notes = []
+    if read.num_repeated:
+        notes.append(f"{path}: left out {read.num_repeated:,} rows whose prompt repeats an earlier one")
+    if read.num_behind + num_more:
+        notes.append(f"{path}: left out its last {read.num_behind + num_more:,} rows: {limited_by}")
+    return notes
+
+
+def _train_limit(profile: Profile, num_eval: int) -> int | None:
+    wanted = profile.task.train_prompts
+    return None if wanted is None else wanted + num_eval
 
 
 def _one_file(profile: Profile, path: Path, reward: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
     """Held out are the items with the smallest uids: a random choice that no seed and no order of rows changes."""
     num_eval = profile.eval.prompts
-    items, notes = _read(profile, path, "task.source", profile.task.train_prompts + num_eval, reward)
-    if len(items) <= num_eval:
+    read = _read(profile, path, "task.source", _train_limit(profile, num_eval), reward)
+    if len(read.items) <= num_eval:
         raise ConfigError(
-            f"task.source: {path} has {len(items)} distinct prompts, and eval.prompts = {num_eval} of them are held "
+            f"task.source: {path} has {len(read.items)} distinct prompts, and eval.prompts = {num_eval} of them are held "
             "out: none are left to train on",
             hint="lower eval.prompts, or name a file of eval prompts in task.eval_path",
         )
-    held_out = sorted(items, key=lambda item: item["uid"])[:num_eval]
+    held_out = sorted(read.items, key=lambda item: item["uid"])[:num_eval]
     held_out_uids = {item["uid"] for item in held_out}
-    return [item for item in items if item["uid"] not in held_out_uids], held_out, notes
+    train = [item for item in read.items if item["uid"] not in held_out_uids]
+    limits = f"task.train_prompts = {profile.task.train_prompts}, and eval.prompts = {num_eval}"
+    return train, held_out, _left_out(path, read, limits)
 
 
 def _two_files(profile: Profile, path: Path, eval_path: Path, reward: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
-    num_eval = profile.eval.prompts
-    held_out, eval_notes = _read(profile, eval_path, "task.eval_path", num_eval, reward) if num_eval else ([], [])
+    num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
+    notes: list[str] = []
+    held_out: list[Item] = []
+    if num_eval:
+        read = _read(profile, eval_path, "task.eval_path", num_eval, reward)
+        held_out = read.items
+        notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
+    if len(held_out) < num_eval:
+        notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
     eval_prompts = {item["prompt"] for item in held_out}
-    items, notes = _read(profile, path, "task.source", profile.task.train_prompts + len(held_out), reward)
-    train = [item for item in items if item["prompt"] not in eval_prompts]
-    if len(train) < len(items):
-        notes.append(f"{path}: left out {len(items) - len(train)} rows whose prompt is among the eval prompts")
+    read = _read(profile, path, "task.source", _train_limit(profile, len(held_out)), reward)
+    train = [item for item in read.items if item["prompt"] not in eval_prompts]
+    if len(train) < len(read.items):
+        notes.append(f"{path}: left out {len(read.items) - len(train):,} rows whose prompt is among the eval prompts")
     if not train:
         raise ConfigError(f"task.source: every prompt of {path} is among the eval prompts of {eval_path}")
-    if len(held_out) < num_eval:
-        eval_notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
-    return train[: profile.task.train_prompts], held_out, notes + eval_notes
+    num_unused = 0 if wanted is None else max(0, len(train) - wanted)
+    notes += _left_out(path, read, f"task.train_prompts = {wanted}", num_unused)
+    return train[:wanted], held_out, notes

@@ -1,0 +1,96 @@
+"""Rows of a parquet file as plain Python values: times, dates, decimals, bytes, lists, dicts, whatever its columns hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any, BinaryIO
+
+from asyncrl_cli.errors import ConfigError, PreflightError
+
+ROWS_PER_BATCH = 1024
+
+
+def parquet_rows(file: BinaryIO, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(`name:row`, its columns). Times keep microseconds: Python has no finer ones. ConfigError for what cannot be read."""
+    with _reader(file, name) as parquet:
+        number = 0
+        for batch in _batches(parquet, name):
+            columns = {column: _values(values, f'{name}: column "{column}"') for column, values in _named(batch)}
+            for row in zip(*columns.values(), strict=True):
+                number += 1
+                yield f"{name}:{number}", dict(zip(columns, row, strict=True))
+
+
+def num_parquet_rows(file: BinaryIO, name: str) -> int:
+    with _reader(file, name) as parquet:
+        return int(parquet.metadata.num_rows)
+
+
+def _reader(file: BinaryIO, name: str) -> Any:
+    if find_spec("pyarrow") is None:
+        raise PreflightError("parquet files need a package that is not installed", hint="pip install pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        parquet = pyarrow.parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{name} is not a whole parquet file: {_first_line(error)}") from error
+    twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
+    if twice:
+        raise ConfigError(f'{name}: column "{twice[0]}" is there twice', hint="write the file anew with distinct names")
+    return parquet
+
+
+def _batches(parquet: Any, name: str) -> Iterator[Any]:
+    import pyarrow
+
+    try:
+        yield from parquet.iter_batches(batch_size=ROWS_PER_BATCH)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{name} is damaged: {_first_line(error)}", hint="write or download it again") from error
+
+
+def _named(batch: Any) -> Iterator[tuple[str, Any]]:
+    return zip(batch.schema.names, batch.columns, strict=True)
+
+
+def _values(column: Any, where: str) -> list[Any]:
+    try:
+        values: list[Any] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
+    except (ValueError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
+        raise ConfigError(
+            f"{where} of type {column.type!s:.80} holds what Python has no value for: {_first_line(error)}",
+            hint="leave the column out of the file, or write it as text",
+        ) from error
+    return values
+
+
+def _without_nanoseconds(kind: Any) -> Any:
+    """The type with microseconds in place of nanoseconds, however deep they are."""
+    from pyarrow import duration, large_list, list_, map_, struct, time64, timestamp, types
+
+    def element() -> Any:
+        return kind.value_field.with_type(_without_nanoseconds(kind.value_type))
+
+    if types.is_timestamp(kind) and kind.unit == "ns":
+        return timestamp("us", kind.tz)
+    if types.is_duration(kind) and kind.unit == "ns":
+        return duration("us")
+    if types.is_time64(kind):
+        return time64("us")
+    if types.is_struct(kind):
+        return struct([field.with_type(_without_nanoseconds(field.type)) for field in kind])
+    if types.is_map(kind):
+        return map_(_without_nanoseconds(kind.key_type), kind.item_field.with_type(_without_nanoseconds(kind.item_type)))
+    if types.is_fixed_size_list(kind):
+        return list_(element(), kind.list_size)
+    if types.is_large_list(kind):
+        return large_list(element())
+    return list_(element()) if types.is_list(kind) else kind
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).partition("\n")[0]
