@@ -49,8 +49,12 @@ def command(
 
         check_name(loaded.profile.run.name)
     if dry_run:
+        from asyncrl_cli.cli.console import warn
         from asyncrl_cli.cli.plan import print_plan
+        from asyncrl_cli.tasks.task import load_task
 
+        for note in load_task(loaded.profile).notes:
+            warn(note)
         print_plan(loaded, gpus=None, as_json=as_json)
         return
     if address is None:

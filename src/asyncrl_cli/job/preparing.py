@@ -25,10 +25,11 @@ class Prepared:
     model_dir: Path
 
 
-async def prepare(profile: Profile, say: Starting, address: str | None = None) -> Prepared:
+async def prepare(profile: Profile, say: Starting, address: str | None = None, resumed: Path | None = None) -> Prepared:
     """Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will not do.
 
-    With `address` the engine runs on the nodes of that cluster, where this process cannot look.
+    With `address` the engine runs on the nodes of that cluster, where this process cannot look. `resumed`: the directory of the
+    run that goes on.
     """
     from asyncrl_cli.job.cluster import local_cluster
     from asyncrl_cli.job.engines import check_engine
@@ -42,7 +43,7 @@ async def prepare(profile: Profile, say: Starting, address: str | None = None) -
     from asyncrl_cli.tasks.task import load_task
 
     say("loading the task")
-    task = await interruptible(lambda look: load_task(profile))
+    task = await interruptible(lambda look: load_task(profile, resumed))
     say("loading the model")
 
     def resolve(look: Callable[[], None]) -> Path:

@@ -63,6 +63,7 @@ class Run:
         from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
         from asyncrl_cli.job.session import object_store_bytes_for, ray_session
         from asyncrl_cli.observe.starting import Starting
+        from asyncrl_cli.tasks.reward_module import keep_reward_module
         from asyncrl_cli.weights.model_files import keep_model_files
 
         if self.checkpoint is None:
@@ -72,13 +73,14 @@ class Run:
             stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
             directory = self._open_directory(stack) if self.checkpoint else None
             with Starting(self.ui) as say:
-                prepared = await prepare(self.profile, say, self.address)
+                prepared = await prepare(self.profile, say, self.address, directory.path if directory else None)
                 self._refuse_other_prompts(prepared.task)
                 say("starting Ray")
                 store_bytes = object_store_bytes_for(prepared.model_dir)
                 plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
                 directory = directory or self._make_directory(stack)
                 keep_model_files(prepared.model_dir, directory.path)
+                keep_reward_module(directory.path, prepared.task.reward.function, prepared.task.reward.module_file)
                 attempt_dir = directory.start_attempt()
                 stack.enter_context(logged_to(attempt_dir / "driver.log"))
                 return await self._run_with(directory, attempt_dir, plan, prepared, say)

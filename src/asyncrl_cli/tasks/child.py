@@ -8,12 +8,14 @@ In processes of their own, because foreign code hangs, prints, exits, imports th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 from asyncrl_cli.tasks.frames import pack, read_frame
@@ -24,6 +26,10 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 
 class ChildFailed(Exception):
     """A child gave no answer; `str(error)` says why."""
+
+
+class ChildTimedOut(ChildFailed):
+    pass
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -40,27 +46,46 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def call_once(module: str, request: Any, *arguments: str, timeout_s: float, **variables: str) -> Any:
-    """Start `module`, send one frame, return the value of the frame it answers with. Raises ChildFailed."""
-    try:
-        ended = subprocess.run(
+    """Start `module`, send one frame, return the value of the frame it answers with. Raises ChildFailed.
+
+    Whatever the child has started ends with it. Files and not pipes: a pipe ends only when nobody whom it has started holds it.
+    """
+    with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
+        asked.write(pack(request))
+        asked.seek(0)
+        child = subprocess.Popen(
             command(module, *arguments),
-            input=pack(request),
-            capture_output=True,
+            stdin=asked,
+            stdout=answered,
+            stderr=said,
             env=environment(**variables),
-            timeout=timeout_s,
             start_new_session=True,
-            check=False,
         )
-    except subprocess.TimeoutExpired as error:
-        raise ChildFailed(f"it took longer than {timeout_s:g} s") from error
-    words = ended.stderr.decode(errors="replace").strip()
-    answer = read_frame(ended.stdout)
+        try:
+            returncode = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise ChildTimedOut(f"it took longer than {timeout_s:g} s") from None
+        finally:
+            kill_group(child.pid)
+            child.wait()
+        answered.seek(0)
+        said.seek(0)
+        return _answer(read_frame(answered), said.read().decode(errors="replace").strip(), returncode)
+
+
+def _answer(answer: Any, words: str, returncode: int) -> Any:
     if answer is None:
         last_words = words.rpartition("\n")[2] or "it said nothing"
-        raise ChildFailed(f"its process ended with {how_it_ended(ended.returncode)}: {last_words}")
+        raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
     if words:
         print(words, file=sys.stderr)
     return answer
+
+
+def kill_group(pid: int) -> None:
+    """A child that leads a process group, with everything that it has started there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def how_it_ended(returncode: int | None) -> str:

@@ -36,9 +36,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """First frame from the child; `failure` says why it cannot score ("" if it can)."""
+    """First frame from the child; `failure` says why it cannot score ("" if it can). `module_file` is where it found a function of
+    the user's."""
 
     failure: str
+    module_file: str = ""
 
 
 def pack(value: Any) -> bytes:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.tasks.child import ChildFailed, call_once
+from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.tasks.frames import Hello, Ready
+from asyncrl_cli.tasks.reward_module import import_root
 
 WORKER = "asyncrl_cli.tasks.reward_worker"
-CHECK_TIMEOUT_S = 60.0
+START_LIMIT_S = 10.0
 BUILT_IN = ("auto", "exact-match", "math-verify")
 
 
@@ -22,6 +23,7 @@ class RewardSpec:
     """`dataset` and `params` say which verifier and whose items; `adapter` how the answer is found in a response.
 
     `import_path` is the directory that a `module:function` is looked up in first: where the command was started.
+    `module_file` is where it was found; `only_there`: it is imported from that file or not at all.
     """
 
     kind: Literal["dataset", "exact-match", "math-verify", "function"]
@@ -30,10 +32,23 @@ class RewardSpec:
     adapter: Literal["plain", "worked"] = "plain"
     function: str = ""
     import_path: str = ""
+    module_file: str = ""
+    only_there: bool = False
 
 
-def resolve_reward(reward: str, *, dataset: str, params: Mapping[str, Any], adapter: Literal["plain", "worked"]) -> RewardSpec:
-    """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried in a process of its own."""
+def resolve_reward(
+    reward: str,
+    *,
+    dataset: str,
+    params: Mapping[str, Any],
+    adapter: Literal["plain", "worked"],
+    timeout_s: float = START_LIMIT_S,
+    only_file: str | None = None,
+) -> RewardSpec:
+    """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried in a process of its own.
+
+    `timeout_s`: of one reward; an import may take as long, and never less than START_LIMIT_S. `only_file`: that the module must be.
+    """
     if reward == "auto":
         kind: Literal["dataset", "exact-match"] = "dataset" if dataset else "exact-match"
         return RewardSpec(kind=kind, dataset=dataset, params=params, adapter=adapter)
@@ -43,32 +58,47 @@ def resolve_reward(reward: str, *, dataset: str, params: Mapping[str, Any], adap
         if importlib.util.find_spec("math_verify") is None:
             raise PreflightError(f'task.reward = "{reward}": the package is missing', hint="pip install math-verify")
         return RewardSpec(kind="math-verify", dataset=dataset, params=params, adapter=adapter)
-    spec = RewardSpec(
-        kind="function", dataset=dataset, params=params, adapter=adapter, function=reward, import_path=str(Path.cwd())
-    )
-    _check_function(spec)
-    return spec
-
-
-def _check_function(spec: RewardSpec) -> None:
-    module, colon, function = spec.function.partition(":")
+    module, colon, function = reward.partition(":")
     if not (colon and module and function):
         raise ConfigError(
-            f'task.reward = "{spec.function}" is none of {", ".join(BUILT_IN)} and not of the form module:function',
+            f'task.reward = "{reward}" is none of {", ".join(BUILT_IN)} and not of the form module:function',
             hint='for example task.reward = "my_rewards:score"',
         )
-    reason = _try_in_worker(spec)
-    if reason:
-        raise ConfigError(
-            f'task.reward = "{spec.function}" cannot be used: {reason}',
-            hint=f"the module is looked up in {spec.import_path} first; the function takes (item, response)",
-        )
+    spec = RewardSpec(
+        kind="function",
+        dataset=dataset,
+        params=params,
+        adapter=adapter,
+        function=reward,
+        import_path=_working_directory() if only_file is None else import_root(reward, only_file),
+        module_file=only_file or "",
+        only_there=only_file is not None,
+    )
+    return replace(spec, module_file=_tried(spec, max(START_LIMIT_S, timeout_s)))
 
 
-def _try_in_worker(spec: RewardSpec) -> str:
-    """Why a reward process cannot start with `spec`; "" if it can."""
+def _working_directory() -> str:
     try:
-        ready: Ready = call_once(WORKER, Hello(spec=spec, timeout_s=CHECK_TIMEOUT_S), "-", timeout_s=CHECK_TIMEOUT_S)
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("task.reward: the working directory was deleted, and modules are looked up there") from None
+
+
+def _tried(spec: RewardSpec, limit_s: float) -> str:
+    """The file of the function's module, as a reward process of its own has found it. ConfigError if it could not start."""
+    try:
+        ready: Ready = call_once(WORKER, Hello(spec=spec, timeout_s=limit_s), "-", timeout_s=limit_s)
+    except ChildTimedOut:
+        raise ConfigError(
+            f'task.reward = "{spec.function}" cannot be used: its module was not imported within {limit_s:g} s',
+            hint="move what takes long into the function's first call, or raise task.reward_timeout_s: an import may take as long",
+        ) from None
     except ChildFailed as failure:
-        return str(failure)
-    return ready.failure
+        ready = Ready(failure=str(failure))
+    if ready.failure:
+        where = "only from there, as the run's record says" if spec.only_there else f"in {spec.import_path} first"
+        raise ConfigError(
+            f'task.reward = "{spec.function}" cannot be used: {ready.failure}',
+            hint=f"the module is imported {where}; the function takes (item, response)",
+        )
+    return ready.module_file

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 from asyncrl_cli.tasks.child import become_child
 from asyncrl_cli.tasks.frames import Board, Ready, pack, read_frame, read_frame_async
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_async
+from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_async, module_file
 
 FLUSH_S = 0.002
 MAX_AWAITING = 128
@@ -38,14 +38,13 @@ def main() -> None:
         return
     try:
         scorer = build_scorer(hello.spec)
+        ready = Ready(failure="", module_file=module_file(hello.spec))
     except (Exception, SystemExit) as error:
-        results.write(pack(Ready(failure=describe(error))))
-        results.flush()
-        return
-    results.write(pack(Ready(failure="")))
+        ready = Ready(failure=describe(error))
+    results.write(pack(ready))
     results.flush()
-    if board_fd == "-":
-        return
+    if ready.failure or board_fd == "-":
+        os._exit(0)  # without waiting for threads that the module has started
     worker = Worker(scorer, results, Board(int(board_fd)))
     if is_async(scorer):
         asyncio.run(worker.serve_awaiting(requests, hello.timeout_s))

@@ -10,16 +10,14 @@ child. So every `score` ends: with a reward, or with RewardFailed.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
 import os
-import signal
 import tempfile
 from dataclasses import dataclass, field
 from pickle import PicklingError
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.tasks.child import command, environment, how_it_ended
+from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
 from asyncrl_cli.tasks.frames import IDLE, Board, Hello, Ready, pack, read_frame_async
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_spec import WORKER, RewardSpec
@@ -57,9 +55,7 @@ class _Child:
     sent: set[int] = field(default_factory=set)
 
     def kill(self) -> None:
-        """With everything that a reward has started: the child leads a process group of its own."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill_group(self.process.pid)
 
 
 class RewardPool:

@@ -7,13 +7,15 @@ A scorer is called with (item, response) and returns a number, or awaits one. It
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import logging
 import math
 import numbers
+import os
 import sys
 from collections.abc import Awaitable, Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from asyncrl_cli.tasks.item import Item
@@ -114,13 +116,36 @@ def _import_function(spec: RewardSpec) -> Scorer:
     if spec.import_path and spec.import_path not in sys.path:
         sys.path.insert(0, spec.import_path)
     module_name, _, path = spec.function.partition(":")
+    if spec.only_there and (file := module_file(spec)) != spec.module_file:
+        raise ImportError(f"{module_name} is {file or 'not a file'} here, and the run began with {spec.module_file or 'no file'}")
     found: object = importlib.import_module(module_name)
     for name in path.split("."):
         found = getattr(found, name)
+    return _checked_function(found, path)
+
+
+def module_file(spec: RewardSpec) -> str:
+    """Of the function's module, found but not run; "" if it has none, or if there is no function."""
+    if spec.kind != "function":
+        return ""
+    found = importlib.util.find_spec(spec.function.partition(":")[0])
+    return os.path.abspath(found.origin) if found is not None and found.has_location and found.origin else ""
+
+
+def _checked_function(found: object, name: str) -> Scorer:
+    if inspect.isclass(found):
+        raise TypeError(f"{name} is a class; name a function, or an instance that can be called")
     if not callable(found):
-        raise TypeError(f"{path} is not a function but {type(found).__name__}")
+        raise TypeError(f"{name} is not a function but {type(found).__name__}")
+    code = found if inspect.isroutine(found) or isinstance(found, partial) else type(found).__call__
+    if inspect.isasyncgenfunction(code) or inspect.isgeneratorfunction(code):
+        raise TypeError(f"{name} yields values; a reward returns one number")
     try:
-        inspect.signature(found).bind({}, "")
+        signature = inspect.signature(found)
+    except ValueError:  # of some functions in C nothing is known
+        return found
+    try:
+        signature.bind({}, "")
     except TypeError as error:
-        raise TypeError(f"{path}{inspect.signature(found)} cannot be called with (item, response): {error}") from error
+        raise TypeError(f"{name}{signature} cannot be called with (item, response): {error}") from error
     return found

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
@@ -15,9 +15,11 @@ from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
 from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item, make_item
-from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
+from asyncrl_cli.tasks.reward_module import recorded_module
+from asyncrl_cli.tasks.reward_spec import BUILT_IN, RewardSpec, resolve_reward
 from asyncrl_cli.tasks.worked import WORKED
 
+Adapter = Literal["plain", "worked"]
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096
 """Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""
@@ -53,8 +55,11 @@ class Demonstrations:
         return worked.flawed_demonstration(entry, rng) if self.flawed else worked.demonstration(entry, rng)
 
 
-def load_task(profile: Profile) -> Task:
-    """Raises ConfigError for what is wrong in the profile or in a file, PreflightError for what is not installed."""
+def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
+    """Raises ConfigError for what is wrong in the profile or in a file, PreflightError for what is not installed.
+
+    `run_dir`: of the run that is resumed. Its reward function comes from where it came from then; RefusedError if that cannot be.
+    """
     kind, colon, name = profile.task.source.partition(":")
     if kind not in SOURCES or not (colon and name):
         raise ConfigError(
@@ -62,11 +67,23 @@ def load_task(profile: Profile) -> Task:
             hint='for example task.source = "reasoning-gym:number_sorting"',
         )
     if kind == "reasoning-gym":
-        return _gym_task(profile, name)
-    return _file_task(profile, Path(os.path.expanduser(name)))
+        return _gym_task(profile, name, run_dir)
+    return _file_task(profile, Path(os.path.expanduser(name)), run_dir)
 
 
-def _gym_task(profile: Profile, dataset: str) -> Task:
+def _reward(
+    profile: Profile, run_dir: Path | None, dataset: str, params: Mapping[str, Any], adapter: Adapter
+) -> tuple[RewardSpec, tuple[str, ...]]:
+    """And what there is to say about it."""
+    reward, file, note = profile.task.reward, None, ""
+    if run_dir is not None and reward not in BUILT_IN:
+        file, note = recorded_module(run_dir, reward)
+    timeout_s = profile.task.reward_timeout_s
+    spec = resolve_reward(reward, dataset=dataset, params=params, adapter=adapter, timeout_s=timeout_s, only_file=file)
+    return spec, (note,) if note else ()
+
+
+def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
     if profile.task.eval_path is not None:
         raise ConfigError(
             "task.eval_path is for files; a reasoning-gym dataset makes its eval prompts itself",
@@ -77,6 +94,7 @@ def _gym_task(profile: Profile, dataset: str) -> Task:
     params = dict(profile.task.params)
     if adapter == "worked":
         params = {**WORKED[dataset].default_params, **params}
+    reward, notes = _reward(profile, run_dir, dataset, params, adapter)
     train = f"train/{profile.run.seed}"
     num_prompts = {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS}
     made = make_entries(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
@@ -84,9 +102,10 @@ def _gym_task(profile: Profile, dataset: str) -> Task:
         name=profile.task.source,
         train=_gym_items(made[train]),
         eval=_gym_items(made["eval"]),
-        reward=resolve_reward(profile.task.reward, dataset=dataset, params=params, adapter=adapter),
+        reward=reward,
         demonstration=Demonstrations(dataset=dataset) if adapter == "worked" else None,
         flawed_demonstration=Demonstrations(dataset=dataset, flawed=True) if adapter == "worked" else None,
+        notes=notes,
     )
 
 
@@ -94,7 +113,7 @@ def _gym_items(made: Made) -> tuple[Item, ...]:
     return tuple(make_item(prompt, entry["answer"], {"entry": entry}) for prompt, entry in made)
 
 
-def _adapter(profile: Profile, dataset: str) -> Literal["plain", "worked"]:
+def _adapter(profile: Profile, dataset: str) -> Adapter:
     if profile.task.adapter == "worked" and dataset not in WORKED:
         raise ConfigError(
             f'task.adapter = "worked": {profile.task.source} has no worked form, only {", ".join(WORKED)} has',
@@ -105,16 +124,16 @@ def _adapter(profile: Profile, dataset: str) -> Literal["plain", "worked"]:
     return profile.task.adapter
 
 
-def _file_task(profile: Profile, path: Path) -> Task:
+def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
         raise ConfigError(f"task.params is for reasoning-gym, not for {profile.task.source}", hint="leave it out")
     _refuse_wrong_suffix(profile.task.source, path)
-    reward = resolve_reward(profile.task.reward, dataset="", params={}, adapter=_adapter(profile, ""))
+    reward, said = _reward(profile, run_dir, "", {}, _adapter(profile, ""))
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, reward)
     else:
         train, held_out, notes = _two_files(profile, path, Path(os.path.expanduser(profile.task.eval_path)), reward)
-    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=tuple(notes))
+    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=(*said, *notes))
 
 
 def _refuse_wrong_suffix(source: str, path: Path) -> None:

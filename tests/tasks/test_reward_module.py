@@ -1,0 +1,265 @@
+"""Reward modules of the user's: what is wrong with one is told before a run starts, in time; a resume imports the run's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks import reward_spec
+from asyncrl_cli.tasks.reward_module import keep_reward_module
+from asyncrl_cli.tasks.reward_spec import resolve_reward
+from asyncrl_cli.tasks.task import Task, load_task
+
+GOOD = "def score(item, response):\n    return 1.0\n"
+MODULES = {
+    "hangs": ("import time; time.sleep(600)", "its module was not imported within 2 s"),
+    "hangs beside a process of its own": ("import os, time\nos.fork()\ntime.sleep(600)", "not imported within 2 s"),
+    "loops": ("while True: pass", "not imported within 2 s"),
+    "ignores signals": ("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(600)", "not imported within 2 s"),
+    "reads stdin": ("input()", "EOFError"),
+    "raises": ("1 / 0", r"ZeroDivisionError: division by zero \(bad.py:1\)"),
+    "raises a group": ("raise ExceptionGroup('several', [ValueError('x')])", "ExceptionGroup: several"),
+    "raises what no except catches": ("raise KeyboardInterrupt", "ended with .*KeyboardInterrupt|SIGINT"),
+    "raises without end": ("def f(): f()\nf()", "RecursionError"),
+    "raises with 1 MB of words": ("raise ValueError('x' * 1_000_000)", "ValueError: xxx"),
+    "raises with half a surrogate pair": ("raise ValueError('\\ud800')", "ValueError"),
+    "exits": ("import sys; sys.exit(3)", "SystemExit: 3"),
+    "exits well": ("import sys; sys.exit(0)", "SystemExit: 0"),
+    "exits at once": ("import os; os._exit(0)", "its process ended with exit code 0"),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", "its process ended with SIGKILL"),
+    "crashes": ("import ctypes; ctypes.string_at(0)", "its process ended with SIGSEGV"),
+    "closes all files": ("import os; os.closerange(0, 64)", "its process ended with exit code"),
+    "is no Python": ("def score(:", "SyntaxError"),
+    "is not UTF-8": ("x = '\udcff'", "SyntaxError"),
+    "holds a NUL": ("x = 1\0", "SyntaxError|ValueError"),
+    "imports what is not there": ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    "is empty": ("", "AttributeError: module 'bad' has no attribute 'score'"),
+    "has a number": ("score = 3", "score is not a function but int"),
+    "has None": ("score = None", "score is not a function but NoneType"),
+    "has a module": ("import json as score", "score is not a function but module"),
+    "has a coroutine": ("async def f(): ...\nscore = f()", "score is not a function but coroutine"),
+    "has a class": (
+        "class score:\n    def __init__(self, item, response): ...",
+        "score is a class; name a function, or an instance",
+    ),
+    "has an instance that cannot be called": ("class C: ...\nscore = C()", "score is not a function but C"),
+    "has an async generator": (
+        "async def score(item, response):\n    yield 1.0",
+        "score yields values; a reward returns one number",
+    ),
+    "has a generator": ("def score(item, response):\n    yield 1.0", "score yields values"),
+    "has an instance that yields": (
+        "class C:\n    async def __call__(self, item, response):\n        yield 1.0\nscore = C()",
+        "score yields values",
+    ),
+    "takes nothing": ("def score(): return 1.0", r"score\(\) cannot be called with \(item, response\)"),
+    "takes one": ("def score(item): return 1.0", "cannot be called with"),
+    "takes three": ("def score(item, response, more): return 1.0", "cannot be called with"),
+    "takes only names": ("def score(*, item, response): return 1.0", "cannot be called with"),
+    "asks for a name": ("def score(item, response, *, key): return 1.0", "cannot be called with"),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_path, monkeypatch, name):
+    source, expected = MODULES[name]
+    (tmp_path / "bad.py").write_bytes(source.encode("utf-8", "surrogateescape"))
+    assert_refused(tmp_path, monkeypatch, "bad:score", expected)
+
+
+def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
+    monkeypatch.chdir(directory)
+    monkeypatch.setattr(reward_spec, "START_LIMIT_S", 2.0)
+    began_s = time.monotonic()
+    with pytest.raises(ConfigError, match=expected) as refused:
+        resolve_reward(reward, dataset="", params={}, adapter="plain", timeout_s=0.1)
+    assert time.monotonic() - began_s < 10
+    assert f'task.reward = "{reward}"' in refused.value.message
+    assert len(refused.value.message) < 1000
+    assert refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("pipe:score", "No module named 'pipe'"),
+        ("directory:score", "has no attribute 'score'"),
+        ("nowhere:score", "No module named 'nowhere'"),
+        ("x" * 300 + ":score", "No module named 'xxx"),
+        (".relative:score", "TypeError|ImportError|ValueError"),
+        ("a..b:score", "No module named 'a'"),
+        ("builtins:len", "cannot be called with"),
+        ("json:dumps.nothing", "has no attribute 'nothing'"),
+    ],
+)
+def test_a_module_that_is_none_is_refused(tmp_path, monkeypatch, reward, expected):
+    os.mkfifo(tmp_path / "pipe.py")
+    (tmp_path / "directory").mkdir()
+    assert_refused(tmp_path, monkeypatch, reward, expected)
+
+
+GOOD_MODULES = {
+    "a function": GOOD,
+    "an async function": "async def score(item, response):\n    return 1.0\n",
+    "an instance": "class C:\n    def __call__(self, item, response): return 1.0\nscore = C()",
+    "a method": "class C:\n    def f(self, item, response): return 1.0\nscore = C().f",
+    "a partial": "import functools\ndef f(x, item, response): return 1.0\nscore = functools.partial(f, 1)",
+    "a lambda": "score = lambda *args: 1.0",
+    "further arguments": "def score(item, response, scale=1.0, **others): return scale",
+    "a thread that never ends": "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\n" + GOOD,
+    "a process that never ends": "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n" + GOOD,
+    "a program that never ends": "import subprocess\nsubprocess.Popen(['sleep', '600'])\n" + GOOD,
+    "2 MB of words": "print('x' * 2_000_000)\n" + GOOD,
+    "an import of a second and a half": "import time; time.sleep(1.5)\n" + GOOD,
+}
+
+
+@pytest.mark.parametrize("name", GOOD_MODULES)
+def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
+    (tmp_path / "good.py").write_text(GOOD_MODULES[name])
+    monkeypatch.chdir(tmp_path)
+    began_s = time.monotonic()
+    spec = resolve_reward("good:score", dataset="", params={}, adapter="plain")
+    assert time.monotonic() - began_s < 9  # the limit is 10
+    assert spec.module_file == str(tmp_path / "good.py")
+
+
+def test_an_import_may_take_as_long_as_a_reward(tmp_path, monkeypatch):
+    (tmp_path / "good.py").write_text("import time; time.sleep(1.5)\n" + GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reward_spec, "START_LIMIT_S", 1.0)
+    assert resolve_reward("good:score", dataset="", params={}, adapter="plain", timeout_s=20.0).kind == "function"
+
+
+def test_a_dry_run_refuses_a_reward_and_a_file_as_a_run_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bad.py").write_text("async def score(item, response):\n    yield 1.0\n")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "x", "answer": "1"}\nnull\n')
+    monkeypatch.chdir(tmp_path)
+    dry_run = ["train", "-p", "base", "--dry-run", "--set"]
+    assert run([*dry_run, "task.reward=bad:score"]) == 2
+    assert "score yields values" in capsys.readouterr().err
+    assert run([*dry_run, "task.source=jsonl:data.jsonl"]) == 2
+    assert "data.jsonl:2: not a JSON object" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_is_left_out(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"prompt": str(i), "answer": "1"}) + "\n" for i in range(100)))
+    monkeypatch.chdir(tmp_path)
+    sets = ["--set", "task.source=jsonl:data.jsonl", "--set", "eval.prompts=10", "--set", "task.train_prompts=60"]
+    assert run(["train", "-p", "base", "--dry-run", *sets]) == 0
+    assert "data.jsonl: left out its last 30 rows: task.train_prompts = 60" in capsys.readouterr().err
+
+
+@pytest.fixture
+def began(tmp_path, monkeypatch) -> Path:
+    """The directory of a run that has begun in `home` and is resumed from `elsewhere`, where other modules of that name lie."""
+    home, elsewhere, run_dir = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "run"
+    for directory in (home / "package", elsewhere / "package", run_dir):
+        directory.mkdir(parents=True)
+    evil = f"open({str(tmp_path / 'executed')!r}, 'w')\n" + GOOD
+    for name in ("mine.py", "package/__init__.py", "package/inner.py"):
+        (home / name).write_text(GOOD)
+        (elsewhere / name).write_text(evil)
+    (tmp_path / "data.jsonl").write_text('{"prompt": "x", "answer": "1"}\n{"prompt": "y", "answer": "1"}\n')
+    monkeypatch.chdir(home)
+    return run_dir
+
+
+def task_of(run_dir: Path, reward: str, *, resumed: bool) -> Task:
+    task = {"source": f"jsonl:{run_dir.parent}/data.jsonl", "reward": reward}
+    profile = Profile.model_validate({"task": task, "eval": {"prompts": 1}})
+    loaded = load_task(profile, run_dir if resumed else None)
+    keep_reward_module(run_dir, loaded.reward.function, loaded.reward.module_file)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("reward", "file"),
+    [("mine:score", "mine.py"), ("package:score", "package/__init__.py"), ("package.inner:score", "package/inner.py")],
+)
+def test_a_resume_imports_the_module_from_where_the_run_began_and_says_so(began, monkeypatch, reward, file):
+    assert task_of(began, reward, resumed=False).notes == ()
+    monkeypatch.chdir(began.parent / "elsewhere")
+    task = task_of(began, reward, resumed=True)
+    assert task.reward.module_file == str(began.parent / "home" / file)
+    assert task.notes == (f"rewards are imported from {began.parent}/home/{file}, as {began}/reward.json says",)
+    assert not (began.parent / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("reward", "file"),
+    [("mine:score", "mine.py"), ("package:score", "package/__init__.py"), ("package.inner:score", "package/inner.py")],
+)
+def test_a_module_that_is_gone_is_refused_and_no_other_is_imported(began, monkeypatch, reward, file):
+    task_of(began, reward, resumed=False)
+    (began.parent / "home" / file).unlink()
+    monkeypatch.chdir(began.parent / "elsewhere")
+    with pytest.raises(RefusedError, match=f"the run's reward module .*{file} cannot be read: no such file") as refused:
+        task_of(began, reward, resumed=True)
+    assert "from nowhere else" in refused.value.hint
+    assert not (began.parent / "executed").exists()
+
+
+def test_a_package_that_hides_the_module_is_not_imported(began):
+    task_of(began, "mine:score", resumed=False)
+    (began.parent / "home" / "mine").mkdir()
+    (began.parent / "home" / "mine" / "__init__.py").write_text((began.parent / "elsewhere" / "mine.py").read_text())
+    with pytest.raises(ConfigError, match=r"mine is .*/home/mine/__init__.py here, and the run began with .*/home/mine.py"):
+        task_of(began, "mine:score", resumed=True)
+    assert not (began.parent / "executed").exists()
+
+
+def test_a_module_that_has_changed_is_told(began):
+    task_of(began, "mine:score", resumed=False)
+    (began.parent / "home" / "mine.py").write_text(GOOD + "# changed\n")
+    assert task_of(began, "mine:score", resumed=True).notes[0].endswith("the file has changed since the run began")
+
+
+def test_a_module_that_has_no_file_is_resumed_as_such(began, monkeypatch):
+    keep_reward_module(began, "sys:intern", "")
+    (began.parent / "elsewhere" / "sys.py").write_text(GOOD)
+    monkeypatch.chdir(began.parent / "elsewhere")
+    with pytest.raises(ConfigError, match="cannot be called with"):
+        task_of(began, "sys:intern", resumed=True)
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (None, "reward.json is missing"),
+        ("", "reward.json cannot be read"),
+        ("null", "reward.json cannot be read"),
+        ("[1]", "reward.json cannot be read"),
+        ('{"function": "mine:score"}', "reward.json cannot be read"),
+        ({"file": 3}, "reward.json cannot be read"),
+        ({"file": "a\0b"}, "embedded null byte"),
+        ({"file": "/"}, "is a directory"),
+        ({"file": "mine.py"}, "the run began with mine.py"),
+        ({"file": "/dev/zero"}, "is a device"),
+        ({"function": "other:score"}, "is not of this run: it is the record of other:score"),
+        ({"schema_version": 2}, "schema 2"),
+    ],
+)
+def test_a_record_that_is_wrong_is_refused(began, record, expected):
+    task_of(began, "mine:score", resumed=False)
+    path = began / "reward.json"
+    if record is None:
+        path.unlink()
+    else:
+        path.write_text(record if isinstance(record, str) else json.dumps({**json.loads(path.read_text()), **record}))
+    with pytest.raises(AsyncrlError, match=expected) as refused:
+        task_of(began, "mine:score", resumed=True)
+    assert refused.value.exit_code in (2, 4)
+
+
+def test_rewards_of_ours_need_no_record(began):
+    assert task_of(began, "auto", resumed=False).reward.kind == "exact-match"
+    assert not (began / "reward.json").exists()
+    assert task_of(began, "auto", resumed=True).notes == ()
