@@ -48,11 +48,9 @@ async def run_to_the_end(pipeline: Pipeline, trainer: RayTrainer, directory: Run
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
     except AsyncrlError as failure:
         error = failure
-        error.hint = (
-            _after_lost_session(directory)
-            if isinstance(failure, SessionLost)
-            else failure.hint or _what_next(failure, directory.name)
-        )
+        if isinstance(error, SessionLost):
+            error.hint = _after_lost_session(directory)
+        error.hint = error.hint or _what_next(failure, directory.name)
         log.error("the run ended early", exc_info=failure)
     except Exception as failure:
         error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")

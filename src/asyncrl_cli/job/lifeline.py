@@ -7,7 +7,7 @@ Ray itself goes on for a minute without its gcs_server, and then exits in the mi
     raylet dies       its workers die with it: everybody fails at once
     reaper dies       nobody fails: another takes its place
 
-A driver that is then still in a call of Ray's that blocks (it makes an actor, say) would stay there until Ray ends the process, and is
+A driver that is still in a call of Ray's that blocks (it makes an actor, say) would stay there until Ray ends the process, and is
 ended in the same way after `LAST_RESORT_S`, with its error.
 
 There is one session per process, as there is one Ray.
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from asyncrl_cli.errors import SessionLost
 
+LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
 """For the checkpoint of a run whose gcs_server is gone."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,10 +25,10 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
+from asyncrl_cli.job.lifeline import LOOPBACK
 from asyncrl_cli.job.reaper import children, started_at
 from asyncrl_cli.tasks.child import how_it_ended
 
-LOOPBACK = "127.0.0.1"
 RAY_DIRECTORY, TOKEN = "ray", "token"
 """In the session's directory, which is 0700: Ray makes its own 0777."""
 
@@ -132,7 +133,15 @@ def _session_environment(token: Path) -> Iterator[None]:
     """Calls without the session's token are refused. Ray's default, one token per user in the home directory, is not touched."""
     token.touch(mode=0o600, exist_ok=False)
     token.write_text(secrets.token_hex(32), encoding="ascii")
-    with _environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_TOKEN": None}):
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_AUTH_TOKEN": None,
+        # Where torch's gloo and vLLM listen: by themselves at whatever address the host's name has.
+        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
+        "VLLM_HOST_IP": LOOPBACK,
+    }
+    with _environment(variables):
         yield
 
 

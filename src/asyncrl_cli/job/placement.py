@@ -39,7 +39,7 @@ class Placement:
         }
 
     def remove(self) -> None:
-        """Give the bundles back; kills what still runs in them. A lost session has nobody to give them to, and Ray would wait for him."""
+        """Give the bundles back; kills what still runs in them. In a lost session Ray would wait for who should take them."""
         while self.groups and lost_session() is None:
             remove_placement_group(self.groups.popitem()[1])
 
