@@ -6,6 +6,7 @@ AsyncrlError             exit 1   the run failed
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 │   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
+├── SessionLost          exit 1   a daemon of the local Ray session has died, and nothing of Ray answers any more
 ├── StallError           exit 1   nobody made progress; names who waits for whom
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
@@ -50,6 +51,10 @@ class ExecutorFailed(AsyncrlError):
 
 class ExecutorLost(ExecutorFailed):
     """A fresh process in its place may do what this one could not (`rollout.max_restarts`)."""
+
+
+class SessionLost(AsyncrlError):
+    pass
 
 
 class StallError(AsyncrlError):

@@ -79,6 +79,11 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
     assert told == {memory, f"/dev/shm/{foreign.name}"}
 
 
+def start_reaper(driver_pid: int, directory: Path, since: int = 0) -> subprocess.Popen[bytes]:
+    words = (str(driver_pid), str(directory), str(since))
+    return subprocess.Popen([sys.executable, "-I", reaper.__file__, *words], stdin=subprocess.PIPE)
+
+
 def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Path, foreign: SharedMemory) -> None:
     program, directory = tmp_path / "driver.py", tmp_path / "ray"
     program.write_text(HOLD_SHARED_MEMORY)
@@ -86,7 +91,9 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
     driver = subprocess.Popen(
         [sys.executable, str(program), foreign.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    watching = subprocess.Popen([sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
+    watching = subprocess.Popen(
+        [sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory), "0"], stdin=subprocess.PIPE
+    )
     try:
         assert driver.stdin is not None
         driver.stdin.write("\n")  # what it starts now is the session's
@@ -127,7 +134,9 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
     assert driver.stdin is not None
     assert driver.stdout is not None
     children = [psutil.Process(int(driver.stdout.readline()))]
-    watching = subprocess.Popen([sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
+    watching = subprocess.Popen(
+        [sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory), "0"], stdin=subprocess.PIPE
+    )
     try:
         driver.stdin.write("\n")
         driver.stdin.flush()

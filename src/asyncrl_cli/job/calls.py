@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.job.lifeline import lost_session, session_wait
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -18,22 +19,33 @@ COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 async def answer(
-    ref: Any, *, executor: str, call: str, timeout_s: float, key: str | None = None, key_s: float | None = None
+    ref: Any,
+    *,
+    executor: str,
+    call: str,
+    timeout_s: float,
+    key: str | None = None,
+    key_s: float | None = None,
+    patient: bool = False,
 ) -> Any:
     """Await an ObjectRef. `key` names the profile key that `timeout_s` came from; None if it is fixed. `key_s`: the key's value,
-    where the limit is longer than that.
+    where the limit is longer than that. `patient`: go on without a gcs_server for a while (lifeline.py).
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
             ended, or time ran out. The remote traceback goes to the log.
         ConfigError, PreflightError, RefusedError: as the actor raised them.
+        SessionLost: a daemon of the local session died.
     """
     try:
-        async with asyncio.timeout(timeout_s):
-            return await ref
+        async with asyncio.timeout(timeout_s) as limit:
+            with session_wait(limit, patient=patient):
+                return await ref
     except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
-        raise _failure(executor, call, error) from error
+        raise lost_session(patient=patient) or _failure(executor, call, error) from error
     except TimeoutError:
+        if (lost := lost_session(patient=patient)) is not None:
+            raise lost from None
         limit = f"{key} = {timeout_s:g} s" if key and key_s is None else f"{timeout_s:g} s"
         raise ExecutorLost(
             f"{executor} failed: {call} took longer than {limit}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),

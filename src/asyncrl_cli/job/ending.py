@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost
 from asyncrl_cli.job.stopping import StopRequests
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ async def run_to_the_end(pipeline: Pipeline, trainer: RayTrainer, directory: Run
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
     except AsyncrlError as failure:
         error = failure
+        if isinstance(error, SessionLost):
+            error.hint = _after_lost_session(directory)
         error.hint = error.hint or _what_next(failure, directory.name)
         log.error("the run ended early", exc_info=failure)
     except Exception as failure:
@@ -75,6 +77,13 @@ def _cancelled_from_outside() -> bool:
     """Whether this task itself is being cancelled, and not only the loop that it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def _after_lost_session(directory: RunDirectory) -> str:
+    from asyncrl_cli.checkpoint.find import checkpoints_in, is_sealed, step_of
+
+    step = next((step_of(path) for path in checkpoints_in(directory.checkpoints) if is_sealed(path)), None)
+    return f"`asyncrl resume {directory.name}` continues from " + ("its start" if step is None else f"step {step}")
 
 
 def _what_next(error: AsyncrlError, name: str) -> str:

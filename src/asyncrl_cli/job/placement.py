@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.cluster import ClusterResources, NodeResources
 from asyncrl_cli.job.fit import asked, check_fit, fitting_hint
+from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.job.plan import GroupPlan, JobPlan
 
 RELEASE_S = 1.0
@@ -38,8 +39,8 @@ class Placement:
         }
 
     def remove(self) -> None:
-        """Give the bundles back; kills what still runs in them."""
-        while self.groups:
+        """Give the bundles back; kills what still runs in them. In a lost session Ray would wait for who should take them."""
+        while self.groups and lost_session() is None:
             remove_placement_group(self.groups.popitem()[1])
 
 

@@ -262,7 +262,7 @@ class RayTrainer:
         return await all_of(self._answer(rank, ref, call, timeout_s, key) for rank, ref in enumerate(refs))
 
     async def _answer(self, rank: int, ref: Any, call: str, timeout_s: float, key: str | None) -> Any:
-        return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=timeout_s, key=key)
+        return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=timeout_s, key=key, patient=True)
 
 
 def _absolute(path: Path) -> str:

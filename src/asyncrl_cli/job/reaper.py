@@ -7,7 +7,7 @@ closes, because the session ended or the driver died, it lets them go for `GRACE
 directory, and what they have left of Python's shared memory (vLLM's processes talk through it; who would tidy up after them,
 Python's resource tracker, is one of the killed).
 
-Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY`. Linux (/proc).
+Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux (/proc).
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
 
-def watch(driver_pid: int) -> tuple[Seen, set[str]]:
+def watch(driver_pid: int, since: int = 0) -> tuple[Seen, set[str]]:
     """Look until the pipe on stdin closes; returns everything seen that still lives, and all shared memory seen.
 
-    We are the session's first process: what the driver had before (Python's resource tracker, say) is not the session's, and a
-    driver that lives on needs it.
+    We, or the first of us, which started at `since`, are the session's first process: what the driver had before (Python's resource
+    tracker, say) is not the session's, and a driver that lives on needs it.
     """
-    since = started_at(os.getpid()) or 0
+    since = since or started_at(os.getpid()) or 0
     seen: Seen = {}
     memory: set[str] = set()
     while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
@@ -141,11 +141,11 @@ def remove_shared_memory(names: set[str]) -> None:
             Path(name).unlink()
 
 
-def main(driver_pid: int, directory: str) -> None:
+def main(driver_pid: int, directory: str, since: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver_started_at = started_at(driver_pid)
-    seen, memory = watch(driver_pid)
+    seen, memory = watch(driver_pid, since)
     if driver_started_at is None or started_at(driver_pid) != driver_started_at:
         seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
     reap(seen)
@@ -154,4 +154,4 @@ def main(driver_pid: int, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

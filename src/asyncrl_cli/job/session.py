@@ -10,7 +10,6 @@ Ends, and who cleans up: a normal end or a failure leave the `with` block, which
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -25,15 +24,18 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.job import reaper
 from asyncrl_cli.job.cluster import ClusterResources, local_cluster
+from asyncrl_cli.job.lifeline import lifeline
 from asyncrl_cli.job.plan import JobPlan, compile_job
+from asyncrl_cli.job.reaper import started_at
 from asyncrl_cli.profile.schema import Profile
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a local session: two published versions of a small model and the payloads in flight."""
 CONNECT_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 20.0
-LONGEST_DIRECTORY = 40
+LONGEST_DIRECTORY = 36
 """Characters: below it Ray makes socket paths, which the kernel limits to 107."""
 
 
@@ -64,23 +66,27 @@ def ray_session(
 
 @contextlib.contextmanager
 def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) -> Iterator[None]:
-    directory = _short_directory()
-    with _reaper(directory):
+    with contextlib.ExitStack() as stack:
+        directory = Path(_short_directory())
+        reaping = stack.enter_context(_reaper(directory))
         try:
-            _init(
-                _node_ip_address="127.0.0.1",
-                num_cpus=max(plan.cpus, cluster.cpus),
-                num_gpus=cluster.gpus,
-                include_dashboard=False,
-                object_store_memory=max(object_store_bytes, 80 * 2**20),
-                _temp_dir=directory,
-                _system_config={"enable_metrics_collection": False},
+            from asyncrl_cli.job.local_ray import daemons, local_node
+
+            node = stack.enter_context(
+                local_node(
+                    directory,
+                    num_cpus=max(plan.cpus, cluster.cpus),
+                    num_gpus=cluster.gpus,
+                    object_store_bytes=max(object_store_bytes, 80 * 2**20),
+                )
             )
-        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+            # A hook that copies what the driver was started with (`uv run`) needs the agent that a local session does without.
+            _init(address=node.address, _skip_env_hook=True)
+        except Exception as error:  # Ray's own start raises bare ones
             raise PreflightError(
                 f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
             ) from error
-        with _shut_down_at_the_end():
+        with lifeline(daemons(node), reaping.mend), _shut_down_at_the_end():
             yield
 
 
@@ -162,32 +168,48 @@ def _short_directory() -> str:
     return tempfile.mkdtemp(prefix="asyncrl-", dir=base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp")
 
 
-@contextlib.contextmanager
-def _reaper(directory: str) -> Iterator[None]:
-    """The reaper runs while the block does; leaving it waits until everything is gone."""
-    if not Path("/proc/self/stat").exists():
+class Reaper:
+    """The process that cleans up after this one. Where there is no /proc, this one does it itself."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process = self._start("0") if Path("/proc/self/stat").exists() else None
+        self._since = started_at(self._process.pid) if self._process is not None else 0
+
+    def mend(self) -> None:
+        """Another in its place, if it is dead, which also knows what the first was to look after."""
+        if self._process is not None and self._process.poll() is not None:
+            self._process = self._start(str(self._since))
+
+    def end(self) -> None:
+        """Returns when everything is gone."""
+        self.mend()
+        if self._process is None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
-            yield
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-        return
-    spec = importlib.util.find_spec("asyncrl_cli.job.reaper")
-    assert spec is not None
-    assert spec.origin is not None
-    process = subprocess.Popen(
-        [sys.executable, "-I", spec.origin, str(os.getpid()), directory],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        yield
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(END_TIMEOUT_S)
+            self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self, since: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), since],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+@contextlib.contextmanager
+def _reaper(directory: Path) -> Iterator[Reaper]:
+    """The reaper runs while the block does; leaving it waits until everything is gone."""
+    running = Reaper(directory)
+    try:
+        yield running
+    finally:
+        running.end()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from asyncrl_cli.job.direct import DirectTransport
+from asyncrl_cli.job.lifeline import LOOPBACK
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import sender_for
@@ -85,8 +87,10 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:
-        """An address on this rank's node where all ranks can meet."""
+        """Where all ranks can meet: an address on this rank's node; a file in a local session, for torch listens everywhere."""
         host = ray.util.get_node_ip_address()
+        if host == LOOPBACK:
+            return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
         with socket.socket() as free:
             free.bind(("", 0))
             return f"tcp://{host}:{free.getsockname()[1]}"

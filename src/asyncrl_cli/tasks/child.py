@@ -38,11 +38,12 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's, so that the child finds our package and does not start a pool of compute threads."""
+    """This process's, so that the child finds our package and does not start a pool of compute threads; without Ray's token."""
     root = str(Path(__file__).resolve().parents[2])
     search = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
-    return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(search), **variables}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), **variables}
 
 
 def call_once(module: str, request: Any, *arguments: str, timeout_s: float, **variables: str) -> Any:

@@ -1,0 +1,234 @@
+"""SIGKILLs over every kind of process of a local run: how it ends, what it leaves behind, and what a resume makes of it.
+
+    python -m benchmarks.kills [--kinds raylet,reaper] [--times 2] [--directory DIR]
+
+Every kill is a short run of its own, with a model that is made once. A row is right if
+- a run that cannot go on ends within 15 s with one `error:` line and a hint (a killed driver says nothing), any other one in order;
+- no process of it and nothing in its temporary directory or in /dev/shm is left;
+- after the resume every group of the history that counts was trained once, and none is missing.
+
+It kills only descendants of the runs that it has started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.run.commands import SMALL, command_line, descendants, lines, wait_until_gone
+
+STEPS = 16
+GROUPS = 4
+ENDS_WITHIN_S = 15.0
+CLEAN_WITHIN_S = 10.0
+RUN_LIMIT_S = 240.0
+SETS = (*SMALL, f"run.train_steps={STEPS}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same."""
+
+    name: str
+    is_victim: Callable[[int, int], bool]
+    sets: tuple[str, ...] = ()
+    goes_on: bool = False
+    while_starting: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    kind: str
+    at_step: int
+    ended_s: float
+    code: int
+    errors: int
+    error: str
+    hint: str
+    left: str
+    resumed: str
+
+    def is_right(self, kind: Kind) -> bool:
+        if kind.goes_on:
+            told = self.code == 0 and self.errors == 0
+        elif kind.name == "driver":
+            told = self.code == -signal.SIGKILL
+        else:
+            told = self.code == 1 and self.errors == 1 and bool(self.hint) and self.ended_s <= ENDS_WITHIN_S
+        return told and not self.left and self.resumed.startswith("ok")
+
+
+def named(word: bytes) -> Callable[[int, int], bool]:
+    return lambda pid, driver: pid != driver and word in command_line(pid)
+
+
+def called(name: str) -> Callable[[int, int], bool]:
+    def is_victim(pid: int, driver: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/comm").read_text().strip() == name
+        except OSError:
+            return False
+
+    return is_victim
+
+
+RESTARTS = ("rollout.max_restarts=1",)
+KINDS = (
+    Kind(name="driver", is_victim=lambda pid, driver: pid == driver),
+    Kind(name="trainer", is_victim=named(b"ray::TrainerActor")),
+    Kind(name="rollout", is_victim=named(b"ray::RolloutActor")),
+    Kind(name="rollout, restarts", is_victim=named(b"ray::RolloutActor"), sets=RESTARTS, goes_on=True),
+    Kind(name="reward", is_victim=named(b"reward_worker"), goes_on=True),
+    Kind(name="gym", is_victim=named(b"gym_worker"), while_starting=True),
+    Kind(name="gcs_server", is_victim=called("gcs_server")),
+    Kind(name="gcs_server, restarts", is_victim=called("gcs_server"), sets=RESTARTS),
+    Kind(name="gcs_server, starting", is_victim=called("gcs_server"), while_starting=True),
+    Kind(name="raylet", is_victim=called("raylet")),
+    Kind(name="raylet, restarts", is_victim=called("raylet"), sets=RESTARTS),
+    Kind(name="raylet, starting", is_victim=called("raylet"), while_starting=True),
+    Kind(name="agent", is_victim=called("cat")),
+    Kind(name="agent, restarts", is_victim=called("cat"), sets=RESTARTS),
+    Kind(name="reaper", is_victim=named(b"reaper.py"), goes_on=True),
+)
+
+
+class Laboratory:
+    """A directory with one cache, and one temporary directory whose content is the runs' alone."""
+
+    def __init__(self, directory: Path, temporary: Path, rng: random.Random) -> None:
+        self.directory = directory
+        self.temporary = temporary
+        self.rng = rng
+        self.number = 0
+
+    def start(self, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+        own = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(self.directory / "cache"), "TMPDIR": str(self.temporary)}
+        settings = [word for setting in sets for word in ("--set", setting)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "asyncrl_cli", *words, *settings],
+            cwd=self.directory,
+            env=os.environ | own,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def kill(self, kind: Kind) -> Row:
+        self.number += 1
+        name = f"run-{self.number}-{os.getpid()}"
+        run, shared = self.directory / "runs" / name, set(os.listdir("/dev/shm"))
+        process = self.start("train", "--profile", "partial-rollout", "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets))
+        try:
+            if not kind.while_starting:
+                self._wait_for_steps(process, run, self.rng.randint(2, 6))
+            family = self._kill_one(process, kind)
+            killed_s = time.monotonic()
+            at_step = len(lines(run / "metrics.jsonl"))
+            _, err = process.communicate(timeout=RUN_LIMIT_S)
+            ended_s = time.monotonic() - killed_s
+        finally:
+            process.kill()
+        left = [command_line(pid).replace(b"\0", b" ").decode()[:40] for pid in wait_until_gone(family, CLEAN_WITHIN_S)]
+        left += os.listdir(self.temporary)
+        left += [file for file in os.listdir("/dev/shm") if file not in shared and file.startswith(("psm_", "plasma"))]
+        errors = [line for line in err.splitlines() if line.startswith("error:")]
+        hints = [line for line in err.splitlines() if line.startswith("hint:")]
+        return Row(
+            kind=kind.name,
+            at_step=at_step,
+            ended_s=round(ended_s, 1),
+            code=process.returncode,
+            errors=len(errors),
+            error=" | ".join(errors),
+            hint=" | ".join(hints),
+            left=", ".join(left),
+            resumed=self._resumed(run, process.returncode),
+        )
+
+    def _wait_for_steps(self, process: subprocess.Popen[str], run: Path, steps: int) -> None:
+        end_s = time.monotonic() + RUN_LIMIT_S
+        while len(lines(run / "metrics.jsonl")) < steps:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end_s, "the run does not get on"
+            time.sleep(0.05)
+
+    def _kill_one(self, process: subprocess.Popen[str], kind: Kind) -> set[int]:
+        end_s = time.monotonic() + RUN_LIMIT_S
+        while True:
+            family = descendants(process.pid)
+            victims = [pid for pid in (process.pid, *family) if kind.is_victim(pid, process.pid)]
+            if victims:
+                os.kill(self.rng.choice(victims), signal.SIGKILL)
+                return family
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < end_s, f"there is no {kind.name}"
+            time.sleep(0.02)
+
+    def _resumed(self, run: Path, code: int) -> str:
+        if not (run / "checkpoints").is_dir():
+            return "ok: it had not begun"
+        if code != 0:
+            resumed = self.start("resume", run.name, "--ui", "plain")
+            _, err = resumed.communicate(timeout=RUN_LIMIT_S)
+            if resumed.returncode != 0:
+                return f"exit code {resumed.returncode}: {err[-300:]}"
+        return trained_once(run)
+
+
+def trained_once(run: Path) -> str:
+    """`ok`, or what is wrong with the history that counts: a resume undoes what was trained after the step that it starts from."""
+    counted: list[dict[str, object]] = []
+    for event in lines(run / "events.jsonl"):
+        if event["event"] == "resumed":
+            counted = [old for old in counted if old["step"] <= event["from_step"]]
+        elif event["event"] == "trained":
+            counted.append(event)
+    times = Counter((event["uid"], event["epoch"]) for event in counted)
+    twice = sum(number > 1 for number in times.values())
+    if twice or len(counted) != STEPS * GROUPS:
+        return f"{twice} groups twice, {len(counted)} of {STEPS * GROUPS} trained"
+    return f"ok: {len(counted)} once"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default=";".join(kind.name for kind in KINDS), help="separated by semicolons")
+    parser.add_argument("--times", type=int, default=2, help="kills per kind")
+    parser.add_argument("--directory", type=Path, help="for runs, the model and kills.jsonl; a temporary one if left out")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    wanted = options.kinds.split(";")
+    with tempfile.TemporaryDirectory(prefix="kills-") as scratch, tempfile.TemporaryDirectory(prefix="k") as temporary:
+        directory = (options.directory or Path(scratch)).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        laboratory = Laboratory(directory, Path(temporary), random.Random(options.seed))
+        wrong = 0
+        for kind in [kind for kind in KINDS if kind.name in wanted for _ in range(options.times)]:
+            row = laboratory.kill(kind)
+            wrong += not row.is_right(kind)
+            with (directory / "kills.jsonl").open("a") as table:
+                table.write(json.dumps(asdict(row)) + "\n")
+            verdict = "" if row.is_right(kind) else "  WRONG"
+            print(
+                f"{kind.name:22} step {row.at_step:2} {row.ended_s:5.1f} s, exit {row.code:3}, {row.resumed}{verdict}", flush=True
+            )
+            print(
+                f"    {row.error or 'no error line'}\n    {row.hint or 'no hint'}" + (f"\n    left: {row.left}" if row.left else "")
+            )
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

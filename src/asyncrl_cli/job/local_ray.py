@@ -1,0 +1,176 @@
+"""Ray on this machine alone: two daemons (gcs_server, raylet), on loopback, behind a token of the session's own.
+
+`ray.init()` would also start an autoscaler, a log monitor, an API server and two agents: five more Python processes, some of which
+take the run with them when they end, and four more open ports. So the node is started here, and `ray.init` connects to it.
+
+This relies on Ray's own modules (`ray._private`), of the minor version that pyproject.toml names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ray._private import ray_constants, services, worker
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray._private.resource_isolation_config import ResourceIsolationConfig
+from ray._raylet import AuthenticationTokenLoader, Config, persist_port
+
+from asyncrl_cli.job.lifeline import LOOPBACK
+from asyncrl_cli.job.reaper import children, started_at
+from asyncrl_cli.tasks.child import how_it_ended
+
+RAY_DIRECTORY, TOKEN = "ray", "token"
+"""In the session's directory, which is 0700: Ray makes its own 0777."""
+
+PATIENT = {
+    # Whether the daemons live is known from their pids (lifeline.py). To decide it by clocks as well is wrong on a busy laptop: at
+    # load 16 on 2 cores Ray declared its only node dead.
+    "health_check_failure_threshold": 1_000,
+    "health_check_timeout_ms": 60_000,
+    "health_check_initial_delay_ms": 60_000,
+    # A worker of ours imports torch and ray, which has taken minutes on such a machine.
+    "worker_register_timeout_seconds": 600,
+    # How long a peer may be out of reach before it is asked whether it is dead.
+    "core_worker_rpc_server_reconnect_timeout_base_s": 60,
+    "core_worker_rpc_server_reconnect_timeout_max_s": 300,
+    "raylet_rpc_server_reconnect_timeout_base_s": 60,
+    "raylet_rpc_server_reconnect_timeout_max_s": 300,
+    # A connection over loopback does not get lost, but its other end may not get a core for long.
+    "grpc_keepalive_timeout_ms": 300_000,
+    "grpc_client_keepalive_timeout_ms": 300_000,
+}
+SYSTEM_CONFIG = PATIENT | {
+    "enable_metrics_collection": False,
+    "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
+}
+AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
+NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
+AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
+NOT_IN_USE = -1
+
+
+class LocalNode(Node):
+    """A head node without what `RayParams` can not leave out."""
+
+    def start_api_server(self, **options: object) -> None:
+        self._webui_url = ""
+
+    def start_raylet(self, *args: Any, **options: Any) -> None:
+        """The raylet insists on two agents and on hearing their ports, and ends when one of them does. In their place it gets
+        `cat`s, which wait for the raylet's end: there are no metrics to collect, and no runtime environment to build."""
+        for name in AGENT_PORTS:
+            persist_port(self._session_dir, self._node_id, name, NOT_IN_USE)
+        start = services.start_ray_process
+
+        def without_agents(command: Sequence[str], *rest: Any, **more: Any) -> Any:
+            words = [next((key + NO_AGENT for key in AGENT_COMMANDS if word.startswith(key)), word) for word in command]
+            assert sum(word.endswith(NO_AGENT) for word in words) == len(AGENT_COMMANDS), "this Ray starts its raylet otherwise"
+            return start(words, *rest, **more)
+
+        with _replaced(services, "start_ray_process", without_agents):
+            super().start_raylet(*args, **options)
+
+
+@contextlib.contextmanager
+def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[LocalNode]:
+    """The daemons of a session, to connect to at `.address` while the block runs. Raises what Ray raises if they do not start."""
+    (directory / RAY_DIRECTORY).mkdir(mode=0o700)
+    parameters = RayParams(
+        node_ip_address=LOOPBACK,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        include_log_monitor=False,
+        no_monitor=True,
+        object_store_memory=object_store_bytes,
+        temp_dir=str(directory / RAY_DIRECTORY),
+        _system_config=dict(SYSTEM_CONFIG),
+        resource_isolation_config=ResourceIsolationConfig(),
+    )
+    with (
+        _session_environment(directory / TOKEN),
+        # Ray's switch for other systems. With it on, Ray puts the host's address for loopback, and listens on all interfaces.
+        _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        # What its daemons have to say of their end it would print to stdout.
+        _replaced(worker, "_worker_logs_enabled", False),
+    ):
+        node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+        try:
+            yield node
+        finally:
+            node.kill_all_processes(check_alive=False, allow_graceful=True)
+
+
+def daemons(node: LocalNode) -> dict[str, Callable[[], str | None]]:
+    """By name: how it has ended, None while it runs. The raylet's end ends its agents, so that it comes first."""
+    processes = {name: started[0].process for name, started in node.all_processes.items()}
+    agents = children(processes["raylet"].pid)
+    return {
+        **{name: partial(_how_it_ended, process) for name, process in processes.items()},
+        **{f"agent {pid}": partial(_gone, pid, started_at(pid)) for pid in agents},
+    }
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str | None:
+    return None if process.poll() is None else how_it_ended(process.returncode)
+
+
+def _gone(pid: int, start: int | None) -> str | None:
+    return None if started_at(pid) == start else "killed"
+
+
+@contextlib.contextmanager
+def _session_environment(token: Path) -> Iterator[None]:
+    """Calls without the session's token are refused. Ray's default, one token per user in the home directory, is not touched."""
+    token.touch(mode=0o600, exist_ok=False)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
+    variables = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_AUTH_TOKEN": None,
+        # Where torch's gloo and vLLM listen: by themselves at whatever address the host's name has.
+        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
+        "VLLM_HOST_IP": LOOPBACK,
+    }
+    with _environment(variables):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables of this process and of those it starts meanwhile, also where Ray has read them before. None: not set."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def _replaced(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
