@@ -7,6 +7,7 @@ AsyncrlError             exit 1   the run failed
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 │   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
 ├── StallError           exit 1   nobody made progress; names who waits for whom
+├── StorageError         exit 1   a file of ours cannot be written or read: full disk, quota, rights, a failing disk
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
 """
@@ -53,6 +54,10 @@ class ExecutorLost(ExecutorFailed):
 
 
 class StallError(AsyncrlError):
+    pass
+
+
+class StorageError(AsyncrlError):
     pass
 
 

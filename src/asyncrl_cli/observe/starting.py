@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from asyncrl_cli.observe.terminal import SafeConsole, neutral
+
 _PLAIN_EVERY_S = 2.0
 
 
@@ -18,7 +20,7 @@ class Starting:
     """
 
     def __init__(self, ui: str, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or SafeConsole(stderr=True)
         self._silent = ui == "none"
         live = ui == "live" or (ui == "auto" and self._console.is_terminal)
         self._progress = self._make_progress() if live and not self._silent else None
@@ -57,8 +59,8 @@ class Starting:
             return
         self._text, self._said_s = text, now_s
         figures = f" {done}/{total}" if done and total else ""  # no more may be said of a short one, and 0 of 3 is not its end
-        print(f"{text}{figures}", file=self._console.file, flush=True)
+        print(neutral(f"{text}{figures}"), file=self._console.file, flush=True)
 
     def _make_progress(self) -> Progress:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
         return Progress(*columns, console=self._console, transient=True)
