@@ -8,6 +8,7 @@ AsyncrlError             exit 1   the run failed
 │   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
 ├── SessionLost          exit 1   a daemon of the local Ray session has died, and nothing of Ray answers any more
 ├── StallError           exit 1   nobody made progress; names who waits for whom
+├── StorageError         exit 1   a file of ours cannot be written or read: full disk, quota, rights, a failing disk
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
 """
@@ -58,6 +59,10 @@ class SessionLost(AsyncrlError):
 
 
 class StallError(AsyncrlError):
+    pass
+
+
+class StorageError(AsyncrlError):
     pass
 
 

@@ -60,7 +60,7 @@ class FakeObservers:
 
 
 def ended(pipeline: FakePipeline, trainer: FakeTrainer) -> RunResult:
-    return asyncio.run(run_to_the_end(pipeline, trainer, DIRECTORY, FakeObservers()))  # type: ignore[arg-type]
+    return asyncio.run(run_to_the_end(pipeline, trainer, DIRECTORY, FakeObservers(), StopRequests()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_last_dump_that_fails_is_the_runs_error() -> None:
 def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
     async def main() -> None:
         pipeline, observers = FakePipeline(lasts_s=1e6), FakeObservers()
-        running = asyncio.create_task(run_to_the_end(pipeline, FakeTrainer(), DIRECTORY, observers))  # type: ignore[arg-type]
+        running = asyncio.create_task(run_to_the_end(pipeline, FakeTrainer(), DIRECTORY, observers, StopRequests()))  # type: ignore[arg-type]
         await asyncio.sleep(0.01)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -95,7 +95,7 @@ def test_outside_the_main_thread_signals_are_left_alone() -> None:
     errors: list[BaseException] = []
 
     async def main() -> None:
-        with StopRequests(lambda: None, lambda: None).on_signals():
+        with StopRequests().on_signals():
             await asyncio.sleep(0)
 
     def work() -> None:

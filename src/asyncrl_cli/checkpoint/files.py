@@ -1,24 +1,109 @@
-"""Files that are either whole or not there: atomic replacement, fsync, links, append-only lines after a crash."""
+"""Files that are either whole or not there: atomic replacement, fsync, links, append-only lines after a crash.
+
+And what is said where the system refuses one: its path, why, how much space is left, what to do.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from asyncrl_cli.errors import StorageError
+
 CHUNK_BYTES = 1 << 20
+MIB = 2**20
+HINTS = {
+    errno.ENOSPC: "look at the free space there, or name another place; older checkpoints are as they were",
+    errno.EDQUOT: "your quota there is used up: look at it, or name another place; older checkpoints are as they were",
+    errno.EFBIG: "files there, or those of this process (`ulimit -f`), may not be that large",
+    errno.EROFS: "the file system is mounted read-only: name another place",
+    errno.EACCES: "look at the rights and the owner of the path, or name another place",
+    errno.EPERM: "look at the rights and the owner of the path, or name another place",
+    errno.EIO: "the disk or the network behind that path fails: `dmesg` may say more",
+    errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
+    errno.ENFILE: "the machine has too many files open",
+    errno.ENAMETOOLONG: "give a shorter name or path",
+}
+"""By errno: what a person can do."""
+
+_unfinished: set[Path] = set()
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of an open file does not know its path: within the block it does. What safetensors raises instead becomes one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def storage_error(error: OSError) -> StorageError:
+    """The error for people: path, reason and, where it matters, the space that is left."""
+    reason = error.strerror or str(error)
+    path = error.filename2 or error.filename
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if not isinstance(path, str):
+        return StorageError(f"a file cannot be written or read: {reason}", hint=HINTS.get(error.errno or 0, ""))
+    space = _space(Path(path)) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return StorageError(f"{path} cannot be {_verb(error)}: {reason}{space}", hint=HINTS.get(error.errno or 0, ""))
+
+
+@contextlib.contextmanager
+def telling_storage() -> Iterator[None]:
+    """An OSError becomes a StorageError: for where it would travel between processes, or be taken for a bug."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error) from error
+
+
+@contextlib.contextmanager
+def unfinished_directory(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new directory that is gone after the block, unless it was renamed, and also if the process leaves within it."""
+    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    _unfinished.add(directory)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        _unfinished.discard(directory)
+
+
+def remove_unfinished() -> None:
+    """For a process that ends while one of its threads is within `unfinished_directory`."""
+    for directory in list(_unfinished):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
     """Write `text` to a temporary neighbour and rename it over `path`. `durable` waits for the disk (checkpoints do;
     a status file that is rewritten every second does not)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         fsync_directory(path.parent)
 
@@ -34,7 +119,8 @@ def replace_link(link: Path, target: str) -> None:
 def fsync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -81,3 +167,17 @@ def _end_of_last_newline(descriptor: int, size: int) -> int:
             return start + newline + 1
         end = start
     return 0
+
+
+def _verb(error: OSError) -> str:
+    written = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+    return "written" if error.errno in written else "opened" if isinstance(error, FileNotFoundError) else "written or read"
+
+
+def _space(path: Path) -> str:
+    """Of the file system that would hold `path`."""
+    existing = next((parent for parent in (path, *path.parents) if parent.exists()), None)
+    if existing is None:
+        return ""
+    usage = shutil.disk_usage(existing)
+    return f" ({usage.free / MIB:,.1f} of {usage.total / MIB:,.0f} MiB are free)"

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.checkpoint.files import naming
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, load_json, open_regular, reason
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
@@ -54,9 +55,11 @@ def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
         name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)])
         for name, dtype in DTYPES.items()
     }
-    save_file({name: array.astype(DTYPES[name]) for name, array in arrays.items()}, directory / ARRAYS)
+    with naming(directory / ARRAYS):
+        save_file({name: array.astype(DTYPES[name]) for name, array in arrays.items()}, directory / ARRAYS)
     structure: _Structure = {"schema_version": SCHEMA_VERSION, "groups": [_structure(group) for group in payloads]}
-    (directory / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
+    with naming(directory / STRUCTURE):
+        (directory / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
 
 
 def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:

@@ -7,6 +7,7 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -17,12 +18,27 @@ from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_link, replace_text
 from asyncrl_cli.checkpoint.find import run_names
-from asyncrl_cli.checkpoint.lock import RunLock, holder
+from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
 
 RESOLVED_SCHEMA_VERSION = 1
 STOP_REQUEST = "stop"
+STARTING = "starting"
+"""The phase in status.json until the loop runs."""
+START_FILES = {
+    LOCK,
+    STOP_REQUEST,
+    "profile.toml",
+    "config.resolved.json",
+    "status.json",
+    "checkpoints",
+    "samples",
+    "logs",
+    "model",
+    "reward-module.json",
+    "weights",
+}
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -38,21 +54,30 @@ class RunDirectory:
     def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
         """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with origins, as JSON.
 
-        Raises ConfigError for a name that is no directory name, RefusedError if there is such a run already.
+        A run of that name that was killed before it began is replaced: there is nothing to lose. Raises ConfigError for a name
+        that is no directory name, RefusedError if there is such a run already.
         """
         check_name(name)
         path = runs_dir / name
         runs_dir.mkdir(parents=True, exist_ok=True)
+        if never_began(path) and (stale := cls(path))._lock.acquire():
+            stale.remove()
+            stale.close()
         try:
             path.mkdir()
         except FileExistsError:
             raise _in_use(path) from None
         run = cls(path)
-        run._take_lock()
-        for directory in (run.checkpoints, run.samples, run.logs):
-            directory.mkdir()
-        replace_text(run.profile_toml, profile_toml)
-        run.write_resolved(resolved)
+        try:
+            run._take_lock()
+            for directory in (run.checkpoints, run.samples, run.logs):
+                directory.mkdir()
+            replace_text(run.profile_toml, profile_toml)
+            run.write_resolved(resolved)
+        except BaseException:
+            run.close()
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return run
 
     @classmethod
@@ -175,8 +200,31 @@ def _requests_in(path: Path) -> int:
 def check_free(runs_dir: Path, name: str) -> None:
     """Raises what `RunDirectory.create` would, before anything has been started."""
     check_name(name)
-    if (runs_dir / name).exists():
+    if (runs_dir / name).exists() and not never_began(runs_dir / name):
         raise _in_use(runs_dir / name)
+
+
+def never_began(run_dir: Path) -> bool:
+    """Whether this is what a run leaves that was killed while it started: nobody holds it, and nothing was trained."""
+    if not (run_dir / LOCK).is_file() or is_locked(run_dir):
+        return False
+    with contextlib.suppress(FileNotFoundError):
+        if _phase(run_dir / "status.json") != STARTING:
+            return False
+    is_empty = not (run_dir / "checkpoints").is_dir() or not any((run_dir / "checkpoints").iterdir())
+    return is_empty and all(is_of_a_start(entry.name) for entry in run_dir.iterdir())
+
+
+def is_of_a_start(name: str) -> bool:
+    """Whether a run's start makes a file or directory of that name; anything else is somebody's."""
+    return name in START_FILES or name.endswith(".tmp")
+
+
+def _phase(status: Path) -> str:
+    try:
+        return str(json.loads(status.read_text(encoding="utf-8"))["phase"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def _in_use(path: Path) -> RefusedError:

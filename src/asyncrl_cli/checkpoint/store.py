@@ -55,8 +55,12 @@ class CheckpointStore:
         which leaves the older checkpoints as they were."""
         working = self.directory / f".writing-{step_name(cut.step)}"
         await asyncio.to_thread(_make_empty, working)
-        await write_trainer(working)
-        return await asyncio.to_thread(self._finish, cut, working)
+        try:
+            await write_trainer(working)
+            return await asyncio.to_thread(self._finish, cut, working)
+        except Exception:  # on a full disk it takes the space that the run's last words need
+            await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
+            raise
 
     def abandon_newer(self, step: int) -> list[Path]:
         """Before resuming at `step`: set later checkpoints aside under `abandoned-...`, for their future is not ours.

@@ -6,7 +6,9 @@ Exit codes: 0 done; 1 the run failed; 2 usage or configuration; 3 preflight; 4 r
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
@@ -15,7 +17,8 @@ from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
-from asyncrl_cli.cli.console import begin, print_json_error, print_text, say_error, say_failure
+from asyncrl_cli.cli.console import STDOUT, begin, open_streams, print_json_error, print_text, say_error, say_failure
+from asyncrl_cli.errors import PreflightError
 
 app = typer.Typer(
     name="asyncrl",
@@ -50,44 +53,65 @@ def options(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every error is told on stderr, and where JSON was asked for on stdout, too."""
-    given: dict[str, bool] = {}
     args = sys.argv[1:] if arguments is None else list(arguments)
     begin()
+    code = _answer(args)
     try:
-        code = app(args=args, prog_name="asyncrl", standalone_mode=False, obj=given) or 0
         sys.stdout.flush()  # here, and not when Python ends: a closed pipe is to be noticed while it can be handled
-        return code
+    except BrokenPipeError:
+        _lose_stdout()
+    except OSError as error:
+        code = code or _stdout_is_lost(error)
+    return code
+
+
+def _answer(args: Sequence[str]) -> int:
+    given: dict[str, bool] = {}
+    try:
+        _look_where_we_are()
+        return app(args=list(args), prog_name="asyncrl", standalone_mode=False, obj=given) or 0
     except TyperException as error:
         return _fail(args, _say_usage(error))
     except (KeyboardInterrupt, typer.Abort):
         say_error("interrupted")
         return _fail(args, ("interrupted", "", 130))
     except BrokenPipeError:
-        return _reader_has_gone()
+        return _lose_stdout()
     except SystemExit as ended:
         # Typer and rich answer a closed pipe by ending the process with 1.
         if isinstance(ended.__context__, BrokenPipeError):
-            return _reader_has_gone()
+            return _lose_stdout()
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            return _stdout_is_lost(error)
         return _fail(args, say_failure(error, verbose=given.get("verbose", False)))
 
 
 def _fail(args: Sequence[str], told: tuple[str, str, int]) -> int:
     message, hint, code = told
     if message and "--json" in args:
-        try:
-            print_json_error(message, hint, code)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            _reader_has_gone()
+        print_json_error(message, hint, code)
     return code
 
 
-def _reader_has_gone() -> int:
+def _look_where_we_are() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise PreflightError(f"the working directory is not there any more: {error.strerror}", hint="cd to one that is") from error
+
+
+def _lose_stdout() -> int:
     """Whoever read our stdout has gone (`| head`): nothing is wrong. Python would complain when it flushes at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _stdout_is_lost(error: OSError) -> int:
+    _lose_stdout()
+    say_error(f"stdout cannot be written: {error.strerror}", "look at what it was redirected to")
+    return 1
 
 
 def _say_usage(error: TyperException) -> tuple[str, str, int]:
@@ -103,4 +127,13 @@ def _say_usage(error: TyperException) -> tuple[str, str, int]:
 
 
 def main() -> NoReturn:
-    sys.exit(run())
+    open_streams()
+    code = run()
+    for number in (signal.SIGINT, signal.SIGHUP):  # all is said and done: no traceback out of Python's own end
+        signal.signal(number, signal.SIG_IGN)
+    if threading.active_count() > 1:
+        # A thread that nobody can interrupt computes, loads or sends. Python would wait, or stop it in mid-air: torch aborts then.
+        from asyncrl_cli.job.stopping import leave
+
+        leave(code)
+    sys.exit(code)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import traceback
 from functools import cache
@@ -11,17 +13,59 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.checkpoint.files import storage_error
+from asyncrl_cli.errors import AsyncrlError, ConfigError
+from asyncrl_cli.observe.terminal import SafeConsole, neutral
+
+STDOUT = "stdout"
+
+
+class _Stdout(io.FileIO):
+    """An OSError of it says that it was stdout."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = STDOUT
+            raise
+
+
+class _Stderr(io.FileIO):
+    """A terminal that has gone, a full disk behind `2> file`: there is nobody left to tell, and no reason to end otherwise."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def open_streams() -> None:
+    """For the whole process: nothing that can be told is an error for an encoding's sake, and no file of ours gets the number of a
+    stream that was closed."""
+    while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(free)
+    sys.stdout, sys.stderr = _stream(_Stdout(1, "w", closefd=False)), _stream(_Stderr(2, "w", closefd=False))
+
+
+def _stream(raw: io.FileIO) -> io.TextIOWrapper:
+    encoding = getattr(sys.stdout or sys.stderr, "encoding", None) or "utf-8"
+    errors, is_terminal = "backslashreplace", raw.isatty()
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=is_terminal or raw.fileno() == 2
+    )
 
 
 @cache
 def stdout() -> Console:
-    return Console(highlight=False)
+    return SafeConsole()
 
 
 @cache
 def stderr() -> Console:
-    return Console(stderr=True, highlight=False)
+    return SafeConsole(stderr=True)
 
 
 _has_document = False
@@ -49,8 +93,8 @@ def print_json_error(message: str, hint: str, exit_code: int) -> None:
 
 
 def print_text(text: str) -> None:
-    """Text on stdout as it is, so that it can be piped into a file."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Text on stdout, its lines as they are, so that it can be piped into a file."""
+    sys.stdout.write(neutral(text if text.endswith("\n") else text + "\n"))
 
 
 def print_prose(text: str) -> None:
@@ -86,9 +130,16 @@ def say_failure(error: BaseException, *, verbose: bool) -> tuple[str, str, int]:
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
-    """The error itself, or the first one that a TaskGroup wrapped."""
+    """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused, in our words."""
     if isinstance(error, AsyncrlError):
         return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return storage_error(error)
+    if isinstance(error, UnicodeEncodeError):
+        return ConfigError(
+            f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}: {error.reason}",
+            hint="give it in UTF-8, in a UTF-8 locale: LANG=C.UTF-8, or PYTHONUTF8=1",
+        )
     if isinstance(error, BaseExceptionGroup):
         return next((found for inner in error.exceptions if (found := _known(inner))), None)
     return None

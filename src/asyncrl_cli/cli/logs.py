@@ -31,10 +31,12 @@ def command(
     ] = None,
 ) -> None:
     """Print the logs of a run's newest attempt."""
+    from asyncrl_cli.observe.terminal import uncoloured
+
     directory = run_directory(run, runs_dir)
     paths = select(directory / "logs" / "latest", role)
     for name, line in follow_lines(directory, paths, follow=follow, wait=lambda: time.sleep(POLL_S)):
-        print_text(f"{name:<10} | {line}" if len(paths) > 1 else line)
+        print_text(uncoloured(f"{name:<10} | {line}" if len(paths) > 1 else line))
 
 
 def run_directory(run: str, runs_dir: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,15 +53,22 @@ def load_profile(reference: str, sets: list[str] | None, name: str | None = None
 
 
 def run_to_its_end(run: Run, *, as_json: bool) -> None:
-    """The run, its summary on stdout, and its failure as the command's own."""
+    """The run, its summary on stdout, and its failure as the command's own.
+
+    Signals stay the run's until the process ends: one that comes late must not make another end of it.
+    """
     import asyncio
 
+    from asyncrl_cli.job.run import NEVER_BEGAN
+
+    run.requests.take_signals()
     try:
         result = asyncio.run(run.run())
     except KeyboardInterrupt:  # typer would leave with 130, without a word
-        raise Interrupted("interrupted while the run was starting: no step was trained") from None
+        raise Interrupted(NEVER_BEGAN) from None
     if as_json:
-        print_json(result.summary)
+        with suppress(OSError) if result.error is not None else nullcontext():
+            print_json(result.summary)
     if result.error is not None:
         raise result.error
     raise typer.Exit(result.exit_code)

@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.checkpoint.files import storage_error
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost
-from asyncrl_cli.job.stopping import StopRequests
+from asyncrl_cli.job.stopping import StopRequests, leave, tell
 
 if TYPE_CHECKING:
     from asyncrl_cli.checkpoint.run_directory import RunDirectory
@@ -31,15 +33,16 @@ class RunResult:
     error: AsyncrlError | None = None
 
 
-async def run_to_the_end(pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers) -> RunResult:
+async def run_to_the_end(
+    pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers, requests: StopRequests
+) -> RunResult:
     """Run the loop; a stop ends it in order, a second one cancels it. Cancelled from outside, it raises CancelledError."""
     running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
-    requests = StopRequests(pipeline.request_stop, running.cancel)
-    watching = asyncio.ensure_future(requests.watch(directory.stop_requests))
+    in_loop = asyncio.get_running_loop().call_soon_threadsafe
+    requests.mean(partial(in_loop, pipeline.request_stop), partial(in_loop, running.cancel), _out)
     error: AsyncrlError | None = None
     try:
-        with requests.on_signals():
-            await running
+        await running
     except asyncio.CancelledError:
         if _cancelled_from_outside():
             running.cancel()
@@ -52,11 +55,14 @@ async def run_to_the_end(pipeline: Pipeline, trainer: RayTrainer, directory: Run
             error.hint = _after_lost_session(directory)
         error.hint = error.hint or _what_next(failure, directory.name)
         log.error("the run ended early", exc_info=failure)
+    except OSError as failure:
+        error = storage_error(failure)
+        log.error("the run ended early", exc_info=failure)
     except Exception as failure:
         error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
         log.error("asyncrl itself failed", exc_info=failure)
     finally:
-        watching.cancel()
+        requests.mean(partial(tell, "shutting down"))
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
     summary = observers.close(phase, "" if phase != "failed" else str(error))
     exit_code = 0 if error is None else error.exit_code
@@ -71,6 +77,11 @@ async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
         await trainer.finish_dump()
         raise
     await trainer.finish_dump()
+
+
+def _out() -> None:
+    tell("out at once: checkpoints that are whole stay, what the run has started is ended by its reaper")
+    leave()
 
 
 def _cancelled_from_outside() -> bool:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.tasks.task import Task
 
 T = TypeVar("T")
+
+
+class Say(Protocol):
+    """Told what is being done, and where it can be counted how much of how much."""
+
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +31,7 @@ class Prepared:
     model_dir: Path
 
 
-async def prepare(profile: Profile, say: Starting, address: str | None = None, resumed: Path | None = None) -> Prepared:
+async def prepare(profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None) -> Prepared:
     """Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will not do.
 
     With `address` the engine runs on the nodes of that cluster, where this process cannot look. `resumed`: the directory of the
@@ -98,8 +104,28 @@ async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
         if cancelled.is_set():
             raise Interrupted("interrupted before the run began")
 
+    loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if answer.cancelled():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(result)
+
+    def run() -> None:
+        try:
+            outcome = work(look), None
+        except BaseException as error:
+            outcome = None, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, *outcome)
+
+    # A thread of its own: those of the loop's executor are waited for at the end, and an import or a download takes its time.
+    threading.Thread(target=run, name="preparing", daemon=True).start()
     try:
-        return await asyncio.to_thread(work, look)
+        return await answer
     except asyncio.CancelledError:
         cancelled.set()
         raise

@@ -1,22 +1,24 @@
 """A run from its profile to its end: prepare, start Ray and the workers, wire the loop, watch, clean up.
 
-    profile -> task -> model -> run directory -> Ray, placement, actors -> Pipeline -> RunResult
+    profile -> run directory -> engine, task, model -> Ray, placement, actors -> Pipeline -> RunResult
 
-What can be refused is refused before anything is started, in that order: nothing is half-written.
+What can be refused is refused before anything is started, in that order. A run that never began leaves nothing behind.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.attempt_log import logged_to
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
-from asyncrl_cli.job.preparing import Prepared, prepare
+from asyncrl_cli.job.preparing import Prepared, Say, prepare
+from asyncrl_cli.job.stopping import StopRequests, end_descendants, leave, leave_soon, tell
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
     from asyncrl_cli.loop.pipeline import Pipeline
     from asyncrl_cli.observe.observers import Observers
     from asyncrl_cli.observe.sinks import Sink
-    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.observe.start_status import StartStatus
     from asyncrl_cli.tasks.task import Task
+
+NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
 
 
 @dataclass
@@ -42,7 +46,10 @@ class Run:
     address: str | None = None
     ui: str = "auto"
     checkpoint: Checkpoint | None = None
+    requests: StopRequests = field(default_factory=lambda: StopRequests(_interrupt), init=False, repr=False)
+    _is_ended: bool = field(default=False, init=False, repr=False)
     _unbegun: RunDirectory | None = field(default=None, init=False, repr=False)
+    _start: StartStatus | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def resume(cls, argument: str, *, runs_dir: Path, ui: str = "auto", address: str | None = None) -> Run:
@@ -58,7 +65,30 @@ class Run:
         return cls(profile=loaded.profile, origins=loaded.origins, ui=ui, address=address, checkpoint=checkpoint)
 
     async def run(self) -> RunResult:
-        """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result."""
+        """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result.
+
+        In the main thread SIGINT, SIGTERM and SIGHUP end it as `job/stopping.py` says.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+        in_loop = asyncio.get_running_loop().call_soon_threadsafe
+
+        def end_the_start() -> None:
+            self._is_ended = True
+            tell("ending the start; asked again it ends at once")
+            in_loop(task.cancel)
+
+        self.requests.mean(end_the_start, self._leave_the_start)
+        with self.requests.on_signals():
+            try:
+                return await self._started_and_run()
+            except asyncio.CancelledError as cancelled:
+                if not self._is_ended:
+                    raise
+                task.uncancel()
+                raise _failure_before(cancelled) or Interrupted(NEVER_BEGAN) from None
+
+    async def _started_and_run(self) -> RunResult:
         from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
         from asyncrl_cli.job.session import object_store_bytes_for, ray_session
         from asyncrl_cli.observe.starting import Starting
@@ -70,19 +100,31 @@ class Run:
             check_free(self.runs_dir, self.name)
         with contextlib.ExitStack() as stack:
             stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
-            directory = self._open_directory(stack) if self.checkpoint else None
-            with Starting(self.ui) as say:
-                prepared = await prepare(self.profile, say, self.address, directory.path if directory else None)
+            directory = self._open_directory(stack) if self.checkpoint else self._make_directory(stack)
+            attempt_dir = directory.start_attempt()
+            stack.enter_context(logged_to(attempt_dir / "driver.log"))
+            watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
+            stack.callback(watching.cancel)
+            with Starting(self.ui) as show, self._start_status(directory) as status:
+
+                def say(text: str, done: int = 0, total: int = 0) -> None:
+                    show(text, done, total)
+                    status(text, done, total)
+
+                prepared = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
                 self._refuse_other_prompts(prepared.task)
                 say("starting Ray")
                 store_bytes = object_store_bytes_for(prepared.model_dir)
                 plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
-                directory = directory or self._make_directory(stack)
                 keep_model_files(prepared.model_dir, directory.path)
                 keep_reward_module(directory.path, prepared.task.reward.function, prepared.task.reward.module_file)
-                attempt_dir = directory.start_attempt()
-                stack.enter_context(logged_to(attempt_dir / "driver.log"))
-                return await self._run_with(directory, attempt_dir, plan, prepared, say)
+
+                def begin() -> None:
+                    show.close()
+                    status.close()
+                    self._start = None
+
+                return await self._run_with(directory, attempt_dir, plan, prepared, say, begin)
 
     def _refuse_other_prompts(self, task: Task) -> None:
         """A checkpoint names its prompts: the task must still have them, as they were."""
@@ -95,8 +137,15 @@ class Run:
                 feed.find(*entry["key"][:2])
 
     async def _run_with(
-        self, directory: RunDirectory, attempt_dir: Path, plan: JobPlan, prepared: Prepared, say: Starting
+        self,
+        directory: RunDirectory,
+        attempt_dir: Path,
+        plan: JobPlan,
+        prepared: Prepared,
+        say: Say,
+        begin: Callable[[], None],
     ) -> RunResult:
+        """`begin` ends what is said of the start."""
         from asyncrl_cli.job.workers import started_workers
 
         async with started_workers(
@@ -109,7 +158,7 @@ class Run:
             checkpoint=self.checkpoint,
             progress=say,
         ) as (trainer, workers, payloads):
-            say.close()
+            begin()
             observers = self._observers(directory)
             try:
                 pipeline = self._pipeline(directory, prepared.task, trainer, workers, payloads, observers)
@@ -119,7 +168,7 @@ class Run:
             for warning in (*self.warnings, *plan.warnings, *prepared.task.notes):
                 observers.warning(warning)
             self._unbegun = None
-            return await run_to_the_end(pipeline, trainer, directory, observers)
+            return await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
 
     def _pipeline(
         self,
@@ -197,9 +246,26 @@ class Run:
         self._unbegun = directory
         return directory
 
+    def _start_status(self, directory: RunDirectory) -> StartStatus:
+        from asyncrl_cli.job.wiring import run_facts
+        from asyncrl_cli.observe.start_status import StartStatus
+
+        self._start = StartStatus(directory.status, run_facts(self.profile, directory.path, directory.attempts))
+        return self._start
+
+    def _leave_the_start(self) -> NoReturn:
+        """Asked a second time. Whoever computes or connects there is not waited for; the directory goes as it would in order."""
+        tell("out at once: no step was trained")
+        leave_soon()  # however long the rest takes
+        end_descendants()
+        self._remove_unbegun(None, None, None)
+        leave()
+
     def _remove_unbegun(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """A run that never began leaves no directory: nothing could resume it, and its name would be taken. What an executor said
         before it failed is kept."""
+        if self._start is not None:
+            self._start.take_back()
         if self._unbegun is None:
             return
         logs = self._unbegun.remove(keep_logs=isinstance(error, ExecutorFailed))
@@ -213,3 +279,15 @@ class Run:
         directory = RunDirectory.open(self.checkpoint.directory.parent.parent)
         stack.callback(directory.close)
         return directory
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _failure_before(cancelled: BaseException) -> AsyncrlError | None:
+    """The failure whose clean-up was cancelled: it is what happened to the run."""
+    earlier: BaseException | None = cancelled
+    while earlier is not None and not isinstance(earlier, AsyncrlError):
+        earlier = earlier.__context__
+    return earlier

@@ -112,9 +112,12 @@ def _init(**options: Any) -> None:
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
+    # What Ray starts is in our process group, and a terminal that goes tells all of it: they outlive the run's checkpoint.
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level="ERROR", **options)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         if in_main_thread and handler is not None:
             signal.signal(signal.SIGTERM, handler)
 

@@ -1,50 +1,76 @@
-"""How a person ends a run: the first Ctrl-C, SIGTERM or `asyncrl stop` asks, the second aborts."""
+"""How a person ends a run: by Ctrl-C, SIGTERM, SIGHUP (a terminal that goes) or `asyncrl stop`. What each request does:
+
+    the run is     first                    second                  third
+    starting       cancels the start        out, without waiting
+    in its loop    step, checkpoint, end    aborts the loop         out, without waiting
+    ending         says that it is ending, as every further one
+
+"Out" ends the process there and then: what it has started is the reaper's, and checkpoints are made to survive that.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from asyncrl_cli.checkpoint.files import remove_unfinished
 
 log = logging.getLogger("asyncrl")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+INTERRUPTED = 130
+LEAVE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.5
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopRequests:
-    """Counts requests from signals and from the run directory's stop file, and calls `stop` and then `abort` once each."""
+    """Requests from signals and from the run directory's stop file. `mean` says what the next ones do."""
 
-    def __init__(self, stop: Callable[[], None], abort: Callable[[], None]) -> None:
-        self._actions = [stop, abort]
-        self._from_signals = 0
+    def __init__(self, *actions: Callable[[], None]) -> None:
+        self._actions = list(actions)
+
+    def mean(self, *actions: Callable[[], None]) -> None:
+        """From now on: one action per request, the last one again for every further request.
+
+        A signal calls them between any two steps of the main thread: what belongs into the event loop is handed to it.
+        """
+        self._actions = list(actions)
 
     def request(self) -> None:
         if self._actions:
-            self._actions.pop(0)()
+            action = self._actions.pop(0) if len(self._actions) > 1 else self._actions[0]
+            action()
+
+    def take_signals(self) -> dict[signal.Signals, Any]:
+        """Take the signals over from whoever had them, and return these; taken again, nothing changes.
+
+        One that was ignored from the start (SIGHUP under nohup) stays so. Outside the main thread nobody may handle signals: such
+        a run is stopped by file, or by cancelling it.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.getsignal(number) for number in SIGNALS} if is_main else {}
+        taken = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, self._on_signal)}
+        for number in taken:
+            signal.signal(number, self._on_signal)
+        return taken
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM over from whoever had them (`ray.init` replaces handlers: enter this after it).
-
-        Outside the main thread nobody may: such a run is stopped by file, or by cancelling it.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.getsignal(number) for number in numbers}
-        for number in numbers:
-            loop.add_signal_handler(number, self.request)
+        """Within the block they are taken."""
+        taken = self.take_signals()
         try:
             yield
         finally:
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
+            for number, handler in taken.items():
+                signal.signal(number, handler or signal.SIG_DFL)
 
     async def watch(self, num_requests: Callable[[], int]) -> None:
         """Look for requests that come by file, until cancelled."""
@@ -60,3 +86,38 @@ class StopRequests:
                 self.request()
             seen = max(seen, total)
             await asyncio.sleep(_LOOK_EVERY_S)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request()
+
+
+def tell(text: str) -> None:
+    """A line on stderr from within a signal's handler: no lock that its thread may hold, and a terminal may be gone."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def end_descendants() -> None:
+    """Kill what this process has started, but for the reaper: so nobody writes on where we clean up. It looks after the rest."""
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if not any(word.endswith("reaper.py") for word in process.cmdline()):
+                process.kill()
+
+
+def leave(exit_code: int = INTERRUPTED) -> NoReturn:
+    """End this process now. Python would wait for threads that nobody can interrupt: an import, a download, a stuck terminal."""
+    remove_unfinished()
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, _SHOW_CURSOR)
+    os._exit(exit_code)
+
+
+def leave_soon() -> None:
+    """In `LEAVE_WITHIN_S`, whatever holds up the main thread."""
+    timer = threading.Timer(LEAVE_WITHIN_S, leave)
+    timer.daemon = True
+    timer.start()

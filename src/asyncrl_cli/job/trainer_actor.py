@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
+from asyncrl_cli.checkpoint.files import telling_storage
 from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.lifeline import LOOPBACK
 from asyncrl_cli.job.process import set_up_process
@@ -157,7 +158,8 @@ class TrainerActor:
         manifest, buckets = self._trainer.published(version)
         refs = self._sending.sent(manifest, buckets)
         if self._kept is not None:
-            keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
+            with telling_storage():
+                keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
         return manifest, refs
 
     @ray.method(concurrency_group="direct")
@@ -183,16 +185,18 @@ class TrainerActor:
         """The snapshot of `step`; rank 0 adds the payloads' arrays."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
-        self._trainer.write(step, Path(directory), with_published)
-        if self._rank == 0:
-            write_payloads(Path(directory), ray.get(payload_refs))
+        with telling_storage():
+            self._trainer.write(step, Path(directory), with_published)
+            if self._rank == 0:
+                write_payloads(Path(directory), ray.get(payload_refs))
 
     @ray.method(concurrency_group="write")
     def dump(self, directory: str, step: int, window: int, payload_refs: list[Any]) -> None:
         """The trajectories of a train step as text lines, beside training (rank 0)."""
         from asyncrl_cli.samples.dump import dump_samples
 
-        dump_samples(Path(directory), step, ray.get(payload_refs), window=window, decode=self._decode)
+        with telling_storage():
+            dump_samples(Path(directory), step, ray.get(payload_refs), window=window, decode=self._decode)
 
     @property
     def _decode(self) -> Any:

@@ -7,7 +7,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.checkpoint.files import telling_storage
+from asyncrl_cli.errors import StorageError
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
@@ -100,12 +101,10 @@ class RunCheckpoints:
 
     async def write(self, cut: Cut) -> Path:
         try:
-            return await self._store.write(cut, self._write_trainer(cut))
-        except OSError as error:
-            raise AsyncrlError(
-                f"the checkpoint of step {cut.step} cannot be written: {error}",
-                hint=f"look at the free space and the permissions of {self._store.directory}; older checkpoints are as they were",
-            ) from error
+            with telling_storage():
+                return await self._store.write(cut, self._write_trainer(cut))
+        except StorageError as error:
+            raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
 
     def _write_trainer(self, cut: Cut) -> Callable[[Path], Awaitable[Any]]:
         with_published = not cut.at_window_boundary

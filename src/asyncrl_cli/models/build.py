@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from asyncrl_cli.checkpoint.files import naming, storage_error, unfinished_directory
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.lessons import Lesson, characters_of, make_lessons
 from asyncrl_cli.models.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -97,30 +97,29 @@ def _build(
         progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
 
     losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
-    temporary = _temporary_beside(directory)
-    try:
+    with _temporary_beside(directory) as temporary:
         logging.disable_progress_bar()
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         content = {**description, "losses": [round(loss, 4) for loss in losses]}
         (temporary / DESCRIPTION).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
         _put_in_place(temporary, directory)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _encoded(tokenizer: Any, lesson: Lesson) -> Pair:
     return tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
 
 
-def _temporary_beside(directory: Path) -> Path:
+@contextlib.contextmanager
+def _temporary_beside(directory: Path) -> Iterator[Path]:
+    """Whatever cannot be written into the cache is told with the key that names another place."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+        with unfinished_directory(directory.parent, f".{directory.name}-") as temporary, naming(temporary):
+            yield temporary
     except OSError as error:
         raise PreflightError(
-            f"model.cache_dir: {directory.parent} cannot be written: {error.strerror}",
-            hint="set model.cache_dir to a directory of yours",
+            f"model.cache_dir: {storage_error(error).message}", hint="set model.cache_dir to a directory of yours"
         ) from error
 
 

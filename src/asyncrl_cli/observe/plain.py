@@ -9,6 +9,7 @@ from typing import Any, TextIO
 from asyncrl_cli.observe.format import clock, count, number, share
 from asyncrl_cli.observe.sinks import NullSink
 from asyncrl_cli.observe.summary import summary_text
+from asyncrl_cli.observe.terminal import neutral
 
 EVERY_S = 5.0
 """Least time between two step lines: a fast run must not flood a log."""
@@ -52,7 +53,7 @@ class Plain(NullSink):
     def close(self, status: Mapping[str, Any]) -> None:
         if self._pending is not None:
             self._say_step()
-        self._stream.write(summary_text({**status, "error": ""}) + "\n")
+        self._stream.write(neutral(summary_text({**status, "error": ""})) + "\n")
         self._stream.flush()
 
     def _say_step(self) -> None:
@@ -61,7 +62,7 @@ class Plain(NullSink):
         self._said_s, self._pending = self._now(), None
 
     def _write(self, time_s: float, text: str) -> None:
-        self._stream.write(f"{clock(time_s)}  {text}\n")
+        self._stream.write(neutral(f"{clock(time_s)}  {text}\n"))
         self._stream.flush()
 
 

@@ -78,6 +78,8 @@ def _header(status: Status, width: int) -> list[Text]:
         f"version {progress['version']}",
         f"groups {count(progress['groups_trained'])}/{count(progress['groups_total'])}",
     ]
+    if status.get("doing"):
+        counts = [f"starting: {status['doing']}"]
     if admission and status["phase"] not in ENDED:
         taken, groups = admission["window_taken"], admission["window_groups"]
         counts.append(f"window {taken}/{groups} taken, budget {admission['window_budget']}")

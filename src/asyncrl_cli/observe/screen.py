@@ -15,6 +15,7 @@ from asyncrl_cli.observe.plain import Plain
 from asyncrl_cli.observe.render import render, render_summary
 from asyncrl_cli.observe.sinks import NullSink, Sink
 from asyncrl_cli.observe.status import RunStatus, StillStarting
+from asyncrl_cli.observe.terminal import SafeConsole
 
 REDRAW_S = 0.25
 CLOSE_TIMEOUT_S = 5.0
@@ -26,7 +27,7 @@ class Screen(NullSink):
     """Draws each new status, at most four times a second. `close` leaves the last picture and the run's totals."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or SafeConsole(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         self._status: Mapping[str, Any] | None = None
         self._news = threading.Event()
@@ -66,7 +67,7 @@ class Screen(NullSink):
 
 def make_ui(ui: Ui, console: Console | None = None) -> Sink | None:
     """The sink that people see. `auto`: the screen on a terminal that can show it, else plain lines on stderr."""
-    console = console or Console(stderr=True)
+    console = console or SafeConsole(stderr=True)
     if ui == "none":
         return None
     if ui == "live" or (ui == "auto" and can_show(console)):

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Column
 
 from asyncrl_cli.observe.format import clock
+from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 _PLAIN_EVERY_S = 5.0
 _PACE_OVER_S = 15.0
@@ -25,7 +26,7 @@ class Starting:
     """
 
     def __init__(self, ui: str, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console(stderr=True)
+        self._console = console or SafeConsole(stderr=True)
         self._now = now
         self._silent = ui == "none"
         live = ui == "live" or (ui == "auto" and self._console.is_terminal)
@@ -76,7 +77,7 @@ class Starting:
         if not is_new and now_s - self._said_s < _PLAIN_EVERY_S:
             return
         self._said_s = now_s
-        print("  ".join(part for part in (self._text, how_far) if part), file=self._console.file, flush=True)
+        print(neutral("  ".join(part for part in (self._text, how_far) if part)), file=self._console.file, flush=True)
 
     def _make_progress(self) -> Progress:
         columns = (

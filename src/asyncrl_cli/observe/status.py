@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.checkpoint.find import is_run, run_names
 from asyncrl_cli.checkpoint.lock import is_locked
+from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.observe.live_status import SCHEMA_VERSION
@@ -37,6 +38,10 @@ class RunStatus:
     @property
     def remark(self) -> str:
         """What a reader has to know beside the status; empty where the status says it all."""
+        if self.liveness == "dead" and never_began(self.directory):
+            return (
+                f"killed {self.age_s:.0f} s ago, while it started: nothing was trained, and `train --name {self.name}` replaces it"
+            )
         if self.liveness == "dead":
             return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
         if self.liveness == "live" and self.status["phase"] in ENDED:
@@ -75,7 +80,7 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
     except FileNotFoundError:
         hint = f"its log: asyncrl logs {directory.name}"
         if is_locked(directory):
-            raise StillStarting(f"run '{directory.name}' is starting: its workers load the model", hint=hint) from None
+            raise StillStarting(f"run '{directory.name}' is starting", hint=hint) from None
         raise RefusedError(f"run '{directory.name}' ended while it started: it has no status.json", hint=hint) from None
     except (OSError, UnsafeFile) as error:
         raise _unreadable(path, reason(error)) from None

@@ -10,18 +10,23 @@ trainer itself draws no random numbers.)
 
 from __future__ import annotations
 
+import io
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.safe_files import Count, load_json
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.state_reader import StateReader, read_tensors
@@ -62,17 +67,49 @@ def to_host(
 
 
 def write_state(ranks: Ranks, state: HostState, directory: Path) -> None:
-    """Write and fsync. A collective over `host_group` only, so it may run in a thread beside training."""
+    """Write and fsync. A collective over `host_group` only, so it may run in a thread beside training.
+
+    Raises OSError with what the system said, where this rank could not write.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    dcp.save(
-        {**state.shards, **state.rng},
-        storage_writer=FileSystemWriter(directory, sync_files=True),
-        process_group=ranks.host_group,
-    )
+    writer = FileSystemWriter(directory, sync_files=True)
+    writer.fs = files = _TellingFiles()
+    try:
+        dcp.save({**state.shards, **state.rng}, storage_writer=writer, process_group=ranks.host_group)
+    except CheckpointException as error:  # not even an Exception, and its text is every rank's traceback
+        failures = error.failures
+        first = files.error or next(iter(failures.values()))[0]
+        raise first if isinstance(first, OSError) else AsyncrlError(f"rank {next(iter(failures))} failed: {first}") from error
     if ranks.rank == 0:
         counters = Counters(schema_version=SCHEMA_VERSION, ranks=ranks.world_size, **state.counters)
         (directory / COUNTERS_FILE).write_text(json.dumps(counters, indent=1) + "\n")
         sync_files(directory)
+
+
+class _TellingFiles(FileSystem):
+    """Keeps the first error of a write: torch ends a half-written file with an error of its own, which hides it."""
+
+    error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", mode
+        with io.BufferedWriter(_TellingFile(path, self)) as stream:
+            yield stream
+
+
+class _TellingFile(io.FileIO):
+    def __init__(self, path: str | os.PathLike[str], files: _TellingFiles) -> None:
+        super().__init__(path, "wb")
+        self._files = files
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = os.fspath(self.name)
+            self._files.error = self._files.error or error
+            raise
 
 
 def read_counters(directory: Path) -> Counters:

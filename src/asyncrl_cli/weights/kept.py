@@ -43,13 +43,16 @@ def keep(root: Path, version: int, buckets: Sequence[Bucket], model_dir: Path, k
     target = version_directory(root, version)
     temporary = root / f".{target.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    copy_model_files(model_dir, temporary, parameter_dtype(buckets))
-    write_weights(_first_names(buckets), temporary / WEIGHTS, version=str(version))
-    sync_files(temporary)
-    if target.exists():
-        shutil.rmtree(target)
-    temporary.rename(target)
+    try:
+        temporary.mkdir()
+        copy_model_files(model_dir, temporary, parameter_dtype(buckets))
+        write_weights(_first_names(buckets), temporary / WEIGHTS, version=str(version))
+        sync_files(temporary)
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     if keep_versions != "all":
         for old in [v for v in kept_versions(root) if v <= version][:-keep_versions]:
             shutil.rmtree(version_directory(root, old))

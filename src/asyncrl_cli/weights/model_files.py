@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.checkpoint.files import naming
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,7 +47,8 @@ def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str
     """A file of tensors that whoever may read its directory may read: safetensors makes it the writer's alone."""
     from safetensors.torch import save_file
 
-    save_file(dict(tensors), path, metadata={"format": "pt", **header})
+    with naming(path):
+        save_file(dict(tensors), path, metadata={"format": "pt", **header})
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

@@ -1,0 +1,92 @@
+"""status.json while a run starts: what it is doing, from the moment that the command was typed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from asyncrl_cli.checkpoint.files import replace_text
+from asyncrl_cli.checkpoint.run_directory import STARTING
+from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
+from asyncrl_cli.observe.sinks import to_json
+
+log = logging.getLogger("asyncrl")
+
+EVERY_S = 1.0
+
+
+class StartStatus:
+    """`with StartStatus(path, facts) as doing: doing("loading the task")`.
+
+    A thread of its own writes, because imports and the start of Ray hold up everything else for longer than a reader takes a
+    silent run for a living one. What a resumed run had said before is kept until its loop runs; `take_back` restores it.
+    """
+
+    def __init__(self, path: Path, facts: RunFacts) -> None:
+        self._path = path
+        self._before = path.read_text(encoding="utf-8") if path.exists() else None
+        self._base = _known(self._before) or LiveStatus(facts).picture()
+        self._started_at = time.time()
+        self._doing = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="start-status", daemon=True)
+
+    def __enter__(self) -> StartStatus:
+        self._write()  # here: whoever cannot write it is told so
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
+        if text != self._doing.partition(" (")[0]:
+            log.info("%s", text)
+        self._doing = f"{text} ({done}/{total})" if total else text
+
+    def close(self) -> None:
+        """Nothing is written after it: the next status is the loop's."""
+        self._ended.set()
+        self._thread.join()
+
+    def take_back(self) -> None:
+        """The run has not begun: what stood there before stands there again."""
+        self.close()
+        if self._before is not None:
+            replace_text(self._path, self._before)
+
+    def _work(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("the status of the start cannot be written: %s", error)
+                return
+
+    def _write(self) -> None:
+        now: dict[str, Any] = {
+            "phase": STARTING,
+            "doing": self._doing,
+            "error": "",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started_at": self._started_at,
+            "updated_at": time.time(),
+        }
+        replace_text(self._path, to_json({**self._base, **now}), durable=False)
+
+
+def _known(text: str | None) -> dict[str, Any] | None:
+    """The status of an earlier attempt."""
+    try:
+        content = json.loads(text or "null")
+    except ValueError:
+        return None
+    return content if isinstance(content, dict) else None
