@@ -39,9 +39,22 @@ class Progress(_Open):
 
 class AdmissionFigures(_Open):
     closed_by: str
+    cause: str
     window_taken: Count
     window_groups: Count
     window_budget: Count
+
+
+class PeriodFigures(_Open):
+    words: str
+    from_s: Seconds
+    to_s: Seconds
+    steps: Count
+
+
+class Periods(TypedDict):
+    utilization: PeriodFigures | None
+    steps: PeriodFigures | None
 
 
 class Nothing(TypedDict):
@@ -138,6 +151,7 @@ class Status(_Open):
     on_stale: str
     progress: Progress
     admission: AdmissionFigures | Nothing
+    periods: Periods
     executors: list[ExecutorStatus]
     utilization: Utilization
     staleness: Staleness
@@ -149,7 +163,7 @@ class Status(_Open):
     sync: SyncFigures | Nothing
     timing: dict[str, Seconds]
     ledger: dict[str, Count]
-    tokens_discarded: Figure
+    tokens_discarded: Figure | None
     checkpoint: str
     notes: list[Note]
     num_warnings: Count
