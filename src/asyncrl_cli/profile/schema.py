@@ -53,6 +53,7 @@ Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 """Of workers, ranks, devices: each is planned by itself."""
 PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
+Bytes = Annotated[float, Field(gt=0, le=10**18), BeforeValidator(_plain)]
 PathText = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "format": "path"})]
 Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(_plain)]
 TopP = Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from asyncrl_cli.profile.schema import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
+from asyncrl_cli.profile.schema import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
 TokenList = Annotated[tuple[PositiveInt, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
@@ -92,13 +92,13 @@ class Training(Section):
 class Syncing(Section):
     """Gather, send and load of one version, from bytes and bandwidths."""
 
-    parameter_bytes: PositiveFloat
+    parameter_bytes: Bytes
     """Bytes of the published weights."""
-    gather_bytes_per_s: PositiveFloat
+    gather_bytes_per_s: Bytes
     """Trainer: full parameters into buckets (stalls training)."""
-    send_bytes_per_s: PositiveFloat
+    send_bytes_per_s: Bytes
     """Buckets to a worker's second buffer (stalls nobody)."""
-    load_bytes_per_s: PositiveFloat
+    load_bytes_per_s: Bytes
     """Copying in (stalls the worker)."""
     pause_s: NonNegativeFloat = 0.0
     """Fixed cost of interrupting and resuming a worker."""
