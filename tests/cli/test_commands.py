@@ -150,7 +150,43 @@ def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], m
     assert run(["doctor", "--json"]) == 0
     found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert found["transformers"]["found"] == "5.19.0"
-    assert {"ray", "machine", "GPUs", "engine transformers", "engine vllm"} <= set(found)
+    assert {"ray", "machine", "CPU", "threads", "GPUs", "engine transformers", "engine vllm"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "named", "meaning"),
+    [
+        (
+            "model name\t: Some CPU\nflags\t\t: fpu sse2 avx2\n\nflags : amx_bf16\n",
+            "Some CPU: avx2;",
+            "has no bfloat16 instructions",
+        ),
+        ("flags\t\t: avx2 avx512f avx512_bf16\n", "avx2 avx512f avx512_bf16;", "computes in bfloat16 as well"),
+        ("Features\t: fp asimd bf16\n", "asimd bf16;", "computes in bfloat16 as well"),
+        ("flags\t\t: fpu sse2\n", "no vector instructions", "has no bfloat16 instructions"),
+        ("", "not known", "not known"),
+    ],
+)
+def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, named: str, meaning: str
+) -> None:
+    from asyncrl_cli.cli.doctor import _cpu
+    from asyncrl_cli.job import cpu
+
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    assert named in _cpu().found
+    assert meaning in _cpu().found
+
+
+def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    from asyncrl_cli.cli.doctor import _threads
+
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    for load, busy in ((0.2, False), (1.0, True)):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
+        assert ("takes its share" in _threads().found) is busy
+        assert f"load {load} on 2 cores" in _threads().found
 
 
 def test_doctor_exits_with_3_if_something_needed_is_missing(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job.plan import JobPlan, compile_job, plan_rows
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import ModelSection, Profile
 
 from .crew import nodes, small_profile
 
@@ -20,6 +21,16 @@ LAPTOP = nodes((2, 0), elastic_cpus=True)
 
 def job(cluster: Any = LAPTOP, *, workers: int | None = None, **placement: Any) -> JobPlan:
     return compile_job(profile(workers=workers, **placement), cluster)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_instructions", "warns"),
+    [("bfloat16", False, True), ("bfloat16", True, False), ("bfloat16", None, False), ("float32", False, False)],
+)
+def test_bfloat16_on_a_cpu_that_would_emulate_it_is_warned_of(dtype: str, has_instructions: bool | None, warns: bool) -> None:
+    asked = small_profile().model_copy(update={"model": ModelSection.model_validate({"dtype": dtype})})
+    plan = compile_job(asked, replace(LAPTOP, cpu_bfloat16=has_instructions))
+    assert [("emulates" in warning) for warning in plan.warnings] == ([True] if warns else [])
 
 
 def profile(*, workers: int | None = None, **placement: Any) -> Profile:

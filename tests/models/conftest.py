@@ -5,13 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task, load_task
-
-torch.set_num_threads(1)
 
 
 def tiny_profile(cache: Path | str, *, steps: int = 2, **fields) -> Profile:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models import resolve
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.task import load_task
 from tests.models.conftest import tiny_profile
 
 
@@ -36,7 +39,8 @@ def refusal(path: Path | str, task) -> PreflightError:
 def test_building_reports_every_step(task, tmp_path):
     seen = []
     resolve_model(tiny_profile(tmp_path), task, progress=lambda *report: seen.append(report))
-    assert seen == [("warm start", 1, 2), ("warm start", 2, 2)]
+    assert [report[:3] for report in seen] == [("warm start", 1, 2), ("warm start", 2, 2)]
+    assert all(re.fullmatch(r"loss \d+\.\d\d", report[3]) for report in seen)
 
 
 def test_a_cached_model_is_not_built_again(task, built):
@@ -44,7 +48,7 @@ def test_a_cached_model_is_not_built_again(task, built):
     seen = []
     again = resolve_model(tiny_profile(built.parent), task, progress=lambda *report: seen.append(report))
     assert again == built
-    assert seen == []
+    assert seen == [(f"cached model {built}", 0, 0, "")]
     assert {path.name: path.stat().st_mtime_ns for path in built.iterdir()} == stamps
     assert [path.name for path in built.parent.iterdir()] == [built.name]
 
@@ -57,6 +61,32 @@ def test_everything_that_changes_the_model_changes_its_directory(task, tmp_path)
         tiny_profile(tmp_path, steps=1, model={"warm_start_label_noise": 0.9}),
     ]
     assert len({resolve_model(profile, task) for profile in profiles}) == 4
+
+
+@pytest.mark.parametrize("fewer_or_more", [0, 64])
+def test_another_number_of_eval_prompts_finds_the_same_model(built, fewer_or_more):
+    profile = tiny_profile(built.parent, eval={"prompts": fewer_or_more})
+    assert resolve_model(profile, load_task(profile)) == built
+
+
+def build(profile: Profile, barrier) -> None:
+    task = load_task(profile)
+    barrier.wait(60)
+    resolve_model(profile, task)
+
+
+def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    profile, barrier = tiny_profile(tmp_path, steps=8), context.Barrier(2)
+    processes = [context.Process(target=build, args=(profile, barrier)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    directory = resolve_model(profile, task, progress=lambda *report: None)
+    assert list(tmp_path.iterdir()) == [directory]
+    resolve.check_model_directory(directory)
 
 
 def test_two_builds_from_the_same_inputs_are_the_same_bytes(task, built, tmp_path):

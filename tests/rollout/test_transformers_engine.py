@@ -20,6 +20,7 @@ from asyncrl_cli.rollout.engine import Completion, Sampling
 from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket, pack
 from asyncrl_cli.weights.in_place import copy_into
+from tests.products import counted_products
 from tests.rollout import tiny
 
 DEADLINE_S = 60.0
@@ -65,6 +66,18 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
         await body()
 
     asyncio.run(main())
+
+
+def test_every_matrix_product_of_generating_and_scoring_is_in_float32(model_dir: Path, tmp_path: Path) -> None:
+    async def body() -> None:
+        async with engine_of(model_dir) as engine:
+            with counted_products(tmp_path) as products:
+                await all_of(engine, prompts(4), sampling(8))
+                await engine.score(prompts(2), 1.0)
+            assert {dtype for _, dtype in products} == {"float"}
+            assert sum(products.values()) > 8 * 21  # eight passes through 21 matrices
+
+    run(body)
 
 
 @pytest.mark.parametrize(

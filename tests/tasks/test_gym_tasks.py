@@ -52,6 +52,23 @@ def test_an_item_is_the_question_and_the_answer_of_the_dataset(plain):
     assert item["metadata"]["entry"]["question"] == item["prompt"]
 
 
+def test_the_worked_form_holds_as_many_prompts_out_however_many_an_eval_uses():
+    """What a model is taught, the training prompts, would else depend on the number of eval prompts."""
+    few, usual, more = (load_task(profile_of(task={"adapter": "worked"}, eval={"prompts": n})) for n in (20, 512, 600))
+    assert few.train == usual.train
+    assert few.eval == usual.eval[:20]
+    for task in (few, usual, more):
+        assert not set(prompts_of(task.train)) & set(prompts_of(task.eval))
+
+
+def test_a_worked_dataset_with_few_prompts_is_split_as_asked():
+    # Lists of two of twelve values in two directions: 288 prompts.
+    task = {"adapter": "worked", "params": {"max_numbers": 2}, "train_prompts": 150}
+    few = load_task(profile_of(task=task, eval={"prompts": 40}))
+    assert (len(few.train), len(few.eval)) == (150, 40)
+    assert not set(prompts_of(few.train)) & set(prompts_of(few.eval))
+
+
 def test_train_and_eval_share_no_prompt_even_where_prompts_are_few():
     # Two digits of 0..9 in two directions make 200 prompts; 199 of them are asked for.
     params = {"min_numbers": 2, "max_numbers": 2, "max_decimals": 0, "min_value": -0.49, "max_value": 9.49}

@@ -20,6 +20,7 @@ from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import unpack, verify
 from asyncrl_cli.weights.probes import mean_abs_diff
+from tests.products import counted_products
 from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
 
 
@@ -93,6 +94,15 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
     theirs = dict(plain.model.named_parameters())
     for name, ours in weights_of(trainer).items():
         assert torch.equal(ours, theirs[name]), name
+
+
+def test_every_matrix_product_of_a_step_and_a_publish_is_in_float32(tiny_model_dir, make_trainer, tmp_path):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    with counted_products(tmp_path) as products:
+        trainer.train(rank_batch(*make_step(1, num_groups=2)))
+        trainer.gather(1)
+    assert {dtype for _, dtype in products} == {"float"}
+    assert sum(products.values()) > 20
 
 
 def test_logits_of_prompts_make_no_difference(tiny_model_dir, make_trainer):

@@ -91,6 +91,8 @@ def examine() -> Iterator[Finding]:
     yield Finding(what="python", found=sys.version.split()[0], ok=sys.version_info >= (3, 11), hint="asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield _machine()
+    yield _cpu()
+    yield _threads()
     yield _shared_memory()
     yield _gpus()
     yield _importable("ray", "ray")
@@ -129,6 +131,34 @@ def _machine() -> Finding:
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
     return Finding(what="machine", found=f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
+
+
+def _cpu() -> Finding:
+    from asyncrl_cli.job.cpu import computes_bfloat16, cpu_facts, matrix_features
+
+    features = matrix_features()
+    if features is None:
+        return Finding(what="CPU", found="its instructions are not known on this system")
+    meaning = {
+        True: "computes in bfloat16 as well as in float32",
+        False: "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower than float32",
+    }[bool(computes_bfloat16())]
+    name = cpu_facts().get("model name", "CPU")
+    return Finding(what="CPU", found=f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}")
+
+
+def _threads() -> Finding:
+    """On CPUs; where there are GPUs, they compute."""
+    from asyncrl_cli.job.cluster import usable_cores
+    from asyncrl_cli.job.counts import cpu_counts
+    from asyncrl_cli.profile.schema import Profile
+
+    cores, load, threads = usable_cores(), os.getloadavg()[0], cpu_counts(Profile()).cpus
+    found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
+    found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
+    if load + threads > cores + 0.5:
+        found += ": what else runs takes its share, and a run as much longer"
+    return Finding(what="threads", found=found)
 
 
 def _shared_memory() -> Finding:

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from asyncrl_cli.job.cpu import computes_bfloat16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:
@@ -19,10 +21,14 @@ class NodeResources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResources:
-    """All nodes a job may use. `elastic_cpus`: CPUs are logical and grow with the plan (a local session)."""
+    """All nodes a job may use. `elastic_cpus`: CPUs are logical and grow with the plan (a local session).
+
+    `cpu_bfloat16`: whether its CPUs have instructions for products in bfloat16; None where nobody can tell.
+    """
 
     nodes: tuple[NodeResources, ...]
     elastic_cpus: bool = False
+    cpu_bfloat16: bool | None = None
 
     @property
     def cpus(self) -> int:
@@ -43,7 +49,7 @@ def counted(number: int, noun: str) -> str:
 def local_cluster() -> ClusterResources:
     """This machine: its cores, and the NVIDIA devices that `CUDA_VISIBLE_DEVICES` leaves visible."""
     node = NodeResources(name="local", cpus=usable_cores(), gpus=_visible_gpus())
-    return ClusterResources(nodes=(node,), elastic_cpus=True)
+    return ClusterResources(nodes=(node,), elastic_cpus=True, cpu_bfloat16=computes_bfloat16())
 
 
 def usable_cores() -> int:

@@ -156,6 +156,11 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> tup
     warnings = []
     if plan.device == "cpu" and profile.placement.gpus is not None:
         warnings.append(f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs")
+    if plan.device == "cpu" and profile.model.dtype == "bfloat16" and cluster.cpu_bfloat16 is False:
+        warnings.append(
+            "model.dtype = bfloat16: this CPU has no instructions for it and emulates every matrix product, several times "
+            "slower than in float32 (--set model.dtype=float32)"
+        )
     rollout = plan.role(ROLLOUT)
     # On CPUs each of the processes that share a model computes with all of its worker's threads.
     more = rollout.workers * rollout.threads * (tensor_parallel_size(profile, plan.device) - 1) if plan.device == "cpu" else 0

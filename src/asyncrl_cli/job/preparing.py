@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class Say(Protocol):
-    """Told what is being done, and where it can be counted how much of how much."""
+    """Told what is being done, where it can be counted how much of how much, and figures to show beside that."""
 
-    def __call__(self, text: str, done: int = 0, total: int = 0) -> None: ...
+    def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

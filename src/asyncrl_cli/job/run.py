@@ -107,8 +107,8 @@ class Run:
             stack.callback(watching.cancel)
             with Starting(self.ui) as show, self._start_status(directory) as status:
 
-                def say(text: str, done: int = 0, total: int = 0) -> None:
-                    show(text, done, total)
+                def say(text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
+                    show(text, done, total, figures)
                     status(text, done, total)
 
                 prepared = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)

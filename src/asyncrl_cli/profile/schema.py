@@ -109,9 +109,9 @@ class ModelSection(Section):
     """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32)."""
     trust_remote_code: bool = False
     """Let a hub model run code of its own."""
-    warm_start_steps: NonNegativeInt = 500
+    warm_start_steps: NonNegativeInt = 300
     """builtin:tiny: supervised steps on demonstrations before RL begins."""
-    warm_start_label_noise: Ratio = 0.52
+    warm_start_label_noise: Ratio = 0.48
     """builtin:tiny: share of flawed demonstrations; sets the starting reward."""
     cache_dir: PathText | None = None
     """Where built models are kept; the user's cache directory if not given."""

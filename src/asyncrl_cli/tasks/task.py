@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -23,6 +24,9 @@ Adapter = Literal["plain", "worked"]
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096
 """Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""
+HELD_OUT_AT_LEAST = 512
+"""Of a dataset in its worked form, however few prompts an eval uses. builtin:tiny is taught the training prompts, and these are
+what is not held out: with one number of eval prompts or another it is the same model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,16 +101,24 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
     reward, notes = _reward(profile, run_dir, dataset, params, adapter)
     train = f"train/{profile.run.seed}"
     num_prompts = {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS}
-    made = make_entries(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
+    made = _made(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
     return Task(
         name=profile.task.source,
         train=_gym_items(made[train]),
-        eval=_gym_items(made["eval"]),
+        eval=_gym_items(made["eval"][: profile.eval.prompts]),
         reward=reward,
         demonstration=Demonstrations(dataset=dataset) if adapter == "worked" else None,
         flawed_demonstration=Demonstrations(dataset=dataset, flawed=True) if adapter == "worked" else None,
         notes=notes,
     )
+
+
+def _made(order: Order) -> dict[str, Made]:
+    """With HELD_OUT_AT_LEAST eval prompts, if the dataset has so many beside the others."""
+    if order.adapter == "worked" and order.num_prompts["eval"] < HELD_OUT_AT_LEAST:
+        with suppress(ConfigError):
+            return make_entries(replace(order, num_prompts={**order.num_prompts, "eval": HELD_OUT_AT_LEAST}))
+    return make_entries(order)
 
 
 def _gym_items(made: Made) -> tuple[Item, ...]:
