@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -76,10 +77,21 @@ def exchange(pairs: Iterable[Change]) -> None:
 def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """A whole version into a model or its twin, layer by layer: processed as at the start (CPUs pack linear weights into a layout
     of their own), then copied into the storage that the layer had."""
+    forget_kernels_of_experts(model)
     initialize_layerwise_reload(model)
     model.load_weights(iter(weights))
     finalize_layerwise_reload(model, model_config)
     pack_tied_layers(model)
+
+
+def forget_kernels_of_experts(model: torch.nn.Module) -> None:
+    """On CPUs experts are packed when their kernel is made, and vLLM makes it once: a reload would put plain weights in the place
+    of packed ones, and generation would go on with neither the old experts nor the new, without an error. So it is made anew.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and layer.w13_weight.device.type == "cpu":
+            method.moe_kernel = None
 
 
 def pack_tied_layers(model: torch.nn.Module) -> None:
