@@ -28,11 +28,12 @@ from pathlib import Path
 
 from tests.run.commands import SMALL, command_line, descendants, lines, wait_until_gone
 
-STEPS = 16
+STEPS = 8
 GROUPS = 4
 ENDS_WITHIN_S = 15.0
 CLEAN_WITHIN_S = 10.0
 RUN_LIMIT_S = 240.0
+TORCHS_CACHE = "torchinductor_"
 SETS = (*SMALL, f"run.train_steps={STEPS}")
 
 
@@ -45,6 +46,7 @@ class Kind:
     sets: tuple[str, ...] = ()
     goes_on: bool = False
     while_starting: bool = False
+    needs_worker: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +95,10 @@ KINDS = (
     Kind(name="gym", is_victim=named(b"gym_worker"), while_starting=True),
     Kind(name="gcs_server", is_victim=called("gcs_server")),
     Kind(name="gcs_server, restarts", is_victim=called("gcs_server"), sets=RESTARTS),
-    Kind(name="gcs_server, starting", is_victim=called("gcs_server"), while_starting=True),
+    Kind(name="gcs_server, starting", is_victim=called("gcs_server"), while_starting=True, needs_worker=True),
     Kind(name="raylet", is_victim=called("raylet")),
     Kind(name="raylet, restarts", is_victim=called("raylet"), sets=RESTARTS),
-    Kind(name="raylet, starting", is_victim=called("raylet"), while_starting=True),
+    Kind(name="raylet, starting", is_victim=called("raylet"), while_starting=True, needs_worker=True),
     Kind(name="agent", is_victim=called("cat")),
     Kind(name="agent, restarts", is_victim=called("cat"), sets=RESTARTS),
     Kind(name="reaper", is_victim=named(b"reaper.py"), goes_on=True),
@@ -132,7 +134,7 @@ class Laboratory:
         process = self.start("train", "--profile", "partial-rollout", "--name", name, "--ui", "plain", sets=(*SETS, *kind.sets))
         try:
             if not kind.while_starting:
-                self._wait_for_steps(process, run, self.rng.randint(2, 6))
+                self._wait_for_steps(process, run, self.rng.randint(2, 5))
             family = self._kill_one(process, kind)
             killed_s = time.monotonic()
             at_step = len(lines(run / "metrics.jsonl"))
@@ -141,7 +143,7 @@ class Laboratory:
         finally:
             process.kill()
         left = [command_line(pid).replace(b"\0", b" ").decode()[:40] for pid in wait_until_gone(family, CLEAN_WITHIN_S)]
-        left += os.listdir(self.temporary)
+        left += [name for name in os.listdir(self.temporary) if not name.startswith(TORCHS_CACHE)]
         left += [file for file in os.listdir("/dev/shm") if file not in shared and file.startswith(("psm_", "plasma"))]
         errors = [line for line in err.splitlines() if line.startswith("error:")]
         hints = [line for line in err.splitlines() if line.startswith("hint:")]
@@ -168,6 +170,8 @@ class Laboratory:
         end_s = time.monotonic() + RUN_LIMIT_S
         while True:
             family = descendants(process.pid)
+            if kind.needs_worker and not any(b"ray::" in command_line(pid) for pid in family):
+                family = set()  # Ray has not started yet
             victims = [pid for pid in (process.pid, *family) if kind.is_victim(pid, process.pid)]
             if victims:
                 os.kill(self.rng.choice(victims), signal.SIGKILL)
@@ -221,12 +225,9 @@ def main() -> None:
             with (directory / "kills.jsonl").open("a") as table:
                 table.write(json.dumps(asdict(row)) + "\n")
             verdict = "" if row.is_right(kind) else "  WRONG"
-            print(
-                f"{kind.name:22} step {row.at_step:2} {row.ended_s:5.1f} s, exit {row.code:3}, {row.resumed}{verdict}", flush=True
-            )
-            print(
-                f"    {row.error or 'no error line'}\n    {row.hint or 'no hint'}" + (f"\n    left: {row.left}" if row.left else "")
-            )
+            print(f"{kind.name:22} step {row.at_step} {row.ended_s:5.1f} s, exit {row.code:3}, {row.resumed}{verdict}")
+            for line in (row.error or "no error line", row.hint or "no hint", row.left and f"left: {row.left}"):
+                print(f"    {line}" if line else "", flush=True)
     sys.exit(1 if wrong else 0)
 
 

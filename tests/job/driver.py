@@ -5,6 +5,7 @@ python driver.py HOW     HOW: return | raise | wait (for a signal)
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -30,7 +31,7 @@ def main(how: str) -> None:
     with ray_session(Profile(), cluster=cluster) as plan:
         holder = ray.remote(Holder).options(num_cpus=1).remote()
         ray.get(holder.hold.remote())
-        directory = ray._private.worker.global_worker.node.temp_dir
+        directory = os.path.dirname(ray._private.worker.global_worker.node.temp_dir)  # ours, around Ray's
         ready = ("ready", directory, plan.cpus)
         if how != "wait":
             print(*ready, flush=True)

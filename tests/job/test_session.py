@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
@@ -108,6 +112,91 @@ def test_the_sigterm_handler_is_the_same_inside_and_after_a_session() -> None:
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+class Echo:
+    def echo(self, word: str) -> str:
+        return word
+
+
+@pytest.fixture
+def _restored_token() -> Iterator[None]:
+    """The caller's own Ray environment."""
+    os.environ["RAY_AUTH_TOKEN"] = "my own"
+    yield
+    del os.environ["RAY_AUTH_TOKEN"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_restored_token")
+def test_a_session_is_two_daemons_and_a_token_in_a_directory_that_nobody_else_can_enter(tmp_path: Path) -> None:
+    import ray
+
+    before = dict(os.environ)
+    with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
+        echo = ray.remote(Echo).options(num_cpus=1).remote()
+        assert ray.get(echo.echo.remote("one")) == "one"
+        assert "RAY_AUTH_TOKEN" not in os.environ
+        token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert stat.S_IMODE(token.parent.stat().st_mode) == 0o700
+        assert token.parent in Path(ray._private.worker.global_worker.node.temp_dir).parents
+        started = Counter(name_of(child) for child in psutil.Process().children())
+        assert {name: started[name] for name in started if name != "resource_tracker"} == {
+            "gcs_server": 1,
+            "raylet": 1,
+            "reaper": 1,
+        }
+    assert dict(os.environ) == before
+    assert not token.parent.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path: Path) -> None:
+    import ray
+
+    with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
+        echo = ray.remote(Echo).options(num_cpus=1).remote()
+        first = next(child for child in psutil.Process().children() if name_of(child) == "reaper")
+        first.kill()
+        deadline_s = time.monotonic() + 10.0
+        while (reapers := [child for child in psutil.Process().children() if name_of(child) == "reaper"]) in ([], [first]):
+            assert time.monotonic() < deadline_s, "nobody took its place"
+            time.sleep(0.1)
+        assert ray.get(echo.echo.remote("still here")) == "still here"
+        started: dict[int, int] = {}
+        look(os.getpid(), started)
+    assert not [child for child in reapers if child.is_running()]
+    family = {pid: name for pid, name in started.items() if psutil.pid_exists(pid)}
+    assert {name_of(psutil.Process(pid)) for pid in living(family)} <= {"resource_tracker"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_daemons_that_get_no_core_for_a_minute_are_not_dead() -> None:
+    """As on an overloaded machine, and by the clock of the default limits long enough: 5 health checks of 10 s."""
+    import ray
+
+    with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
+        echo = ray.remote(Echo).options(num_cpus=1).remote()
+        assert ray.get(echo.echo.remote("before")) == "before"
+        suspended = [child for child in psutil.Process().children() if name_of(child) in ("raylet", "gcs_server")]
+        assert len(suspended) == 2
+        for name in ("raylet", "gcs_server"):  # one after the other: who asks is not asleep with who is asked
+            victim = next(child for child in suspended if name_of(child) == name)
+            victim.suspend()
+            time.sleep(75)
+            victim.resume()
+            assert ray.get(echo.echo.remote(name), timeout=20) == name
+        another = ray.remote(Echo).options(num_cpus=1).remote()
+        assert ray.get(another.echo.remote("after"), timeout=30) == "after"
+
+
+def name_of(process: psutil.Process) -> str:
+    words = " ".join(process.cmdline())
+    return next((name for name in ("reaper", "resource_tracker") if name in words), process.name())
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_ray_starts() -> None:

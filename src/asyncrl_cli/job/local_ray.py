@@ -40,7 +40,8 @@ PATIENT = {
     "health_check_initial_delay_ms": 60_000,
     # A worker of ours imports torch and ray, which has taken minutes on such a machine.
     "worker_register_timeout_seconds": 600,
-    # How long a peer may be out of reach before it is asked whether it is dead.
+    # How long a process goes on without the gcs_server, and without a peer before it is asked whether that one is dead.
+    "gcs_rpc_server_reconnect_timeout_s": 600,
     "core_worker_rpc_server_reconnect_timeout_base_s": 60,
     "core_worker_rpc_server_reconnect_timeout_max_s": 300,
     "raylet_rpc_server_reconnect_timeout_base_s": 60,
@@ -49,12 +50,18 @@ PATIENT = {
     "grpc_keepalive_timeout_ms": 300_000,
     "grpc_client_keepalive_timeout_ms": 300_000,
 }
-SYSTEM_CONFIG = PATIENT | {
-    "enable_metrics_collection": False,
-    "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
-}
+SYSTEM_CONFIG = (
+    PATIENT
+    | {
+        "enable_metrics_collection": False,
+        "task_events_report_interval_ms": 0,  # nobody looks at them; and at the end they would be waited for, for 5 s without a gcs_server
+        "task_events_shutdown_flush_timeout_ms": 100,
+        "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
+    }
+)
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
 NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
+AGENT_NAMES = "sh", "cat"
 AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
 NOT_IN_USE = -1
 
@@ -113,11 +120,18 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
 def daemons(node: LocalNode) -> dict[str, Callable[[], str | None]]:
     """By name: how it has ended, None while it runs. The raylet's end ends its agents, so that it comes first."""
     processes = {name: started[0].process for name, started in node.all_processes.items()}
-    agents = children(processes["raylet"].pid)
+    agents = [pid for pid in children(processes["raylet"].pid) if _name(pid) in AGENT_NAMES]
     return {
         **{name: partial(_how_it_ended, process) for name, process in processes.items()},
         **{f"agent {pid}": partial(_gone, pid, started_at(pid)) for pid in agents},
     }
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str | None:

@@ -1,0 +1,105 @@
+"""A daemon of the session dies: whoever waits for Ray hears of it. With processes of a kind that needs no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.job import lifeline as module
+from asyncrl_cli.job.calls import answer
+from asyncrl_cli.job.lifeline import lifeline, lost_session
+from asyncrl_cli.job.local_ray import _how_it_ended
+
+SOON_S = 10 * module.LOOK_EVERY_S
+
+
+@pytest.fixture
+def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    processes = {name: subprocess.Popen(["sleep", "60"]) for name in ("gcs_server", "raylet")}
+    yield processes
+    for process in processes.values():
+        process.kill()
+        process.wait()
+
+
+def watched(daemons: dict[str, subprocess.Popen[bytes]], mend: Any = lambda: None) -> Any:
+    return lifeline({name: partial(_how_it_ended, process) for name, process in daemons.items()}, mend)
+
+
+async def ask(*, patient: bool) -> float:
+    """Seconds until the call fails for the loss of the session."""
+    never = asyncio.get_running_loop().create_future()
+    began_s = time.monotonic()
+    with pytest.raises(SessionLost) as lost:
+        await answer(never, executor="trainer-0", call="a step", timeout_s=30.0, patient=patient)
+    assert "SIGKILL" in str(lost.value)
+    return time.monotonic() - began_s
+
+
+async def ask_both() -> list[float]:
+    return await asyncio.gather(ask(patient=False), ask(patient=True))
+
+
+def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+    with watched(daemons):
+        assert lost_session() is None
+        daemons["raylet"].kill()
+        assert max(asyncio.run(ask_both())) < SOON_S
+        assert "raylet" in str(lost_session(patient=True))
+    assert lost_session() is None
+
+
+def test_without_its_gcs_server_the_trainer_has_time_for_a_checkpoint(
+    daemons: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHECKPOINT_S", 1.0)
+    with watched(daemons):
+        daemons["gcs_server"].kill()
+        at_once_s, later_s = asyncio.run(ask_both())
+        assert at_once_s < SOON_S
+        assert 1.0 <= later_s < 1.0 + SOON_S
+        daemons["raylet"].kill()
+        daemons["raylet"].wait()
+        assert "gcs_server" in str(lost_session()), "who died first is to blame"
+
+
+def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+    async def main() -> str:
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(2 * module.LOOK_EVERY_S, future.set_result, "done")
+        return str(await answer(future, executor="trainer-0", call="a step", timeout_s=30.0))
+
+    mended: list[float] = []
+    with watched(daemons, lambda: mended.append(time.monotonic())):
+        assert asyncio.run(main()) == "done"
+    assert mended
+
+
+BLOCKED = """
+import subprocess, sys, time
+from asyncrl_cli.job import lifeline as module
+from asyncrl_cli.job.local_ray import _how_it_ended
+
+module.LAST_RESORT_S, module.CHECKPOINT_S = 0.5, 0.2
+process = subprocess.Popen(["sleep", "60"])
+with module.lifeline({"gcs_server": lambda: _how_it_ended(process)}, lambda: None):
+    process.kill()
+    time.sleep(30)
+"""
+
+
+def test_a_driver_that_is_blocked_in_ray_ends_with_its_error() -> None:
+    import sys
+
+    ended = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=25, check=False)
+    assert ended.returncode == 1
+    error, hint = ended.stderr.strip().splitlines()
+    assert error == "error: ray's gcs_server has ended (SIGKILL), and with it this session"
+    assert hint.startswith("hint: ")
