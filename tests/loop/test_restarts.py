@@ -76,7 +76,9 @@ def test_a_snapshot_says_which_restart_of_which_worker_and_that_admission_waits_
     assert len(gone) > 10
     assert {tuple(tick.restarting.items()) for tick in gone} == {(("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))}
     assert {tick.admission for tick in gone} == {"restart"}
-    assert {tick.reports["feed"].waiting_for for tick in gone} == {"admission: restart"}
+    assert {tick.reports["feed"].waiting_for for tick in gone} == {
+        "admission: restart (rollout-0 is restarted (1 of 3), rollout-1 is restarted (1 of 3))"
+    }
     others = [tick for tick in ran.recorder.ticks if tick.time_s < 2.9 or tick.time_s > 24]
     assert {tuple(tick.restarting) for tick in others} == {()}
     assert "restart" not in {tick.admission for tick in others}

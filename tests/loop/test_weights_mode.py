@@ -86,7 +86,7 @@ def test_who_does_not_load_is_named_after_a_bounded_wait() -> None:
     stuck = Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-1", nth=3, seconds=250.0)
     ran = run_sync("stale-samples", faults=Faults([stuck]), sync_timeout_s=20.0)
     assert isinstance(ran.error, StallError)
-    assert str(ran.error) == "the trainer has waited 20 s for every worker to load version 2: rollout-1 holds 1"
+    assert str(ran.error) == "the trainer has waited 20 s for every worker to load version 2: rollout-1 receives version 2"
     assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == 4
 
 

@@ -236,6 +236,7 @@ def full_snapshot(made: StepRecord) -> Snapshot:
         version=made.version,
         groups_trained=made.groups_trained,
         admission="window",
+        admission_cause="all 24 groups of the window have started, version 119 opens the next",
         window_taken=12,
         window_groups=16,
         window_budget=24,

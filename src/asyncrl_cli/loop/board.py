@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.loop.admission import Closed
+from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ports import AttemptKey, EvalSummary, Event, Observer, RolloutWorker, Snapshot, Trainer
@@ -47,6 +48,8 @@ class Board:
     restarting: dict[str, str] = field(default_factory=dict)
     """Workers without a process, and which of their restarts it is: "1 of 3"."""
     failure: AsyncrlError | None = None
+    trainer_call: tuple[State, str] | None = None
+    """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
 
     @property
     def version(self) -> int:
@@ -87,14 +90,18 @@ class Board:
             ended = State.FAILED if is_culprit else State.DONE
             self.reports.latest[name] = replace(report, state=ended, waiting_for="")
 
-    def closed_by(self) -> str:
-        """Why nothing is admitted, "" if something may be. Admission's own words, but where no worker has a process: to admission
-        all of them load then."""
-        admission = self.groups.admission
-        closed = admission.closed()
-        return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value
+    @contextmanager
+    def calling_trainer(self, state: State, why: str = "") -> Iterator[None]:
+        """The trainer does what puts it into `state` while the block runs."""
+        self.trainer_call = state, why
+        try:
+            yield
+        finally:
+            self.trainer_call = None
 
     def snapshot(self) -> Snapshot:
+        """The run now. Executors report late, or not at all beside a long step: what the loop itself knows of their states, and of
+        what they wait for, is taken from here. Times in states stay their own."""
         admission = self.groups.admission
         running_eval = self.evaluator.running
         return Snapshot(
@@ -103,24 +110,32 @@ class Board:
             step=self.step,
             version=self.version,
             groups_trained=admission.trained_groups,
-            admission=self.closed_by(),
+            admission=causes.closed_by(self),
+            admission_cause=causes.behind_closed(self),
             window_taken=admission.taken_in_window,
             window_groups=admission.window_groups,
             window_budget=admission.budget,
             ledger=self.groups.ledger.totals(),
-            reports={name: self._explained(report) for name, report in self.reports.latest.items()},
+            reports={name: self._as_known(report) for name, report in self.reports.latest.items()},
             worker_versions=dict(self.sync.held),
             eval_running=str(running_eval) if running_eval else "",
             checkpoint=self.checkpoint,
             restarting={} if self.stopping or self.phase in ENDED else dict(self.restarting),
         )
 
-    def _explained(self, report: ExecutorReport) -> ExecutorReport:
-        """The loop knows better than an idle executor why nobody calls it."""
-        if report.role != "trainer" or report.state is not State.STARVED:
+    def _as_known(self, report: ExecutorReport) -> ExecutorReport:
+        if self.phase in ENDED:
             return report
-        waits = [what for who, what in self.changes.named().items() if who.startswith("trainer")]
-        return replace(report, waiting_for=waits[0]) if waits else report
+        if report.role == "trainer":
+            waits = [what for who, what in self.changes.named().items() if who.startswith("trainer")]
+            state, why = self.trainer_call or (State.STARVED, waits[0] if waits else "")
+            return replace(report, state=state, waiting_for=why)
+        closed = causes.admission_wait(self)
+        if report.role == "feed":
+            return replace(report, state=State.BLOCKED if closed else State.BUSY, waiting_for=closed and f"admission: {closed}")
+        if report.role == "rollout" and report.state is State.STARVED and closed:
+            return replace(report, waiting_for=f"admission: {closed}")
+        return report
 
     def observer_states(self) -> list[dict[str, Any]]:
         return [observer.state() for observer in self.observers]

@@ -14,6 +14,7 @@ from typing import Any, cast
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.kept_state import SCHEMA_VERSION, EvalState, LoopState, read_state
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut, EvalSummary
+from asyncrl_cli.loop.states import State
 
 
 class Checkpointer:
@@ -30,7 +31,8 @@ class Checkpointer:
         if self._writer is None or self._last_step == board.step:
             return
         await self.finish()
-        await board.trainer.snapshot(board.step)
+        with board.calling_trainer(State.SYNCING, "a checkpoint's snapshot"):
+            await board.trainer.snapshot(board.step)
         cut = freeze(board)
         self._last_step = board.step
         self._writing = self._tasks.create_task(self._write(self._writer, cut), name=f"checkpoint {board.step}")
@@ -42,7 +44,7 @@ class Checkpointer:
     async def finish(self) -> None:
         """Waits for the write in progress, bounded by the port's own timeout."""
         if self._writing is not None:
-            with self._board.changes.waiting("trainer (checkpoint)", "the previous checkpoint to be written"):
+            with self._board.changes.waiting("trainer (checkpoint)", f"the checkpoint of step {self._last_step} to be written"):
                 await self._writing
 
     async def _write(self, writer: CheckpointWriter, cut: Cut) -> None:

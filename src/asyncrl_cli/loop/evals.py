@@ -50,6 +50,11 @@ class Evaluator:
         self._version_before: int | None = None
 
     @property
+    def held_s(self) -> dict[str, float]:
+        """The workers that the running eval holds, and for how long it has: their next load waits."""
+        return {} if self.running is None else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
+
+    @property
     def active_s(self) -> float:
         """Seconds during which an eval ran, so far."""
         return self._ended_s + (self._now() - self.running.started_s if self.running else 0.0)
@@ -70,7 +75,7 @@ class Evaluator:
         if current is None or current.version != slots.version:
             return
         chunk = max(1, slots.slots // (_CALLS_IN_FLIGHT if is_last else 2 * _CALLS_IN_FLIGHT))
-        current.helpers += 1
+        current.helpers[worker.name] = self._now()
         try:
             async with bounded(current.started_s + self.timeout_s - self._now()), asyncio.TaskGroup() as calls:
                 for _ in range(_CALLS_IN_FLIGHT):
@@ -79,8 +84,8 @@ class Evaluator:
             current.timed_out = True
             await worker.abort_evals()
         finally:
-            current.helpers -= 1
-        if current.helpers == 0 and self.running is current:
+            del current.helpers[worker.name]
+        if not current.helpers and self.running is current:
             self._end(current)
 
     def worker_lost(self) -> int | None:
@@ -122,7 +127,8 @@ class _Eval:
         self.num_prompts = len(items)
         self.queue = deque(items)
         self.started_s = started_s
-        self.helpers = 0
+        self.helpers: dict[str, float] = {}
+        """Workers that it runs on, and since when."""
         self.timed_out = False
         self.results: list[EvalResult] = []
 

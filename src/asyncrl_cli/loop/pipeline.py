@@ -190,7 +190,8 @@ class Pipeline:
             board.event("warning", message=message)
         else:
             board.evals_ended.append(summary)
-            board.event("eval", version=version, reward_mean=summary.reward_mean, num_prompts=summary.num_prompts)
+            scored: dict[str, Any] = {"reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
+            board.event("eval", version=version, eval_s=summary.eval_s, **scored)
         board.changes.notify()
 
     async def _follow_trainer(self) -> None:
@@ -205,8 +206,6 @@ class Pipeline:
         board, settings = self.board, self._settings
         progress, moved_s, stop_s = -1, board.now_s(), None
         while True:
-            if board.feed_clock.state is State.BLOCKED:
-                board.feed_clock.enter(State.BLOCKED, f"admission: {board.closed_by()}")
             board.reports.add(board.feed_clock.report(), board.now_s())
             board.reports.advance_lost(board.now_s())
             snapshot = board.snapshot()

@@ -337,8 +337,9 @@ class Snapshot:
     """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
 
     `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
-    ("" if open): stopping, end, window, restart, loading, slots, deadlines. `window_taken`, `window_groups` (W) and
-    `window_budget` are numbers of groups. `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
+    ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: what stands behind that, in words.
+    `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
+    them now (`Board.snapshot`). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
     process at the moment, by name, with "1 of 3": the first of three restarts that each may have.
     """
 
@@ -348,6 +349,7 @@ class Snapshot:
     version: int
     groups_trained: int
     admission: str
+    admission_cause: str
     window_taken: int
     window_groups: int
     window_budget: int

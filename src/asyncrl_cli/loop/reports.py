@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -42,15 +42,16 @@ class ReportBook:
         previous = self.latest.get(name)
         if previous is None:
             self._leave_out_the_start(report, arrived_s)
+        elif name not in self._awaited and report.now_s < previous.now_s:
+            # A newer one has overtaken it, and has the sums of both; only its spans are its own.
+            self._spans[name] += _moved(report.spans, self._offset_s[name], self.began_s)
+            self._spans[name].sort(key=lambda span: span.start_s)
+            return False
         from_s = self._begin_anew(report, arrived_s) if name in self._awaited else self.began_s
         self.latest[name] = _on_top(self._bases[name], report) if name in self._bases else report
         offset_s = min(arrived_s - report.now_s, self._offset_s.get(name, float("inf")))
         self._offset_s[name] = offset_s
-        self._spans.setdefault(name, []).extend(
-            Span(state=span.state, start_s=max(span.start_s + offset_s, from_s), end_s=span.end_s + offset_s)
-            for span in report.spans
-            if span.end_s + offset_s > from_s
-        )
+        self._spans.setdefault(name, []).extend(_moved(report.spans, offset_s, from_s))
         return previous is None or _has_made_tokens(previous, self.latest[name])
 
     def lost(self, worker: str, now_s: float) -> int:
@@ -138,6 +139,15 @@ class ReportBook:
                 if span.end_s > until_s
             ]
         return taken
+
+
+def _moved(spans: Iterable[Span], offset_s: float, from_s: float) -> list[Span]:
+    """On the driver's clock, from `from_s` on."""
+    return [
+        Span(state=span.state, start_s=max(span.start_s + offset_s, from_s), end_s=span.end_s + offset_s)
+        for span in spans
+        if span.end_s + offset_s > from_s
+    ]
 
 
 def _on_top(base: ExecutorReport, report: ExecutorReport) -> ExecutorReport:

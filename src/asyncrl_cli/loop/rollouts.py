@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost
+from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.failures import own_error
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, Progress, RolloutWorker
@@ -47,14 +48,18 @@ class Rollouts:
         board = self._board
         self._restarts.are_lent = True
         up = [worker for worker in board.workers if not board.groups.admission.workers[worker.name].down]
-        calls = [self._spawn(worker.pause if to_trainer else worker.resume, f"{worker.name} (hand-over)", worker) for worker in up]
+        what = "pauses" if to_trainer else "resumes"
+        calls = [self._spawn(worker.pause if to_trainer else worker.resume, f"{worker.name} {what}", worker) for worker in up]
         for call in calls:
             call.add_done_callback(lambda _: board.changes.notify())
 
         def missing() -> list[str]:
             return [call.get_name() for call in calls if not call.done()]
 
-        await board.changes.until(lambda: board.stopping or not missing(), "trainer (hand-over)", lambda: ", ".join(missing()))
+        resources = f"the resources to go to the {'trainer' if to_trainer else 'workers'}"
+        await board.changes.until(
+            lambda: board.stopping or not missing(), "trainer (hand-over)", lambda: f"{resources}: {', '.join(missing())}"
+        )
         self._restarts.are_lent = to_trainer
         board.changes.notify()
 
@@ -105,8 +110,8 @@ class Rollouts:
             while (started := board.groups.start()) is not None:
                 name, request = started
                 self._spawn(partial(self._run_group, self._by_name[name], request), f"group {request.key}", self._by_name[name])
-            clock.enter(State.BLOCKED, f"admission: {admission.closed()}")
-            await board.changes.until(admission.is_open, "feed", lambda: f"admission ({admission.closed()})")
+            clock.enter(State.BLOCKED, "admission")
+            await board.changes.until(admission.is_open, "feed", lambda: f"admission: {causes.admission_wait(board)}")
 
     async def _run_group(self, worker: RolloutWorker, request: GroupRequest) -> None:
         """Consumes a request; waits for the worker's engine and rewards."""
@@ -147,7 +152,8 @@ class Rollouts:
             await board.changes.until(lambda: sync.wanted(worker.name) is not None, who, new_version, (Change.PUBLISHED,))
             await self._load_newest(worker, slots)
             if not board.stopping:
-                await board.evaluator.work(worker, slots, is_last=slots.version == board.last_version)
+                with board.changes.waiting(who, f"its part of an eval of version {slots.version}, if one is due"):
+                    await board.evaluator.work(worker, slots, is_last=slots.version == board.last_version)
             board.changes.notify(Change.LOADED)
 
     async def _load_newest(self, worker: RolloutWorker, slots: WorkerSlots) -> None:
@@ -157,6 +163,7 @@ class Rollouts:
         sync.begin(worker.name, published.version)
         with board.changes.waiting(f"{worker.name} (weights)", f"prefetch and load of version {published.version}"):
             send_s = await worker.prefetch(published)
+            sync.receive(worker.name)
             slots.begin_load()
             report = await worker.load(published.version, board.settings.interrupt)
         slots.end_load(published.version)

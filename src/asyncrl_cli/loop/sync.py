@@ -22,6 +22,8 @@ class WeightSync:
         self.held = dict(workers)
         self._holders = Counter(self.held.values())
         self.begun: dict[str, int] = {}
+        self.received: dict[str, int] = {}
+        """Of what was begun: what has arrived, and waits for its load or is loaded."""
         self.newest: Published | None = None
         self.summary: SyncSummary | None = None
         self._gather_s: dict[int, float] = {}
@@ -54,8 +56,12 @@ class WeightSync:
     def begin(self, worker: str, version: int) -> None:
         self.begun[worker] = version
 
+    def receive(self, worker: str) -> None:
+        self.received[worker] = self.begun[worker]
+
     def loaded(self, worker: str, report: LoadReport) -> None:
         del self.begun[worker]
+        self.received.pop(worker, None)
         self.hold(worker, report.version)
         self._reports.setdefault(report.version, []).append(report)
         self._summarise()
@@ -73,6 +79,7 @@ class WeightSync:
         """The worker's process is gone, and what it held or had begun with it. Its next one begins with the newest version:
         `newest` keeps the handle, or a newer one is about to be offered (`reserve`)."""
         self.begun.pop(worker, None)
+        self.received.pop(worker, None)
         self.hold(worker, -1)
 
     def _summarise(self) -> None:

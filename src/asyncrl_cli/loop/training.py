@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.errors import AsyncrlError, StallError
+from asyncrl_cli.loop import causes
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.cuts import Checkpointer
-from asyncrl_cli.loop.ports import EvalSummary, GroupResult, StepRecord, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import EvalSummary, GatherReport, GroupResult, StepRecord, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.signal import Change, bounded
+from asyncrl_cli.loop.states import State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +59,7 @@ class Training:
         """Version `board.version` for the workers: a fresh run's 0, or the one that a resumed run was at."""
         board = self._board
         if board.step == 0 or board.settings.ends_window(board.step):
-            gathered = await board.trainer.gather(board.version)
+            gathered = await self._gather(board.version)
             board.sync.gathered(gathered.version, gathered.gather_s)
         self._publish_beside()
         await self._held_by_all()
@@ -96,11 +99,8 @@ class Training:
         return board.groups.takeable(settings.step_groups)
 
     def _missing(self) -> str:
-        admission = self._board.groups.admission
-        return (
-            f"{self._board.settings.step_groups} takeable groups: {len(admission.finished)} finished, "
-            f"{len(admission.running)} running, admission closed by: {admission.closed() or 'nothing'}"
-        )
+        is_handing_over = self._board.settings.colocate and self._step_in_window == 0
+        return causes.window_wait(self._board) if is_handing_over else causes.groups_wait(self._board)
 
     @property
     def _step_in_window(self) -> int:
@@ -109,7 +109,8 @@ class Training:
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
         board = self._board
         batch = TrainBatch(step=board.step + 1, window=board.version, step_in_window=self._step_in_window, groups=groups)
-        report = await board.trainer.train(batch)
+        with board.calling_trainer(State.BUSY):
+            report = await board.trainer.train(batch)
         board.step += 1
         board.reports.add(report.report, board.now_s())
         board.groups.trained(groups)
@@ -160,7 +161,7 @@ class Training:
         with self._spending("gather"):
             await self._room_to_publish()
         board.sync.reserve()
-        gathered = await board.trainer.gather(board.version + 1)
+        gathered = await self._gather(board.version + 1)
         self._spent_s["gather"] += gathered.gather_s
         board.reports.add(gathered.report, board.now_s())
         board.sync.gathered(gathered.version, gathered.gather_s)
@@ -176,6 +177,10 @@ class Training:
         with self._waiting("gather"):
             await self._held_by_all()
 
+    async def _gather(self, version: int) -> GatherReport:
+        with self._board.calling_trainer(State.SYNCING, f"version {version} to be gathered"):
+            return await self._board.trainer.gather(version)
+
     async def _room_to_publish(self) -> None:
         """At most two published versions exist: waits for the last publish, and for a load of the one before it."""
         board, limit_s = self._board, self._board.settings.sync_timeout_s
@@ -188,11 +193,15 @@ class Training:
             board.stop(error)
 
     async def _publish_ended_and_room(self) -> None:
+        board, who = self._board, "trainer (gather)"
         if self._publishing is not None:
-            await self._publishing
-        board = self._board
-        older_loads = "workers to finish older loads"
-        await board.changes.until(lambda: board.sync.room or board.stopping, "trainer (gather)", older_loads, (Change.LOADED,))
+            with board.changes.waiting(who, f"version {board.version} to be published"):
+                await self._publishing
+
+        def older_loads() -> str:
+            return f"workers to finish older loads: {', '.join(causes.lag_of(board, name) for name in board.sync.begun)}"
+
+        await board.changes.until(lambda: board.sync.room or board.stopping, who, older_loads, (Change.LOADED,))
 
     async def _held_by_all(self) -> None:
         """weights.mode = "sync": waits until every worker has loaded the version that was just published."""
@@ -200,21 +209,24 @@ class Training:
         if settings.weights_mode == "async":
             return
 
+        def ended() -> bool:
+            return board.stopping or all(held == board.version for held in board.sync.held.values())
+
         def missing() -> str:
-            behind = [f"{worker} holds {held}" for worker, held in board.sync.held.items() if held != board.version]
-            return f"every worker to load version {board.version}: {', '.join(behind)}" if behind else ""
+            return f"every worker to load version {board.version}: {', '.join(causes.lags(board))}"
 
         limit_s = settings.sync_timeout_s + (settings.eval_timeout_s if board.evaluator.items else 0)
         try:
-            await self._until(lambda: board.stopping or not missing(), "trainer (sync)", missing, limit_s)
+            await self._until(ended, "trainer (sync)", missing, limit_s)
         except TimeoutError:
             board.stop(StallError(f"the trainer has waited {limit_s:g} s for {missing()}"))
 
     async def _until(self, ended: Callable[[], bool], who: str, what: Callable[[], str], limit_s: float) -> None:
         """Waits for what every worker has to do: TimeoutError after `limit_s` with all of them up; a restart has its own bound."""
         changes, fleet = self._board.changes, self._board.groups.admission.fleet
+        lost = partial(causes.restarts, self._board)
         while not ended():
-            await changes.until(lambda: ended() or fleet.is_whole(), who, "a worker to be restarted")
+            await changes.until(lambda: ended() or fleet.is_whole(), who, lost)
             async with bounded(limit_s):
                 await changes.until(lambda: ended() or not fleet.is_whole(), who, what)
 
@@ -243,10 +255,14 @@ class Training:
             scored = not evaluator.items or evaluator.last_version == board.last_version
             return board.stopping or (loaded and scored and evaluator.running is None)
 
+        def missing() -> str:
+            scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
+            return f"version {board.last_version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
+
         limit_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
         try:
             with self._waiting("gather"):
-                await self._until(ended, "run", lambda: f"every worker to load and score version {board.last_version}", limit_s)
+                await self._until(ended, "trainer (last version)", missing, limit_s)
         except TimeoutError:
             raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None
 
