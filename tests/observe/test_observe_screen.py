@@ -52,30 +52,30 @@ def test_a_hundred_columns_show_everything(status):
         "step 118/300",
         "0:01:58",
         "left",
-        "slots used",
-        "81%",
-        "overlap 92%",
-        "idle   3%",
-        "idle  40%",
+        "last 60 steps, 60 s ── states and waits: now",
+        "slots used  81%",
+        "overlap  92%",
+        "now 114/128",
+        "idle   3%    3,200 tokens/s",
+        "idle  40%    1,500 tokens/s",
         "waits for 16 takeable groups",
         "mean 0.13",
         "max 1",
         "bound 1",
-        "80",
-        "48",
+        "4,800",
+        "2,880",
         "38%",
         "max span 1",
         "v118",
         "v117",
         "0.550",
         "from 0.425",
-        "rollouter 3,200",
         "gather 12 ms",
         "pause 22 ms",
         "2.1e-07",
         "admitted 1,912",
         "trained 1,888",
-        "admission waits: window",
+        "admission  waits: window (all 24 groups of the window have started, version 119 opens the next)",
         "a reward took longer than 10 s",
         "step-000100",
     ):
@@ -90,7 +90,7 @@ def restarting(status):
     reward = executors[1] | lost | {"name": "reward-0", "role": "reward", "gauges": {}}
     versions = {name: held for name, held in status["versions"].items() if name != "rollout-0"}
     changed = {"executors": [*executors, reward], "versions": versions, "restarting": {"rollout-0": "2 of 3"}}
-    return status | changed | {"admission": status["admission"] | {"closed_by": "restart"}}
+    return status | changed | {"admission": status["admission"] | {"closed_by": "restart", "cause": "rollout-0 is restarted"}}
 
 
 def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
@@ -100,7 +100,7 @@ def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
     assert not {"v-1", "v118", "sequences"} & set(row.split())
     assert next(line for line in lines if line.startswith("reward-0")).split()[1] == "restarting"
     assert next(line for line in lines if line.startswith("rollouter")).endswith("restarting (2 of 3)")
-    assert any("admission waits: restart" in line for line in lines)
+    assert any("admission  waits: restart (rollout-0 is restarted)" in line for line in lines)
     assert not any("failed" in line for line in lines)
     assert "left" not in lines[1].split()  # nobody knows when it ends
 
@@ -185,20 +185,20 @@ def test_drawing_costs_less_than_two_percent_of_a_core_at_four_frames_a_second(s
 def test_plain_lines_are_few_and_close_with_the_totals(status):
     now_s, stream = [0.0], io.StringIO()
     plain = Plain(stream, every_s=5.0, now=lambda: now_s[0])
-    plain.status(status)
     for step in range(1, 21):
+        plain.status(status | {"progress": status["progress"] | {"step": step, "time_s": float(step)}})
         now_s[0] += 1.0
-        plain.line({"step": step, "version": step, "time_s": float(step), "reward/mean": 0.5})
     plain.event({"time_s": 21.0, "event": "running"})
     plain.event({"time_s": 21.0, "event": "eval", "version": 20, "reward_mean": 0.61})
     plain.event({"time_s": 22.0, "event": "lost", "worker": "rollout-1", "error": "its warning says it"})
     plain.event({"time_s": 23.0, "event": "restarted", "worker": "rollout-1", "restart_s": 12.3})
-    plain.close(status)
+    plain.close(status | {"progress": status["progress"] | {"step": 20}})
     lines = stream.getvalue().splitlines()
     steps = [line.split("step ")[1].split("/")[0] for line in lines if "  step " in line]
     assert steps == ["1", "6", "11", "16", "20"]
+    assert "last 60 steps, 60 s: staleness 0.13/1  slots used 81%  trainer idle 40%  rollouter idle 3%  tokens/s 3,200" in lines[1]
     assert "0:00:21  eval of version 20: 0.610" in lines
-    assert "0:00:23  rollout-1 was restarted in 12 s" in lines
+    assert "0:00:23  rollout-1 was restarted in 12.3 s" in lines
     assert any(line.startswith("ledger     admitted 1,912") for line in lines)
 
 
@@ -212,7 +212,7 @@ def test_without_a_terminal_there_are_plain_lines():
 def test_the_status_of_an_ended_run_closes_with_its_totals(status, tmp_path):
     console = Console(width=100, file=io.StringIO())
     print_status(RunStatus(directory=tmp_path, status=status | {"phase": "done"}, liveness="ended", age_s=3), console)
-    assert "overlap    " in console.file.getvalue()
+    assert "whole run  slots used 81%, " in console.file.getvalue()
 
 
 def test_figures_are_written_for_people():

@@ -97,7 +97,7 @@ def test_every_observer_call_reaches_the_files(tmp_path, facts, make):
         "step": 0,
     }
     status = json.loads((tmp_path / "status.json").read_text())
-    assert (status["schema_version"], status["name"], status["phase"]) == (1, "brave-otter", "done")
+    assert (status["schema_version"], status["name"], status["phase"]) == (2, "brave-otter", "done")
     assert status["warnings"] == [{"time_s": 1.2, "text": "slow"}]
     assert status["ledger"] == dict(made.ledger)
     assert status["versions"] == {"rollout-0": 1, "rollout-1": 0}

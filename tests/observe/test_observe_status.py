@@ -129,8 +129,8 @@ def test_no_runs_at_all_is_said_so(tmp_path):
 
 
 def test_a_status_of_another_schema_is_refused(tmp_path, facts):
-    write_status(tmp_path, "future", facts, schema_version=2)
-    with pytest.raises(RefusedError, match="schema_version 2"):
+    write_status(tmp_path, "future", facts, schema_version=3)
+    with pytest.raises(RefusedError, match="schema_version 3"):
         read_status("future", tmp_path)
 
 

@@ -24,9 +24,9 @@ directory = Path(sys.argv[1])
 sink = Wandb(directory, mode="offline", project="asyncrl-test", name="brave-otter", config={"seed": 7})
 began_s = time.perf_counter()
 for step in range(1, 101):
-    sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1]})
+    sink.line({"step": step, "reward/mean": step / 100, "staleness/histogram": [3, 1], "trainer/idle_ratio": 1.0})
 blocked_s = time.perf_counter() - began_s
-sink.close({"phase": "done"})
+sink.close({"phase": "done", "totals": {"trainer/idle_ratio": 0.25, "reward/mean": 0.5}})
 wandb_threads = [thread.name for thread in threading.enumerate() if thread.name == "wandb"]
 print(json.dumps({"blocked_s": blocked_s, "threads": wandb_threads}))
 """
@@ -59,13 +59,29 @@ def history(path):
             yield {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
 
 
+def summary(path):
+    """What W&B shows of the run as a whole: the last of what was said."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = {}
+    for data in records(path):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "summary":
+            found |= {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.summary.update}
+    return found
+
+
 @pytest.mark.slow
 def test_an_offline_run_holds_every_line_and_the_loop_never_waited(tmp_path):
     ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout.splitlines()[-1])
     run_id = (tmp_path / "wandb-run-id").read_text()
-    rows = list(history(next(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))))
+    path = next(tmp_path.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
+    rows = list(history(path))
+    assert summary(path)["trainer/idle_ratio"] == 0.25, "of the whole run, not of its last step"
+    assert summary(path).get("reward/mean", 1.0) == 1.0
     assert [row["reward/mean"] for row in rows] == [step / 100 for step in range(1, 101)]
     assert [row["step"] for row in rows] == list(range(1, 101))
     assert rows[0]["staleness/histogram._type"] == "histogram"

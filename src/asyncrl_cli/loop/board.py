@@ -130,10 +130,10 @@ class Board:
             waits = [what for who, what in self.changes.named().items() if who.startswith("trainer")]
             state, why = self.trainer_call or (State.STARVED, waits[0] if waits else "")
             return replace(report, state=state, waiting_for=why)
-        closed = causes.admission_wait(self)
         if report.role == "feed":
-            return replace(report, state=State.BLOCKED if closed else State.BUSY, waiting_for=closed and f"admission: {closed}")
-        if report.role == "rollout" and report.state is State.STARVED and closed:
+            wait = causes.admission_wait(self)
+            return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
+        if report.role == "rollout" and report.state is State.STARVED and (closed := causes.closed_by(self)):
             return replace(report, waiting_for=f"admission: {closed}")
         return report
 

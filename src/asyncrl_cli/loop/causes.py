@@ -126,9 +126,9 @@ def _slots_in_use(board: Board) -> str:
 
 
 def _with_admission(board: Board, text: str) -> str:
-    closed = admission_wait(board)
-    said = [text, *([f"admission waits: {closed}"] if closed else [])]
-    return "; ".join([*said, *(hold for hold in eval_holds(board)[:_SHOWN_WORKERS] if hold not in closed)])
+    """Whether more groups may start (the feed's own wait says why not), and who has an eval to do beside them."""
+    closed, holds = closed_by(board), eval_holds(board)
+    return "; ".join([text, *([f"admission waits: {closed}"] if closed else []), *([_some(holds)] if holds else [])])
 
 
 def _some(reasons: Iterable[str]) -> str:

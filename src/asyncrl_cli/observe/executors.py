@@ -9,6 +9,8 @@ from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.observe.values import Last, Max, Overlap, Ratio, Sum, Value
 
 TRAINER, ROLLOUT = "trainer", "rollout"
+STATES = "state_s/"
+"""Of keys `state_s/<executor>/<state>`: seconds. They are joined over periods and are in no line."""
 TRAINER_IDLE = (State.STARVED, State.BLOCKED, State.SYNCING, State.PAUSED)
 
 
@@ -47,10 +49,12 @@ def _stretch(before: ExecutorReport | None, now: ExecutorReport) -> Stretch:
 
 
 def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
-    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md. Sides that did not report are absent."""
+    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states. Who did not report is absent."""
     trainers = [stretch for stretch in measured if stretch.role == TRAINER]
     rollouts = [stretch for stretch in measured if stretch.role == ROLLOUT]
-    values: dict[str, Value] = {}
+    values: dict[str, Value] = {
+        f"{STATES}{stretch.name}/{state}": Sum(seconds) for stretch in measured for state, seconds in stretch.state_s.items()
+    }
     if trainers:
         values["trainer/idle_ratio"] = _mean_share(
             (sum(stretch.state_s.get(state, 0.0) for state in TRAINER_IDLE), stretch.elapsed_s) for stretch in trainers

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 SPARKS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -26,17 +28,27 @@ def clock(seconds: float | None) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 
 
-def share(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:.0%}"
+def share(value: float | str | None) -> str:
+    return _written(value, ".0%")
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}"
+def number(value: float | str | None, digits: int = 2) -> str:
+    return _written(value, f".{digits}f")
 
 
-def count(value: float | None) -> str:
+def count(value: float | str | None) -> str:
     """`12,345`."""
-    return NOTHING if value is None else f"{value:,.0f}"
+    return _written(value, ",.0f")
+
+
+def small(value: float | str | None) -> str:
+    """`2.1e-07`."""
+    return _written(value, ".1e")
+
+
+def _written(value: float | str | None, form: str) -> str:
+    """What is absent is `-`, never 0; what is not finite has a name, which JSON has for a string."""
+    return NOTHING if value is None else value if isinstance(value, str) else format(value, form)
 
 
 def bar(fraction: float, width: int) -> str:
@@ -46,10 +58,10 @@ def bar(fraction: float, width: int) -> str:
     return ("█" * whole + (EIGHTHS[rest] if rest else "")).ljust(width)
 
 
-def sparkline(values: Sequence[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """The last values, at most `width` of them, between `low` and `high` (their own extremes if not given)."""
-    shown = list(values)[-width:]
-    if not shown:
+def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None) -> str:
+    """The last values, at most `width` of them, between `low` and `high` (their own extremes if not given); only finite ones."""
+    shown = [value for value in list(values)[-width:] if isinstance(value, int | float) and math.isfinite(value)]
+    if not shown or width <= 0:
         return ""
     low = min(shown) if low is None else low
     high = max(shown) if high is None else high

@@ -1,6 +1,7 @@
 """One line of metrics per train step: the formulas of docs/metrics.md, and nothing else.
 
     StepRecord --step_values--> typed values of this step --merge--> over the window, over the run --> the line
+                                                          --merge--> over the last steps, over the run --> status (periods.py)
 
 What was not measured is absent, never 0.
 """
@@ -14,7 +15,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.loop.ports import GroupResult, StepRecord, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.observe.executors import overlap, stretches, utilization
+from asyncrl_cli.observe.executors import STATES, overlap, stretches, utilization
+from asyncrl_cli.observe.periods import Period, RecentSteps, step_so_far, whole_run
 from asyncrl_cli.observe.values import (
     Histogram,
     Last,
@@ -57,6 +59,7 @@ class StepMetrics:
         self._reports: Mapping[str, ExecutorReport] = {}
         self._window: int | None = None
         self._in_window: dict[str, Value] = {}
+        self._recent = RecentSteps()
 
     def align(self, time_s: float, clock_s: float) -> None:
         """The run was `time_s` old when the driver's clock showed `clock_s`."""
@@ -70,14 +73,29 @@ class StepMetrics:
         merge_into(self._in_window, values)
         merge_into(self.run, values)
         self._time_s = self._before_s + record.ended_s - self._started_s
+        self._recent.add(self._time_s - record.timing_s["step"], self._time_s, values)
         line = values | {"time_s": Last(self._time_s)}
         line |= {key: value for key, value in self._in_window.items() if key.startswith(PARTIAL)}
         line |= {key: value for key, value in self.run.items() if key.startswith(STALE)}
-        return shown(line)
+        return _without_states(shown(line))
 
     def totals(self) -> dict[str, Scalar]:
         """The same keys over the whole run: every value joined by its own rule."""
-        return shown(self.run)
+        return _without_states(shown(self.run))
+
+    def recent(self) -> Period | None:
+        """The last steps of this attempt; None before the first has ended."""
+        return self._recent.period()
+
+    def whole_run(self) -> Period | None:
+        """All steps, over resumes too; None before the first has ended."""
+        return whole_run(self._time_s, self.run["step"].value, self.run) if self.run else None
+
+    def step_so_far(self, reports: Mapping[str, ExecutorReport], from_s: float, time_s: float) -> Period | None:
+        """The step under way, begun at `from_s`, without what is counted when a step ends; None if nothing was measured."""
+        values = utilization(stretches(self._reports, reports))
+        values.pop("trainer/tokens_per_s", None)
+        return step_so_far(from_s, time_s, values) if values else None
 
     def state(self) -> MetricsState:
         return {
@@ -120,6 +138,11 @@ class StepMetrics:
         values |= {key: Last(amount) for key, amount in record.train.metrics.items()}
         values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
         return values
+
+
+def _without_states(line: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Every executor's time in states is in timeline.jsonl; as keys they would be hundreds."""
+    return {key: value for key, value in line.items() if not key.startswith(STATES)}
 
 
 def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:

@@ -47,7 +47,7 @@ class Observers:
         self._sinks = list(sinks)
         self._closed = False
         self.metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock())
-        self.live = LiveStatus(facts)
+        self.live = LiveStatus(facts, self.metrics)
         self._each("status", self.live.picture())
 
     def event(self, event: Event) -> None:
@@ -56,7 +56,7 @@ class Observers:
 
     def step(self, record: StepRecord) -> None:
         line = self.metrics.update(record)
-        self.live.line(line, self.metrics.totals())
+        self.live.line(line)
         self._each("line", line)
         self._each("spans", span_line(record, self._time_before_s))
 

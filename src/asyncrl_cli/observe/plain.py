@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from asyncrl_cli.observe.format import clock, count, number, share
+from asyncrl_cli.loop.board import ENDED
+from asyncrl_cli.observe.format import NOTHING, clock, count, duration, number, share
 from asyncrl_cli.observe.sinks import NullSink
 from asyncrl_cli.observe.summary import summary_text
 from asyncrl_cli.observe.terminal import neutral
@@ -16,7 +17,7 @@ EVERY_S = 5.0
 SHOWN_EVENTS = {
     "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
     "checkpointed": lambda event: f"checkpoint of step {event.get('step')} written",
-    "restarted": lambda event: f"{event.get('worker')} was restarted in {event.get('restart_s', 0.0):.0f} s",
+    "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
     "resumed": lambda event: f"resumed from step {event.get('from_step')}",
     "failed": lambda event: f"stopping: {event.get('error', '')}",
     "warning": lambda event: f"warning: {event.get('message', '')}",
@@ -31,50 +32,52 @@ class Plain(NullSink):
         self._every_s = every_s
         self._now = now
         self._said_s = float("-inf")
-        self._pending: Mapping[str, Any] | None = None
-        self._train_steps = 0
+        self._said_step = 0
         self._phase = ""
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        self._pending = line
-        if self._now() - self._said_s >= self._every_s:
-            self._say_step()
 
     def event(self, event: Mapping[str, Any]) -> None:
         if event["event"] in SHOWN_EVENTS:
             self._write(event["time_s"], SHOWN_EVENTS[event["event"]](event))
 
     def status(self, status: Mapping[str, Any]) -> None:
-        self._train_steps = status["train_steps"]
         if status["phase"] != self._phase:
             self._phase = status["phase"]
             self._write(status["progress"]["time_s"], f"{status['name']} ({status['mode']}): {self._phase}")
+        if status["phase"] not in ENDED and self._now() - self._said_s >= self._every_s:
+            self._say_step(status)
 
     def close(self, status: Mapping[str, Any]) -> None:
-        if self._pending is not None:
-            self._say_step()
+        self._say_step(status)
         self._stream.write(neutral(summary_text({**status, "error": ""})) + "\n")
         self._stream.flush()
 
-    def _say_step(self) -> None:
-        assert self._pending is not None
-        self._write(self._pending["time_s"], step_text(self._pending, self._train_steps))
-        self._said_s, self._pending = self._now(), None
+    def _say_step(self, status: Mapping[str, Any]) -> None:
+        """Once per step at most, and none before the first has ended."""
+        step = status["progress"]["step"]
+        if step != self._said_step and status["periods"]["steps"]:
+            self._write(status["progress"]["time_s"], step_text(status))
+            self._said_s, self._said_step = self._now(), step
 
     def _write(self, time_s: float, text: str) -> None:
         self._stream.write(neutral(f"{clock(time_s)}  {text}\n"))
         self._stream.flush()
 
 
-def step_text(line: Mapping[str, Any], train_steps: int) -> str:
-    """A metrics line in a hundred characters; what was not measured is left out."""
+def step_text(status: Mapping[str, Any]) -> str:
+    """The screen's leading figures, in its words and over the same time."""
+    progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
     parts = [
-        ("reward", number(line.get("reward/mean"), 3)),
-        ("slots", share(line.get("rollouter/slot_utilization"))),
-        ("idle trainer", share(line.get("trainer/idle_ratio"))),
-        ("rollouter", share(line.get("rollouter/idle_ratio"))),
-        ("staleness", f"{number(line.get('staleness/mean'))}/{line.get('staleness/max', '-')}"),
-        ("tokens/s", count(line.get("rollouter/tokens_per_s"))),
+        f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
+        f"reward {number(status['reward'].get('mean'), 3)}",
+        f"{steps['words']}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
     ]
-    step = f"step {line['step']}" + (f"/{train_steps}" if train_steps else "")
-    return f"{step} v{line['version']}  " + "  ".join(f"{what} {figure}" for what, figure in parts if figure != "-")
+    using = status["periods"]["utilization"]
+    if using != steps:
+        parts.append(f"{using['words']}:")
+    parts += [
+        f"slots used {share(use.get('rollouter_slot_utilization'))}",
+        f"trainer idle {share(use.get('trainer_idle_ratio'))}",
+        f"rollouter idle {share(use.get('rollouter_idle_ratio'))}",
+        f"tokens/s {count(use.get('rollouter_tokens_per_s'))}",
+    ]
+    return "  ".join(parts)

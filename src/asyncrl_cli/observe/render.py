@@ -1,11 +1,13 @@
 """One status as lines of coloured text: the live screen, `asyncrl status` and its `--watch` all show these.
 
-What leads is what a run is about: how full the slots are, who idles and why, how stale the data is. Sections stand
-side by side on a wide terminal and below each other on a narrow one; where lines run out, the least important go.
+What leads is what a run is about: how full the slots are, who idles and why, how stale the data is. A rule above each block says
+which time its figures cover. Sections stand side by side on a wide terminal and below each other on a narrow one; where lines run
+out, the least important go.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
-from asyncrl_cli.observe.format import bar, clock, count, duration, number, share, sparkline
+from asyncrl_cli.observe.format import NOTHING, bar, clock, count, duration, number, share, small, sparkline
 from asyncrl_cli.observe.summary import ledger_line, summary_rows
 
 WIDE = 84
@@ -37,17 +39,17 @@ Status = Mapping[str, Any]
 
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
-    utilization = _utilization(status, width)
-    executors = _executors(status, width, max_rows=max(1, height - 21))
-    details = _beside(_staleness(status), _learning(status, width), width)
-    costs = [*_sync(status, width), *_ledger(status, width)]
+    periods, is_over = status["periods"], status["phase"] in ENDED
     top = _header(status, width) + ([_styled(remark, "bold red")] if remark else [])
-    blank = [Text()]
-    lines = [*top, *utilization, *blank, *executors, *blank, *details, *blank, *costs]
+    use = [_rule(periods["utilization"], "" if is_over else "states and waits: now", width), *_utilization(status, width)]
+    details = [_rule(periods["steps"], "", width), *_beside(_staleness(status), _learning(status, width), width)]
+    costs = [_rule({"words": "at the end" if is_over else "now"}, "", width), *_sync(status, width), *_ledger(status, width)]
+    around = len(top) + len(use) + len(details) + len(costs)
+    executors = _executors(status, width, max_rows=max(1, height - around - 1))
+    lines = [*top, *use, *executors, *details, *costs]
     lines += _notes(status, max(1, height - len(lines)))
-    if len(lines) > height:
-        lines = [line for line in lines if line.plain]
     for line in lines:
+        line.rstrip()
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="crop").join(lines[:height])
 
@@ -69,9 +71,9 @@ def _header(status: Status, width: int) -> list[Text]:
     title.truncate(max(0, width - phase.cell_len), overflow="ellipsis")
     title.append("━" * (width - title.cell_len - phase.cell_len), "dim")
     left = f"step {progress['step']}/{progress['train_steps']} "
-    times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])}"
+    times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])} gone"
     if "eta_s" in progress and status["phase"] == "running" and not status.get("restarting"):
-        times += f"  {clock(progress['eta_s'])} left"
+        times += f", {clock(progress['eta_s'])} left"
     done = Text(left, style="bold")
     done.append_text(_meter(progress["fraction"], width - len(left) - len(times), "cyan")).append(times)
     counts = [
@@ -83,33 +85,49 @@ def _header(status: Status, width: int) -> list[Text]:
     if admission and status["phase"] not in ENDED:
         taken, groups = admission["window_taken"], admission["window_groups"]
         counts.append(f"window {taken}/{groups} taken, budget {admission['window_budget']}")
-        counts.append(f"admission {'waits: ' + admission['closed_by'] if admission['closed_by'] else 'open'}")
-    return [title + phase, done, *_wrapped(Text(), counts, " · ", width, "dim")]
+    lines = [title + phase, done, *_wrapped(Text(), counts, " · ", width, "dim")]
+    if admission and status["phase"] not in ENDED:
+        closed = f"waits: {admission['closed_by']} ({admission['cause']})"
+        lines += _prose(_label("admission"), closed if admission["closed_by"] else "open", width)
+    return lines
+
+
+def _rule(period: Mapping[str, Any] | None, also: str, width: int) -> Text:
+    """Which time the figures below cover, in a line of its own."""
+    said = f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else "")
+    return Text(said + "─" * max(0, width - len(said)), style="dim")
 
 
 def _utilization(status: Status, width: int) -> list[Text]:
     figures = status["utilization"]
     slots = figures.get("rollouter_slot_utilization")
     meter = max(10, min(30, width // 4))
-    first = _label("slots used").append_text(_meter(slots or 0.0, meter, _good_high(slots)))
-    first.append(f" {share(slots):>4}  ", style=f"bold {_good_high(slots)}")
-    first.append(sparkline(figures["slot_history"], max(0, min(30, width - meter - 42)), low=0, high=1), "cyan")
-    first.append("  overlap ", "dim").append(share(figures.get("overlap_ratio")), "bold")
-    sides = [("rollouter", "rollout", "rollouter_idle_ratio"), ("trainer", "trainer", "trainer_idle_ratio")]
-    return [first, *(_side(status, name, role, figures.get(key)) for name, role, key in sides)]
+    first = _label("slots used").append(f"{share(slots):>4} ", style=f"bold {_good_high(slots)}")
+    first.append_text(_meter(slots, meter, _good_high(slots)))
+    first.append("  overlap ", "dim").append(f"{share(figures.get('overlap_ratio')):>4}", "bold")
+    if status["phase"] not in ENDED:
+        now = f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}"
+        first.append("  now ", "dim").append(now)
+    first.append("  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan")
+    return [first, *_side(status, "rollouter", "rollout", width), *_side(status, "trainer", "trainer", width)]
 
 
-def _side(status: Status, name: str, role: str, idle: float | None) -> Text:
-    line = _label(name).append("idle ", "dim").append(f"{share(idle):>4}  ", style=f"bold {_good_low(idle)}")
+def _side(status: Status, name: str, role: str, width: int) -> list[Text]:
+    """How idle a side is and how fast; who of it does not work at the moment, and what for."""
+    figures = status["utilization"]
+    idle, rate = figures.get(f"{name}_idle_ratio"), figures.get(f"{name}_tokens_per_s")
+    line = _label(name).append("idle ", "dim").append(f"{share(idle):>4}", style=f"bold {_good_low(idle)}")
+    line.append(f"  {count(rate):>7} ").append("tokens/s  ", "dim")
     mine = [executor for executor in status["executors"] if executor["role"] == role]
     waiting = [executor for executor in mine if executor["state"] != "busy"] or mine[:1]
-    if waiting:
-        first = waiting[0]
-        state, attempt = _state(first, status)
-        line.append(f"{state}{attempt}", STATE_STYLES.get(state, ""))
-        if first["waiting_for"] and state != "restarting":
-            line.append(f"  waits for {first['waiting_for']}", "dim")
-    return line
+    if not waiting:
+        return [line]
+    first = waiting[0]
+    state, attempt = _state(first, status)
+    line.append(f"{state}{attempt}", STATE_STYLES.get(state, ""))
+    if not first["waiting_for"] or state in ("busy", "restarting"):
+        return [line]
+    return _prose(line.append("  "), f"waits for {first['waiting_for']}", width)
 
 
 def _state(executor: Mapping[str, Any], status: Status) -> tuple[str, str]:
@@ -121,7 +139,9 @@ def _state(executor: Mapping[str, Any], status: Status) -> tuple[str, str]:
 
 
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
-    shown = status["executors"][:max_rows]
+    shown = status["executors"]
+    if len(shown) > max_rows:  # the sides' own lines tell of the others
+        shown = sorted(shown, key=lambda executor: executor["role"] != "rollout")[: max(1, max_rows - 1)]
     lines = [_executor(executor, status, width) for executor in shown]
     if len(status["executors"]) > len(shown):
         lines.append(_styled(f"... and {len(status['executors']) - len(shown)} more executors", "dim"))
@@ -148,7 +168,7 @@ def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
     gauges = executor["gauges"]
     if "running_sequences" in gauges:
         line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim")
-    elif executor["waiting_for"] and executor["role"] != "trainer":  # the trainer has a line of its own above
+    elif executor["waiting_for"] and executor["role"] == "reward":  # the others have lines of their own above
         line.append(f"  waits for {executor['waiting_for']}", "dim")
     return line
 
@@ -177,7 +197,7 @@ def _strip(state_s: Mapping[str, float], total_s: float, width: int) -> Text:
 
 def _staleness(status: Status) -> list[Text]:
     figures, partial = status["staleness"], status["partial"]
-    top = _label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', '-')}")
+    top = _label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}")
     top.append(f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim")
     histogram: Sequence[int] = figures.get("histogram", [])
     largest = max(histogram, default=0) or 1
@@ -189,24 +209,24 @@ def _staleness(status: Status) -> list[Text]:
     if len(histogram) > 4:
         lines[-1].append(f"  (+{count(sum(histogram[4:]))} older)", "dim")
     spans = _label("partial").append(share(partial.get("partial_ratio")))
-    return [*lines, spans.append(f"  max span {partial.get('max_partial_span', '-')}", "dim")]
+    return [*lines, spans.append(f"  max span {partial.get('max_partial_span', NOTHING)}", "dim")]
 
 
 def _learning(status: Status, width: int) -> list[Text]:
-    reward, evals, figures = status["reward"], status["eval"], status["utilization"]
-    lines = [_label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold")]
-    lines[0].append(sparkline(reward["history"], 30), "green")
+    reward, evals = status["reward"], status["eval"]
+    lines = [_label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold").append("last step ", "dim")]
+    lines[0].append(sparkline(reward["history"], 20), "green")
     history = evals["history"]
     held_out = _label("eval")
     if history:
         scores = [entry["reward_mean"] for entry in history]
-        held_out.append(f"{scores[-1]:.3f} ", "bold").append(sparkline(scores, 18), "green")
-        held_out.append(f" from {scores[0]:.3f} (v{history[0]['version']}..{history[-1]['version']})", "dim")
+        held_out.append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
+        held_out.append(f" from {number(scores[0], 3)} (v{history[0]['version']}..{history[-1]['version']})", "dim")
+    else:
+        held_out.append(NOTHING)
     lines.append(held_out)
     if evals["running"]:
         lines.append(_label("").append(f"now {evals['running']}", "yellow"))
-    speed = _label("tokens/s").append(f"rollouter {count(figures.get('rollouter_tokens_per_s'))}")
-    lines.append(speed.append(f"  trainer {count(figures.get('trainer_tokens_per_s'))}"))
     timing = status["timing"]
     step = [
         f"{'' if name == 'step' else name + ' '}{duration(timing.get(f'{name}_s'))}"
@@ -214,7 +234,7 @@ def _learning(status: Status, width: int) -> list[Text]:
         if timing.get(f"{name}_s", 0.0) >= 5e-4
     ]
     room = width if width < WIDE else width - _half(width)
-    return [*lines, *_wrapped(_label("step"), step, "  ", room)]
+    return [*lines, *_wrapped(_label("mean step"), step or [NOTHING], "  ", room)]
 
 
 def _sync(status: Status, width: int) -> list[Text]:
@@ -223,7 +243,7 @@ def _sync(status: Status, width: int) -> list[Text]:
         return []
     parts = [f"v{sync['version']}", *(f"{phase} {duration(sync.get(f'{phase}_s'))}" for phase in _PHASES)]
     if "logprob_abs_diff" in sync:
-        parts.append(f"|logprob diff| {sync['logprob_abs_diff']:.1e}")
+        parts.append(f"|logprob diff| {small(sync['logprob_abs_diff'])}")
     return _wrapped(_label("sync"), parts, "  ", width)
 
 
@@ -231,7 +251,7 @@ def _ledger(status: Status, width: int) -> list[Text]:
     lines = _wrapped(_label("ledger"), ledger_line(status["ledger"]).split(" + "), " + ", width)
     if status["checkpoint"] or status["tokens_discarded"]:
         last = _label("checkpoint").append(status["checkpoint"] or "-")
-        lines.append(last.append(f"  tokens discarded {count(status['tokens_discarded'])}", "dim"))
+        lines.append(last.append(f"  tokens discarded so far {count(status['tokens_discarded'])}", "dim"))
     return lines
 
 
@@ -275,6 +295,17 @@ def _wrapped(label: Text, parts: Sequence[str], separator: str, width: int, styl
     return lines
 
 
+def _prose(start: Text, text: str, width: int) -> list[Text]:
+    """A sentence after `start`, broken between words: on its line if that has room for it, else below, on two lines at most."""
+    if start.cell_len + len(text) <= width:
+        return [start.append(text, "dim")]
+    room = max(12, width - LABEL)
+    if start.cell_len <= LABEL:
+        first, *rest = textwrap.wrap(text, room, max_lines=3, placeholder=" ...")
+        return [start.append(first, "dim"), *(Text(" " * LABEL + line, style="dim") for line in rest)]
+    return [start, *(Text(" " * LABEL + line, style="dim") for line in textwrap.wrap(text, room, max_lines=2, placeholder=" ..."))]
+
+
 def _label(name: str) -> Text:
     text = Text()
     text.append(f"{name[: LABEL - 1]:<{LABEL}}", "dim bold")
@@ -285,8 +316,10 @@ def _styled(text: str, style: str) -> Text:
     return Text(text, style=style)
 
 
-def _meter(fraction: float, width: int, style: str) -> Text:
+def _meter(fraction: float | None, width: int, style: str) -> Text:
     width = max(4, width)
+    if fraction is None:
+        return Text("·" * width, style="dim")
     filled = round(min(1.0, max(0.0, fraction)) * width)
     return Text("━" * filled, style=style).append("─" * (width - filled), "dim")
 

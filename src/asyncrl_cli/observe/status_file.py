@@ -39,6 +39,7 @@ class Progress(_Open):
 
 class AdmissionFigures(_Open):
     closed_by: str
+    cause: str
     window_taken: Count
     window_groups: Count
     window_budget: Count
@@ -46,6 +47,20 @@ class AdmissionFigures(_Open):
 
 class Nothing(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+
+class PeriodOf(_Open):
+    """Which time figures cover (periods.py)."""
+
+    words: str
+    from_s: Seconds
+    to_s: Seconds
+    steps: Count
+
+
+class Periods(_Open):
+    utilization: PeriodOf | None
+    steps: PeriodOf | None
 
 
 class ExecutorStatus(_Open):
@@ -65,6 +80,8 @@ class Utilization(_Open):
     trainer_idle_ratio: NotRequired[float]
     trainer_tokens_per_s: NotRequired[Figure]
     overlap_ratio: NotRequired[float]
+    running_sequences: NotRequired[Figure]
+    slots: NotRequired[Figure]
 
 
 class Staleness(_Open):
@@ -117,6 +134,8 @@ Totals = TypedDict(
         "trainer/idle_ratio": NotRequired[Figure],
         "rollouter/idle_ratio": NotRequired[Figure],
         "rollouter/slot_utilization": NotRequired[Figure],
+        "rollouter/tokens_per_s": NotRequired[Figure],
+        "trainer/tokens_per_s": NotRequired[Figure],
         "staleness/mean": NotRequired[Figure],
         "staleness/max": NotRequired[Figure],
         "fully_async/partial/partial_ratio": NotRequired[Figure],
@@ -138,18 +157,19 @@ class Status(_Open):
     on_stale: str
     progress: Progress
     admission: AdmissionFigures | Nothing
+    periods: Periods
     executors: list[ExecutorStatus]
     utilization: Utilization
     staleness: Staleness
     partial: Partial
     versions: dict[str, Count]
-    restarting: dict[str, Count]
+    restarting: dict[str, str]
     reward: Reward
     eval: Evals
     sync: SyncFigures | Nothing
     timing: dict[str, Seconds]
     ledger: dict[str, Count]
-    tokens_discarded: Figure
+    tokens_discarded: Figure | None
     checkpoint: str
     notes: list[Note]
     num_warnings: Count

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.observe.format import clock, count, number, share
+from asyncrl_cli.observe.format import NOTHING, clock, count, number, share
 
 _HEADLINES = {"done": "done", "stopped": "stopped on request", "failed": "failed"}
 
 
 def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, figures) of the whole run; rows that were not measured are absent."""
+    """(what, figures) of the whole run, in the words of the screen; rows of which nothing was measured are absent."""
     progress, totals = status["progress"], status["totals"]
     rows = [
         ("run", f"{status['name']}: {_HEADLINES.get(status['phase'], status['phase'])} ({status['profile']})"),
@@ -21,8 +21,7 @@ def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}",
         ),
         ("eval", _evals(status["eval"]["history"])),
-        ("overlap", _overlap(totals)),
-        ("idle", _idle(totals)),
+        ("whole run", _use(totals)),
         ("staleness", _staleness(status, totals)),
         ("ledger", ledger_line(status["ledger"])),
         ("checkpoint", str(status["checkpoint"])),
@@ -48,21 +47,20 @@ def _evals(history: list[Mapping[str, Any]]) -> str:
     if not history:
         return ""
     ends = [history[0], history[-1]] if len(history) > 1 else history
-    values = " -> ".join(f"{eval_['reward_mean']:.3f} (version {eval_['version']})" for eval_ in ends)
+    values = " -> ".join(f"{number(eval_['reward_mean'], 3)} (version {eval_['version']})" for eval_ in ends)
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
 
 
-def _overlap(totals: Mapping[str, Any]) -> str:
-    return share(totals["overlap_ratio"]) if "overlap_ratio" in totals else ""
-
-
-def _idle(totals: Mapping[str, Any]) -> str:
+def _use(totals: Mapping[str, Any]) -> str:
     parts = [
-        ("trainer", "trainer/idle_ratio"),
-        ("rollouter", "rollouter/idle_ratio"),
-        ("slots used", "rollouter/slot_utilization"),
+        ("slots used", share, "rollouter/slot_utilization"),
+        ("rollouter idle", share, "rollouter/idle_ratio"),
+        ("trainer idle", share, "trainer/idle_ratio"),
+        ("overlap", share, "overlap_ratio"),
+        ("tokens/s rollouter", count, "rollouter/tokens_per_s"),
+        ("trainer", count, "trainer/tokens_per_s"),
     ]
-    return ", ".join(f"{what} {share(totals[key])}" for what, key in parts if key in totals)
+    return ", ".join(f"{what} {shown(totals.get(key))}" for what, shown, key in parts) if totals else ""
 
 
 def _staleness(status: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
@@ -71,5 +69,5 @@ def _staleness(status: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
     return (
         f"mean {number(totals['staleness/mean'])}, max {totals['staleness/max']} of {status['max_staleness']} allowed; "
         f"partial {share(totals.get('fully_async/partial/partial_ratio'))}, "
-        f"max span {totals.get('fully_async/partial/max_partial_span', 0)}"
+        f"max span {totals.get('fully_async/partial/max_partial_span', NOTHING)}"
     )

@@ -37,8 +37,8 @@ class TimelineFile(NullSink):
     def status(self, status: Mapping[str, Any]) -> None:
         """Remember how many sequences run now."""
         for executor in status.get("executors", ()):
-            if executor["role"] == "rollout":
-                sample = (_rounded(status["progress"]["time_s"]), executor["gauges"].get("running_sequences", 0))
+            if executor["role"] == "rollout" and "running_sequences" in executor["gauges"]:
+                sample = (_rounded(status["progress"]["time_s"]), executor["gauges"]["running_sequences"])
                 self._running.setdefault(executor["name"], []).append(sample)
 
     def close(self, status: Mapping[str, Any]) -> None:

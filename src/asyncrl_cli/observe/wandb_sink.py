@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.observe.live_status import UTILIZATION
 from asyncrl_cli.observe.sinks import NullSink
 
 log = logging.getLogger("asyncrl")
@@ -28,7 +29,8 @@ EARLY_CLOSE_TIMEOUT_S = 3.0
 
 
 class Wandb(NullSink):
-    """Logs every metrics line under the names of metrics.jsonl, over `step`, into `run_dir/wandb`.
+    """Logs every metrics line under the names of metrics.jsonl, over `step`, into `run_dir/wandb`. At the end the run's summary has
+    the figures of utilization over the whole run, as `asyncrl status`: W&B would keep the last step's.
 
     Construct it before the loop starts: it waits (at most a minute) for W&B to start, and raises PreflightError if it
     does not. A resumed run continues the same W&B run: its id is kept in the run's directory.
@@ -51,6 +53,7 @@ class Wandb(NullSink):
             "dir": str(run_dir),
             "config": dict(config),
         }
+        self._whole_run: dict[str, Any] = {}
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
         self._started = threading.Event()
         self._error: Exception | None = None
@@ -72,6 +75,7 @@ class Wandb(NullSink):
         """Waits for the queue to be written, within a limit that is short unless the run is `done`."""
         limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
         until_s = time.monotonic() + limit_s
+        self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in UTILIZATION}
         if self._dropped:
             log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
         try:
@@ -94,6 +98,8 @@ class Wandb(NullSink):
         try:
             while (line := self._queue.get()) is not None:
                 run.log({key: _chart(key, value) for key, value in line.items()})
+            if self._whole_run:
+                run.summary.update(self._whole_run)
             run.finish()
         except Exception:  # a run never ends for W&B's sake
             log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")

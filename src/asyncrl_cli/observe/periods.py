@@ -1,0 +1,69 @@
+"""What time a figure covers. Every figure of the screen, of `asyncrl status` and of a run's summary is one of these periods':
+
+recent   the train steps that ended last, a minute of them: the very values of their lines in metrics.jsonl, joined
+step     the train step under way, once it has taken longer than those (or while there are none)
+run      all train steps, over resumes too: of a run that has ended
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.observe.format import clock, duration
+from asyncrl_cli.observe.values import Value, merge_into
+
+RECENT_S = 60.0
+RECENT_STEPS = 120
+"""Of very short steps these many are recent: joining them costs time, once a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Period:
+    """Joined values of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's time."""
+
+    words: str
+    from_s: float
+    to_s: float
+    steps: int
+    values: Mapping[str, Value]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"words": self.words, "from_s": self.from_s, "to_s": self.to_s, "steps": self.steps}
+
+
+def _long(seconds: float) -> str:
+    """About a minute is told in seconds."""
+    return f"{seconds:.0f} s" if 60 <= seconds < 180 else duration(seconds)
+
+
+class RecentSteps:
+    """The last steps' values, as many as ended within `RECENT_S` before the last one did."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, Mapping[str, Value]]] = deque(maxlen=RECENT_STEPS)
+
+    def add(self, from_s: float, to_s: float, values: Mapping[str, Value]) -> None:
+        self._steps.append((from_s, to_s, values))
+        while self._steps[0][1] <= to_s - RECENT_S:
+            self._steps.popleft()
+
+    def period(self) -> Period | None:
+        if not self._steps:
+            return None
+        joined: dict[str, Value] = {}
+        for _, _, values in self._steps:
+            merge_into(joined, values)
+        from_s, to_s, steps = self._steps[0][0], self._steps[-1][1], len(self._steps)
+        which = "last step" if steps == 1 else f"last {steps} steps"
+        return Period(words=f"{which}, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=steps, values=joined)
+
+
+def step_so_far(from_s: float, to_s: float, values: Mapping[str, Value]) -> Period:
+    return Period(words=f"this step so far, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=0, values=values)
+
+
+def whole_run(to_s: float, steps: int, values: Mapping[str, Value]) -> Period:
+    return Period(words=f"whole run, {steps} steps, {clock(to_s)}", from_s=0.0, to_s=to_s, steps=steps, values=values)

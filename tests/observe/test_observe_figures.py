@@ -1,0 +1,223 @@
+"""What the screen and `asyncrl status` say of a run with steps of seconds, against its metrics.jsonl over the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+
+from asyncrl_cli.errors import Interrupted
+from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.render import render
+from asyncrl_cli.observe.sinks import NullSink
+from asyncrl_cli.observe.summary import summary_text
+from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.feed import NumberedFeed
+from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.workers import SimulatedWorker
+from tests.loop.worlds import MODES, settings, worker_times
+
+SHARES = ("trainer/idle_ratio", "rollouter/idle_ratio", "rollouter/slot_utilization")
+RATES = ("rollouter/tokens_per_s", "trainer/tokens_per_s")
+REPORT_AGE_S = 1.0
+"""A worker at rest reports once a second: so much of its time may be in the next line."""
+
+
+class Kept(NullSink):
+    """Everything that the files and the screen would get."""
+
+    def __init__(self) -> None:
+        self.lines, self.statuses = [], []
+
+    def line(self, line) -> None:
+        self.lines.append(dict(line))
+
+    def status(self, status) -> None:
+        self.statuses.append(json.loads(json.dumps(status)))
+
+    close = status
+
+
+@dataclass
+class Watched:
+    lines: list
+    statuses: list
+    cuts: list
+
+    def live(self):
+        """After the first line, before the end."""
+        return [status for status in self.statuses if status["periods"]["steps"] and status["phase"] in ("running", "evaluating")]
+
+
+def watched_run(facts, mode="partial-rollout", *, train_s=1.6, train_steps=30, stop_at_s=None, resume_from=None, seed=0, evals=64):
+    """Steps of about 5 s: most of it is waiting for responses with a long tail."""
+    loop_settings = settings(mode, train_steps=train_steps, checkpoint_every_steps=5)
+    facts = replace(facts, mode=mode, train_steps=train_steps, step_groups=4, window_groups=loop_settings.window_groups)
+    facts = replace(facts, trigger_parameter_sync_step=loop_settings.window_steps, max_staleness=loop_settings.max_staleness)
+
+    async def main():
+        kept, checkpoints = Kept(), MemoryCheckpoints(write_s=0.4)
+        observers = Observers(facts, [kept])
+        world = World(
+            feed=NumberedFeed(),
+            trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: train_s, gather_s=0.1, publish_s=0.05)),
+            workers=[SimulatedWorker(f"rollout-{i}", 4, worker_times(token_s=0.1), seed=seed) for i in range(2)],
+            eval_items=[{"prompt": str(index)} for index in range(evals)],
+            observers=[observers],
+            checkpoints=checkpoints,
+            resume_from=resume_from,
+        )
+        pipeline, phase = Pipeline(loop_settings, world), "done"
+        if stop_at_s is not None:
+            asyncio.get_running_loop().call_later(stop_at_s, pipeline.request_stop)
+        try:
+            await pipeline.run()
+        except Interrupted:
+            phase = "stopped"
+        observers.close(phase)
+        return Watched(kept.lines, kept.statuses, checkpoints.cuts)
+
+    return run_virtual(main())
+
+
+def joined(lines, key):
+    """The line's figure, weighted by how long its step took: an hourly wage is not the mean of daily ones."""
+    measured = [(line[key], line["timing/step_s"]) for line in lines if key in line]
+    return sum(value * seconds for value, seconds in measured) / sum(seconds for _, seconds in measured)
+
+
+def within(lines, period):
+    return [line for line in lines if period["from_s"] + 1e-6 < line["time_s"] <= period["to_s"] + 1e-6]
+
+
+def assert_agrees(status, lines):
+    period, use = status["periods"]["utilization"], status["utilization"]
+    covered = within(lines, period)
+    assert len(covered) == period["steps"]
+    late = REPORT_AGE_S / (period["to_s"] - period["from_s"])
+    for key in SHARES:
+        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), abs=0.01 + late), (key, period)
+    for key in RATES:
+        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), rel=0.02 + 4 * late), (key, period)
+    for executor in status["executors"]:
+        if executor["role"] == "trainer":
+            idle_s = sum(seconds for state, seconds in executor["state_s"].items() if state != "busy")
+            assert idle_s / sum(executor["state_s"].values()) == pytest.approx(use["trainer_idle_ratio"], abs=1e-3)
+    assert status["timing"]["step_s"] == pytest.approx(sum(line["timing/step_s"] for line in covered) / len(covered))
+    assert status["staleness"]["max"] == max(line["staleness/max"] for line in covered)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_recent_and_whole_run_figures_agree_with_metrics_jsonl_over_the_same_time(mode, facts):
+    ran = watched_run(facts, mode)
+    assert 3 < sum(line["timing/step_s"] for line in ran.lines) / len(ran.lines) < 15
+    recent = [status for status in ran.live() if status["periods"]["utilization"]["steps"]]
+    assert len(recent) > 60
+    for status in recent:
+        period = status["periods"]["utilization"]
+        assert_agrees(status, ran.lines)
+        now_s = status["progress"]["time_s"]
+        assert max(line["time_s"] for line in ran.lines if line["time_s"] < now_s - 1e-6) <= period["to_s"] <= now_s
+        is_a_minute = period["to_s"] - period["from_s"] > 60 - 1e-6
+        assert is_a_minute or period["from_s"] == pytest.approx(ran.lines[0]["time_s"] - ran.lines[0]["timing/step_s"])
+        steps = "last step" if period["steps"] == 1 else f"last {period['steps']} steps"
+        assert re.fullmatch(rf"{steps}, [\d.:]+( s)?", period["words"])
+    ended = ran.statuses[-1]
+    assert ended["periods"]["utilization"]["words"].startswith("whole run, 30 steps, ")
+    assert ended["periods"]["steps"]["to_s"] == ran.lines[-1]["time_s"]
+    assert_agrees(ended, ran.lines)
+    for key in (*SHARES, *RATES):
+        assert ended["totals"][key] == ended["utilization"][key.replace("/", "_")]
+
+
+def test_the_trainer_is_busy_exactly_while_groups_are_in_training(facts):
+    for status in watched_run(facts).statuses:
+        states = [executor["state"] for executor in status["executors"] if executor["role"] == "trainer"]
+        if states and status["phase"] == "running":
+            assert (states == ["busy"]) == (status["ledger"]["training"] > 0)
+
+
+def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(facts):
+    ran = watched_run(facts)
+    alone = [status for status in ran.live() if not status["periods"]["utilization"]["steps"]]
+    assert len(alone) > 10
+    for status in alone:
+        period, steps, now_s = status["periods"]["utilization"], status["periods"]["steps"], status["progress"]["time_s"]
+        assert period["words"].startswith("this step so far, ")
+        assert (period["from_s"], period["to_s"]) == (steps["to_s"], now_s)
+        assert now_s - period["from_s"] > steps["to_s"] - steps["from_s"]
+        assert "trainer_tokens_per_s" not in status["utilization"], "they are counted when a step ends"
+        assert not within(ran.lines, {**period, "to_s": now_s - 1e-3})
+        line = next(line for line in ran.lines if line["time_s"] >= now_s)
+        left_s = line["time_s"] - now_s
+        idle_s = line["trainer/idle_ratio"] * line["timing/step_s"]
+        at_most_late = left_s + 2 * REPORT_AGE_S
+        assert status["utilization"]["trainer_idle_ratio"] * (now_s - period["from_s"]) == pytest.approx(idle_s, abs=at_most_late)
+
+
+def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the_whole_run(facts):
+    first = watched_run(facts, stop_at_s=100.0)
+    assert first.statuses[-1]["phase"] == "stopped"
+    assert first.statuses[-1]["periods"]["utilization"]["words"].startswith(f"whole run, {len(first.lines)} steps")
+    cut, state = first.cuts[-1]
+    second = watched_run(facts, resume_from=ResumeFrom(loop_state=state, payloads=cut.payloads))
+    assert second.lines[0]["step"] == len(first.lines) + 1
+    early = [status for status in second.statuses if not status["periods"]["steps"] and status["executors"]]
+    assert early, "before the first line nothing of the last attempt is shown as if it were now"
+    for status in second.live():
+        assert status["periods"]["steps"]["from_s"] >= first.lines[-1]["time_s"]
+        if status["periods"]["utilization"]["steps"]:
+            assert_agrees(status, second.lines)
+    ended = second.statuses[-1]
+    assert ended["periods"]["steps"]["steps"] == 30
+    both = [*first.lines, *second.lines]
+    late = 3 * REPORT_AGE_S / ended["periods"]["steps"]["to_s"]
+    for key in SHARES:
+        assert ended["utilization"][key.replace("/", "_")] == pytest.approx(joined(both, key), abs=0.01 + late)
+        assert ended["totals"][key] == ended["utilization"][key.replace("/", "_")]
+
+
+def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_time(facts):
+    ended = watched_run(facts).statuses[-1]
+    picture, use = render(ended, width=100, height=40).plain, ended["utilization"]
+    idle, slots = f"{use['trainer_idle_ratio']:.0%}", f"{use['rollouter_slot_utilization']:.0%}"
+    assert re.search(rf"^trainer +idle +{idle} ", picture, re.MULTILINE)
+    assert re.search(rf"^slots used +{slots} ", picture, re.MULTILINE)
+    assert f"whole run  slots used {slots}, " in summary_text(ended)
+    assert f"trainer idle {idle}, " in summary_text(ended)
+    assert picture.count(ended["periods"]["steps"]["words"]) == 2
+
+
+def test_the_time_left_has_room_for_the_final_eval(facts):
+    ran = watched_run(facts, mode="one-step-off", evals=200)
+    last = [status for status in ran.statuses if status["phase"] == "running" and status["progress"]["step"] == 29][-1]
+    ended_s = ran.lines[-1]["time_s"]
+    begun_s = next(status for status in ran.statuses if status["phase"] == "evaluating")["progress"]["time_s"]
+    assert ended_s - begun_s > 20
+    assert last["progress"]["eta_s"] > (ended_s - begun_s) / 2
+
+
+def test_what_was_not_measured_is_a_dash_and_never_a_zero(facts):
+    fresh = Observers(facts, [], clock=lambda: 0.0).live.picture()
+    assert fresh["tokens_discarded"] is None
+    assert not fresh["utilization"].keys() - {"slot_history"}
+    text = render(fresh, width=100, height=40).plain
+    for row in ("slots used    - ", "rollouter  idle    -        - tokens/s", "trainer    idle    -", "staleness  mean -  max -"):
+        assert row in text
+    assert not re.search(r"\b0%(?!  0:00:00 gone)", text.replace("step 0/300", ""))
+
+
+def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
+    observers = Observers(facts, [], clock=lambda: 1.0)
+    made = make["full_record"](1)
+    observers.step(replace(made, sync=replace(made.sync, logprob_abs_diff=float("nan"))))
+    observers.tick(make["full_snapshot"](made))
+    status = observers.live.picture()
+    status["reward"] |= {"mean": "nan", "history": ["nan", 0.5, float("inf")]}  # as JSON has them
+    text = render(status, width=100, height=40).plain
+    assert "|logprob diff| nan" in text
+    assert "reward     nan last step ▄" in text
