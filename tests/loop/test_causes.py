@@ -9,14 +9,14 @@ from fractions import Fraction
 from typing import ClassVar
 
 import pytest
-from asyncrl_cli.simulate.drawing import draw
-from asyncrl_cli.simulate.invariants import Invariants
 
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.simulate import scenarios
 from asyncrl_cli.simulate.trainer import SimulatedTrainer
 from tests.loop import worlds
+from tests.loop.proof import scenarios
+from tests.loop.proof.drawing import draw
+from tests.loop.proof.invariants import Invariants
 from tests.loop.worlds import MODES, run_world, settings
 
 ENDED = ("done", "stopped", "failed")

@@ -102,7 +102,7 @@ def assert_agrees(status, lines):
     for key in SHARES:
         assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), abs=0.025 + late), (key, period)
     for key in RATES:
-        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), rel=0.02 + 4 * late), (key, period)
+        assert use[key.replace("/", "_")] == pytest.approx(joined(covered, key), rel=0.05 + 4 * late), (key, period)
     for executor in status["executors"]:
         if executor["role"] == "trainer":
             idle_s = sum(seconds for state, seconds in executor["state_s"].items() if state != "busy")
