@@ -26,7 +26,7 @@ def test_all_shipped_profiles_can_be_compared_over_384_groups() -> None:
 
 
 def test_windows_are_the_baselines() -> None:
-    assert real_entries(request("partial-rollout", windows=10))[1] == 160
+    assert real_entries(request("partial-rollout", windows=12))[1] == 192
     assert real_entries(request("colocate", baseline="stream-off-policy", windows=10))[1] == 640
 
 
@@ -51,7 +51,7 @@ def test_other_work_or_other_resources_are_refused(toml: str, said: str, tmp_pat
         real_entries(request(str(tmp_path / "other.toml")))
 
 
-@pytest.mark.parametrize(("groups", "said"), [(100, "no multiple of R = 16"), (64, "one window of 'stream-off-policy'")])
+@pytest.mark.parametrize(("groups", "said"), [(100, "no multiple of R = 16"), (64, "not 3 windows of 'stream-off-policy'")])
 def test_groups_must_make_whole_steps_and_windows_to_measure(groups: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         real_entries(request("stream-off-policy", groups=groups))

@@ -49,10 +49,10 @@ def test_a_simulated_bench_writes_its_files_and_only_json_on_stdout(
     workload: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    assert run(["bench", "--simulate", str(workload), "--windows", "10", "--repeat", "2", "--out", str(out), "--json"]) == 0
+    assert run(["bench", "--simulate", str(workload), "--windows", "12", "--repeat", "2", "--out", str(out), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((out / "results.json").read_text())
-    assert (printed["simulated"], printed["groups"], printed["seeds"]) == (True, 40, [0, 1])
+    assert (printed["simulated"], printed["groups"], printed["seeds"]) == (True, 48, [0, 1])
     base, partial = printed["results"]
     assert (base["profile"], base["speedup"]) == ("colocate", 1.0)
     # The median of the ratios seed by seed is not quite the ratio of the medians.

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from asyncrl_cli.bench.capacities import real_capacities
-from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of
-from asyncrl_cli.bench.measure import common_edges
-from asyncrl_cli.bench.real import RealRun, make_run, runs_of, terminating_as_interrupt
-from asyncrl_cli.bench.results import Comparison, Result, RunKey, RunLines, summarise
+from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
+from asyncrl_cli.bench.measure import common_edges, stretch_of
+from asyncrl_cli.bench.real import RealRun, Told, make_run, runs_of, terminating_as_interrupt
+from asyncrl_cli.bench.results import Comparison, Result, RunKey, RunLines, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.timeline import Timeline, timeline_of_run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.job.cluster import local_cluster
 from asyncrl_cli.observe.bound import Capacities
+from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.simulate.workload import Workload
 
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
     from asyncrl_cli.simulate.references import Residual
 
 REAL_GROUPS = 384
-UNEVEN_WORK = 0.03
+ENOUGH_WINDOWS = 3
+"""Measured windows of the longest profile from which on a speedup is told without a warning."""
 
 
 class Watcher(Protocol):
     """Someone who shows how far a comparison is."""
 
-    def run(self, name: str, groups: int, total: int) -> None:
-        """A run has trained so many of its groups; called first with 0."""
+    def run(self, name: str, groups: int, total: int, told: Told | None = None) -> None:
+        """A run has trained so many of its groups; called first with 0. `told`: what a real one says of itself."""
 
     def note(self, text: str, done: int, total: int) -> None:
         """Something else is being done."""
@@ -186,8 +188,8 @@ def _make_all(runs: Sequence[RealRun], groups: int, watcher: Watcher) -> tuple[l
     return finished, None
 
 
-def _teller(watcher: Watcher, name: str, groups: int) -> Callable[[int], None]:
-    return lambda trained: watcher.run(name, trained, groups)
+def _teller(watcher: Watcher, name: str, groups: int) -> Callable[[Told], None]:
+    return lambda told: watcher.run(name, told.groups, groups, told)
 
 
 def _as_error(failure: BaseException) -> AsyncrlError:
@@ -221,18 +223,28 @@ def _comparison(
         window_groups=baseline.window_groups,
         seeds=request.seeds,
         resources=f"{baseline.plan.gpus} GPUs" if baseline.plan.device == "cuda" else f"{baseline.plan.cpus} CPU cores",
-        remarks=(*_uneven_work(results), *remarks),
+        remarks=(*_doubts(entries, results, runs), *remarks),
         missing=missing,
     )
 
 
-def _uneven_work(results: Sequence[Result]) -> tuple[str, ...]:
-    """The same groups are not the same tokens: policies learn differently, and stretches end with a train step."""
-    tokens = [result.figures["tokens_per_s"].median * result.figures["window_time_s"].median for result in results]
-    uneven = max(tokens) / min(tokens) - 1
-    if uneven <= UNEVEN_WORK:
-        return ()
-    return (
-        f"The measured groups have up to {uneven:.0%} more tokens in one profile than in another: compare tokens/s, too, "
-        "or make the runs longer (--groups).",
-    )
+def _doubts(entries: Sequence[Entry], results: Sequence[Result], runs: Sequence[RunLines]) -> list[str]:
+    """What a reader has to know before the speedup: too little was measured, or not the same."""
+    longest = max(entry.window_groups for entry in entries)
+    edges = common_edges([run.lines for run in runs], longest)
+    stretches = [stretch_of(run.lines, edges) for run in runs]
+    measured, doubts = min(stretch.groups for stretch in stretches), []
+    if measured < ENOUGH_WINDOWS * longest:
+        enough = groups_for_all(entries, (ENOUGH_WINDOWS + 2) * longest)
+        doubts.append(
+            f"Short: {measured} groups are measured, {measured / longest:.2g} of the longest window. A speedup of so few says "
+            f"little: --groups {enough} measures {ENOUGH_WINDOWS} windows."
+        )
+    if is_uneven(results):
+        doubts.append(
+            f"The measured groups have up to {unevenness(results):.0%} more tokens in one profile than in another: read the "
+            "speedup per token beside the speedup, or make the runs longer (--groups)."
+        )
+    if any(all(spent_s(line, "eval") > 0 for line in stretch.lines) for stretch in stretches):
+        doubts.append("No idle figures where an eval ran beside every measured step: more --groups, or fewer eval.prompts.")
+    return doubts

@@ -27,6 +27,9 @@ OWN_FLAGS = {
 }
 """Keys that the bench sets itself, and the option that says them."""
 
+LEAST_WINDOWS = 3
+"""Of the profile with the longest ones: a warm-up, one that is measured, a run-out."""
+
 SAME_SECTIONS = ("model", "task")
 SAME_KEYS = {
     "run": ("seed",),
@@ -114,21 +117,21 @@ def check_groups(entries: Sequence[Entry], groups: int) -> None:
         if groups % entry.step_groups:
             raise ConfigError(
                 f"{groups} groups are no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'",
-                hint=f"--groups {_groups_for_all(entries, groups)}",
+                hint=f"--groups {groups_for_all(entries, groups)}",
             )
-        if groups <= entry.window_groups:
+        if groups < LEAST_WINDOWS * entry.window_groups:
             raise ConfigError(
-                f"{groups} groups are not more than one window of '{entry.name}', which has W = {entry.window_groups}; the first "
-                "window is warm-up and is not measured",
-                hint=f"--groups {_groups_for_all(entries, groups)}",
+                f"{groups} groups are not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the "
+                "first one is warm-up, in the last one nothing is generated ahead, and what is measured lies between",
+                hint=f"--groups {groups_for_all(entries, groups)}",
             )
 
 
-def _groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
+def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
     """The least number from `wanted` on that every profile trains exactly, with a warm-up, a window to measure and a run-out."""
     unit = math.lcm(*(entry.step_groups for entry in entries))
     longest = max(entry.window_groups for entry in entries)
-    least = wanted if wanted > longest else 3 * longest
+    least = max(wanted, LEAST_WINDOWS * longest)
     return -(-least // unit) * unit
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.bench.results import Comparison, Result
+from asyncrl_cli.bench.results import Comparison, Result, is_uneven
 from asyncrl_cli.bench.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -165,6 +165,8 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
         panel.bar(place, ideal, width=0.62, fill=False, edgecolor="#444444", linestyle="--", linewidth=1.1)
         top = max(top, ideal)
     label = [f"{result.figures['speedup'].median:.2f}x"] if "speedup" in result.figures else []
+    if is_uneven(comparison.results) and not is_baseline:
+        label += [f"{result.figures['speedup_per_token'].median:.2f}x per token"] if "speedup_per_token" in result.figures else []
     label += [f"{result.figures['bound_ratio'].median:.0%} of bound"] if "bound_ratio" in result.figures else []
     panel.annotate("\n".join(label), (place, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
     return top

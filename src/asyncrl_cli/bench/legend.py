@@ -11,13 +11,13 @@ from asyncrl_cli.bench.results import Comparison
 
 SIMULATED_STRETCH = (
     "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles) and "
-    "before the run-out, in which nothing is generated ahead any more (short runs have nothing else). Wall time, staleness max, "
+    "before the run-out, in which nothing is generated ahead any more. Wall time, staleness max, "
     "max span and tokens discarded are of the whole run."
 )
 REAL_STRETCH = (
     "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles, or until "
     "every run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final version "
-    "is scored (short runs have nothing else). Evals in between are subtracted. Wall time, staleness max, max span, tokens "
+    "is scored. Evals in between are subtracted. Wall time, staleness max, max span, tokens "
     "discarded and final reward are of the whole run."
 )
 WINDOW = (
@@ -36,8 +36,8 @@ AT_ONCE = (
     "bound does not know of that; `% of both at once` does: what is missing there is what the job itself loses."
 )
 IDLE = (
-    "Idle ratios: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused. Slot utilization is "
-    "what a long tail really costs."
+    "Idle: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused; of measured steps without an "
+    "eval beside them. Slots used: running sequences over slots, what a long tail really costs."
 )
 
 
@@ -45,6 +45,7 @@ def short_notes(comparison: Comparison) -> Iterator[str]:
     """One line each, below the table."""
     window, baseline = comparison.window_groups, comparison.baseline
     yield f"s per {window} groups: as many as a window of {baseline} has; a group is all responses to one prompt"
+    yield "wall time, maxima, tokens discarded and reward are of the whole run; all else is without warm-up and run-out"
     yield "wait_data: the trainer waits for groups; gather: it collects new weights"
     if _has_bound(comparison):
         yield "limited by: the phase that would take longer if nothing were in its way; that is the bound, and the ideal its time"
@@ -55,7 +56,10 @@ def long_notes(comparison: Comparison) -> Iterator[str]:
     window, baseline = comparison.window_groups, comparison.baseline
     yield SIMULATED_STRETCH if comparison.simulated else REAL_STRETCH
     yield WINDOW.format(window=window, baseline=baseline)
-    yield "`speedup` is the ratio of groups per second to the baseline's run of the same seed, and its median over the repeats."
+    yield (
+        "`speedup` is the ratio of groups per second to the baseline's run of the same seed, and its median over the repeats; "
+        "`per token` that of trained tokens per second."
+    )
     if _has_bound(comparison):
         yield BOUND
     if any("at_once_ratio" in result.figures for result in comparison.results):

@@ -27,9 +27,19 @@ STOP_EXTRA_S = 30.0
 """A stopped run has `run.stop_grace_s` for itself; ending Ray takes some more."""
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
-Progress = Callable[[int], None]
-"""Told the number of groups that the run has trained."""
 Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a run says of itself: `time_s` as in its metrics lines, so that its last one is the wall time of the table."""
+
+    groups: int = 0
+    time_s: float = 0.0
+    phase: str = "starting"
+
+
+Progress = Callable[[Told], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +95,7 @@ def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> 
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts.count:
                     raise KeyboardInterrupt
-                progress(_groups_trained(run.directory / "status.json"))
+                progress(_told(run.directory / "status.json"))
         except BaseException:
             say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
@@ -94,8 +104,9 @@ def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> 
         raise KeyboardInterrupt
     if code != 0:
         raise _failure(run, code)
-    progress(run.groups)
-    return RunLines(profile=run.entry.name, seed=run.seed, lines=read_lines(run.directory), interrupted=interrupts.count > 0)
+    lines = read_lines(run.directory)
+    progress(Told(groups=run.groups, time_s=lines[-1]["time_s"], phase="done"))
+    return RunLines(profile=run.entry.name, seed=run.seed, lines=lines, interrupted=interrupts.count > 0)
 
 
 def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) -> None:
@@ -167,12 +178,14 @@ def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) 
     return code
 
 
-def _groups_trained(status: Path) -> int:
-    """0 until the run says something."""
+def _told(path: Path) -> Told:
+    """Starting, until the run says something."""
     try:
-        return int(json.loads(status.read_text(encoding="utf-8"))["progress"].get("groups_trained", 0))
+        status = json.loads(path.read_text(encoding="utf-8"))
+        progress = status["progress"]
+        return Told(groups=int(progress["groups_trained"]), time_s=float(progress["time_s"]), phase=str(status["phase"]))
     except (FileNotFoundError, ValueError, KeyError):
-        return 0
+        return Told()
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:

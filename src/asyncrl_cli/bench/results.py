@@ -3,7 +3,8 @@
     run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
 
 All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against the baseline's run
-of the same seed, which was made next to it. A figure that a run did not measure is absent.
+of the same seed, which was made next to it; `speedup_per_token` that of tokens_per_s: the same groups are not the same tokens.
+A figure that a run did not measure is absent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from asyncrl_cli.observe.bound import Bound, Capacities, bound_of
 from asyncrl_cli.observe.lines import Line
 
 SCHEMA_VERSION = 1
+UNEVEN_WORK = 0.03
 
 RunKey = tuple[str, int]
 """Profile and seed."""
@@ -202,8 +204,20 @@ def _spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
 
 def _speedup(own: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
     """Absent where no seed was run by both."""
-    paired = [own[seed]["groups_per_s"] / base[seed]["groups_per_s"] for seed in own if seed in base]
-    return {"speedup": Spread.of(paired)} if paired else {}
+    speeds = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
+    paired = {name: [own[seed][speed] / base[seed][speed] for seed in own if seed in base] for name, speed in speeds.items()}
+    return {name: Spread.of(ratios) for name, ratios in paired.items() if ratios}
+
+
+def unevenness(results: Sequence[Result]) -> float:
+    """How many more tokens the measured groups of one profile have than another's: a share of these. Policies learn differently."""
+    known = [(result.median("tokens_per_s"), result.median("window_time_s")) for result in results]
+    tokens = [rate * seconds for rate, seconds in known if rate is not None and seconds is not None]
+    return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0
+
+
+def is_uneven(results: Sequence[Result]) -> bool:
+    return unevenness(results) > UNEVEN_WORK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

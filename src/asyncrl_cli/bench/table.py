@@ -28,12 +28,14 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A figure by name, and how it is written; `key` ones also show their spread over repeats."""
+    """A figure by name, and how it is written; `key` ones also show their spread over repeats. `always`: also where nobody measured
+    it."""
 
     label: str
     name: str
     shown: Shown
     key: bool = False
+    always: bool = False
 
 
 def seconds(value: float) -> str:
@@ -59,7 +61,8 @@ def fixed(value: float) -> str:
 PARTS = (("wait_data", "wait"), ("old_logprob", "old_logprob"), ("train", "train"), ("gather", "sync"), ("other", "other"))
 """Labels are the names of `timing/*_s`, figures those of `measure.PARTS`."""
 SPEED = (
-    Metric(label="wall time", name="wall_s", shown=clock),
+    Metric(label="wall time, whole run", name="wall_s", shown=clock),
+    Metric(label="measured of it, s", name="measured_s", shown=seconds),
     Metric(label="groups/s", name="groups_per_s", shown=digits, key=True),
 )
 STEP = (
@@ -69,9 +72,9 @@ STEP = (
 )
 WINDOW = tuple(Metric(label=f"    {label}", name=f"window_{part}_s", shown=seconds) for label, part in PARTS)
 USE = (
-    Metric(label="trainer idle", name="trainer_idle_ratio", shown=share),
-    Metric(label="rollouter idle", name="rollouter_idle_ratio", shown=share),
-    Metric(label="slot utilization", name="slot_utilization", shown=share),
+    Metric(label="slots used", name="slot_utilization", shown=share, always=True),
+    Metric(label="rollouter idle", name="rollouter_idle_ratio", shown=share, always=True),
+    Metric(label="trainer idle", name="trainer_idle_ratio", shown=share, always=True),
     Metric(label="tokens/s", name="tokens_per_s", shown=count),
 )
 DATA = (
@@ -84,13 +87,14 @@ DATA = (
 )
 VERDICT = (
     Metric(label="speedup", name="speedup", shown=times, key=True),
+    Metric(label="  per token", name="speedup_per_token", shown=times, key=True),
     Metric(label="% of the bound", name="bound_ratio", shown=percent, key=True),
     Metric(label="% of both at once", name="at_once_ratio", shown=percent, key=True),
 )
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
-    """The whole table; a metric that nobody measured has no row."""
+    """The whole table; a metric that nobody measured has no row, or one of `-`."""
     results = comparison.results
     window = Metric(label=f"s per {comparison.window_groups} groups", name="window_time_s", shown=seconds, key=True)
     steps_differ = any(result.step_groups != comparison.window_groups for result in results)
@@ -105,7 +109,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
 def _metrics(results: Sequence[Result], metrics: Sequence[Metric], all_spreads: bool) -> list[TableRow]:
     rows = []
     for metric in metrics:
-        if any(metric.name in result.figures for result in results):
+        if metric.always or any(metric.name in result.figures for result in results):
             with_spread = metric.key or all_spreads
             cells = tuple(_cell(result.figures.get(metric.name), metric.shown, with_spread) for result in results)
             rows.append(TableRow(label=metric.label, cells=cells))

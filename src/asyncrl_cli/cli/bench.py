@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from asyncrl_cli.bench.compare import Outcome, Request, Watcher
+    from asyncrl_cli.bench.real import Told
     from asyncrl_cli.bench.results import Comparison
 
 EXAMPLES = """[bold]Examples[/]
@@ -168,18 +169,28 @@ def _leaving_nothing_empty(directory: Path) -> AbstractContextManager[None]:
 
 
 def _watching(title: str) -> AbstractContextManager[Watcher]:
-    """Progress bars on stderr, one per run."""
+    """Progress bars on stderr, one per run. A real run's time is its own, as in its metrics: the table's wall time in the end."""
     from contextlib import contextmanager
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+    from rich.text import Text
+
+    from asyncrl_cli.observe.format import clock
+
+    class Time(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            elapsed_s = task.finished_time if task.finished else task.elapsed
+            return Text(clock(task.fields.get("time_s", elapsed_s)), style="progress.elapsed")
 
     class Bars:
         def __init__(self, progress: Progress) -> None:
             self._progress = progress
             self._tasks: dict[str, TaskID] = {}
 
-        def run(self, name: str, groups: int, total: int) -> None:
-            self._show(name, groups, total, is_started=groups > 0)
+        def run(self, name: str, groups: int, total: int, told: Told | None = None) -> None:
+            phase = f" ({told.phase})" if told is not None and told.phase not in ("running", "done") else ""
+            own_time = {} if told is None else {"time_s": told.time_s}
+            self._show(name, groups, total, is_started=groups > 0, text=name + phase, **own_time)
 
         def note(self, text: str, done: int, total: int) -> None:
             """One bar for all that is not a run."""
@@ -188,18 +199,17 @@ def _watching(title: str) -> AbstractContextManager[Watcher]:
         def say(self, text: str) -> None:
             self._progress.console.print(text, markup=False, highlight=False)
 
-        def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str = "") -> None:
+        def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str, **own_time: Any) -> None:
             if key not in self._tasks:
-                self._tasks[key] = self._progress.add_task(text or key, total=total or None, start=is_started)
+                self._tasks[key] = self._progress.add_task(text, total=total or None, start=is_started)
             task = self._tasks[key]
             if is_started:
                 self._progress.start_task(task)  # does nothing to one that has started
-            self._progress.update(task, completed=done, total=total or None, description=text or key)
+            self._progress.update(task, completed=done, total=total or None, description=text, **own_time)
 
     @contextmanager
     def bars() -> Iterator[Watcher]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=stderr()) as progress:
+        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Time(), console=stderr()) as progress:
             progress.console.print(title, highlight=False)
             yield Bars(progress)
 

@@ -14,7 +14,8 @@ from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.checkpoint.run_directory import STARTING
-from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
+from asyncrl_cli.observe.live_status import SCHEMA_VERSION, LiveStatus, RunFacts
+from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import to_json
 
 log = logging.getLogger("asyncrl")
@@ -32,7 +33,8 @@ class StartStatus:
     def __init__(self, path: Path, facts: RunFacts) -> None:
         self._path = path
         self._before = path.read_text(encoding="utf-8") if path.exists() else None
-        self._base = _known(self._before) or LiveStatus(facts).picture()
+        metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=0.0)
+        self._base = _known(self._before) or LiveStatus(facts, metrics).picture()
         self._started_at = time.time()
         self._doing = ""
         self._ended = threading.Event()
@@ -74,6 +76,8 @@ class StartStatus:
         now: dict[str, Any] = {
             "phase": STARTING,
             "doing": self._doing,
+            "executors": [],  # an earlier attempt's have ended
+            "admission": {},
             "error": "",
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -84,9 +88,9 @@ class StartStatus:
 
 
 def _known(text: str | None) -> dict[str, Any] | None:
-    """The status of an earlier attempt."""
+    """The status of an earlier attempt, if it is one of this version."""
     try:
         content = json.loads(text or "null")
     except ValueError:
         return None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and content.get("schema_version") == SCHEMA_VERSION else None

@@ -61,6 +61,20 @@ class Nothing(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
 
+class PeriodOf(_Open):
+    """Which time figures cover (periods.py)."""
+
+    words: str
+    from_s: Seconds
+    to_s: Seconds
+    steps: Count
+
+
+class Periods(_Open):
+    utilization: PeriodOf | None
+    steps: PeriodOf | None
+
+
 class ExecutorStatus(_Open):
     name: str
     role: str
@@ -78,6 +92,8 @@ class Utilization(_Open):
     trainer_idle_ratio: NotRequired[float]
     trainer_tokens_per_s: NotRequired[Figure]
     overlap_ratio: NotRequired[float]
+    running_sequences: NotRequired[Figure]
+    slots: NotRequired[Figure]
 
 
 class Staleness(_Open):
@@ -130,6 +146,8 @@ Totals = TypedDict(
         "trainer/idle_ratio": NotRequired[Figure],
         "rollouter/idle_ratio": NotRequired[Figure],
         "rollouter/slot_utilization": NotRequired[Figure],
+        "rollouter/tokens_per_s": NotRequired[Figure],
+        "trainer/tokens_per_s": NotRequired[Figure],
         "staleness/mean": NotRequired[Figure],
         "staleness/max": NotRequired[Figure],
         "fully_async/partial/partial_ratio": NotRequired[Figure],
@@ -157,7 +175,7 @@ class Status(_Open):
     staleness: Staleness
     partial: Partial
     versions: dict[str, Count]
-    restarting: dict[str, Count]
+    restarting: dict[str, str]
     reward: Reward
     eval: Evals
     sync: SyncFigures | Nothing

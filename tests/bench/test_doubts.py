@@ -1,0 +1,105 @@
+"""What a comparison says of itself before its speedup: too short, not the same tokens, nothing to tell idleness from."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from asyncrl_cli.bench import compare
+from asyncrl_cli.bench.compare import Request, real_entries
+from asyncrl_cli.bench.real import Told
+from asyncrl_cli.bench.results import Comparison, RunLines
+from asyncrl_cli.bench.table import rows_of
+from asyncrl_cli.cli import bench
+from asyncrl_cli.errors import ConfigError
+
+SETS = ("placement.device=cpu",)
+
+
+def entries() -> Any:
+    """Colocate, W = 16, and partial-rollout, W = 64."""
+    return real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))[0]
+
+
+def lines(groups: int, *, step_s: float, tokens: int, eval_s: float = 0.0) -> list[dict[str, Any]]:
+    """Steps of 16 groups; `tokens` in each response."""
+    return [
+        {
+            "step": step,
+            "window": step - 1,
+            "version": step,
+            "time_s": step_s * step,
+            "groups_trained": 16 * step,
+            "tokens_trained": 16 * tokens * step,
+            "timing/step_s": step_s,
+            "timing/eval_s": eval_s,
+            "response_tokens/mean": float(tokens),
+            "staleness/histogram": [16],
+            "trainer/idle_ratio": 0.25,
+        }
+        for step in range(1, groups // 16 + 1)
+    ]
+
+
+def compared(groups: int, base: dict[str, Any], other: dict[str, Any]) -> Comparison:
+    runs = [
+        RunLines(profile="colocate", seed=0, lines=lines(groups, **base)),
+        RunLines(profile="partial-rollout", seed=0, lines=lines(groups, **other)),
+    ]
+    request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups)
+    return compare._comparison(request, entries(), groups, runs, {}, "", ())
+
+
+@pytest.mark.parametrize(("groups", "hint"), [(96, "--groups 192"), (176, "--groups 192")])
+def test_less_than_three_windows_are_refused_before_anything_runs(groups: int, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{groups} groups are not 3 windows of 'partial-rollout', which has W = 64") as refused:
+        real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups))
+    assert refused.value.hint == hint
+
+
+def test_one_measured_window_is_told_as_short_and_the_default_is_not() -> None:
+    same = {"step_s": 1.0, "tokens": 10}
+    (remark,) = compared(192, same, same).remarks
+    assert remark.startswith("Short: 64 groups are measured, 1 of the longest window.")
+    enough = int(remark.partition("--groups ")[2].split()[0])
+    assert compared(enough, same, same).remarks == compared(384, same, same).remarks == ()
+
+
+def test_a_speedup_over_other_tokens_has_its_ratio_per_token_beside_it() -> None:
+    """Three times as many groups per second, of answers half as long: one and a half times the tokens."""
+    made = compared(384, {"step_s": 3.0, "tokens": 20}, {"step_s": 1.0, "tokens": 10})
+    assert any("up to 100% more tokens in one profile than in another" in remark for remark in made.remarks)
+    rows = [row.label for row in rows_of(made)]
+    assert rows.index("  per token") == rows.index("speedup") + 1
+    cells = {row.label: row.cells for row in rows_of(made)}
+    assert (cells["speedup"], cells["  per token"]) == (("1.00x", "3.00x"), ("1.00x", "1.50x"))
+    assert made.to_json()["results"][1]["speedup_per_token"] == 1.5
+
+
+def test_idle_figures_are_a_dash_and_the_reason_is_said_where_an_eval_ran_beside_every_step() -> None:
+    made = compared(384, {"step_s": 3.0, "tokens": 10, "eval_s": 1.0}, {"step_s": 1.0, "tokens": 10})
+    cells = {row.label: row.cells for row in rows_of(made)}
+    assert cells["trainer idle"] == ("-", "25%")
+    assert cells["slots used"] == ("-", "-")
+    assert any(remark.startswith("No idle figures where an eval ran beside every measured step") for remark in made.remarks)
+
+
+def test_the_bar_of_a_real_run_ends_at_the_wall_time_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups were trained 19 s before its final eval ended, and the bar stood still meanwhile."""
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100)
+    monkeypatch.setattr(bench, "stderr", lambda: screen)
+    with bench._watching("real runs") as watcher:
+        watcher.run("colocate-r0", 0, 96)
+        watcher.run("colocate-r0", 0, 96, Told())
+        watcher.run("colocate-r0", 96, 96, Told(groups=96, time_s=25.0, phase="running"))
+        watcher.run("colocate-r0", 96, 96, Told(groups=96, time_s=40.0, phase="evaluating"))
+        watcher._progress.refresh()  # type: ignore[attr-defined]
+        during = screen.file.getvalue()  # type: ignore[attr-defined]
+        watcher.run("colocate-r0", 96, 96, Told(groups=96, time_s=44.0, phase="done"))
+    assert isinstance(screen.file, io.StringIO)
+    assert "colocate-r0 (evaluating)" in during
+    assert "0:00:40" in during
+    assert screen.file.getvalue().rindex("0:00:44") > screen.file.getvalue().rindex("0:00:40")
