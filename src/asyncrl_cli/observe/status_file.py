@@ -45,18 +45,6 @@ class AdmissionFigures(_Open):
     window_budget: Count
 
 
-class PeriodFigures(_Open):
-    words: str
-    from_s: Seconds
-    to_s: Seconds
-    steps: Count
-
-
-class Periods(TypedDict):
-    utilization: PeriodFigures | None
-    steps: PeriodFigures | None
-
-
 class Nothing(TypedDict):
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
