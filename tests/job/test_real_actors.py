@@ -48,9 +48,10 @@ async def followed(workers: list[Any]) -> AsyncIterator[None]:
         assert all(isinstance(error, asyncio.CancelledError) for error in ended), ended
 
 
-def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path) -> None:
+def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl_cli.job.session import ray_session
 
+    monkeypatch.setenv("OMP_DISPLAY_ENV", "true")  # OpenMP says what it goes by, in every actor's log
     profile = small_profile(placement={"trainer_workers": 2}, rollout={"workers": 2}, weights={"keep_versions": "all"})
     model_dir = make_model(tmp_path / "model")
     with ray_session(profile, cluster=nodes((2, 0), elastic_cpus=True)) as plan:
@@ -58,7 +59,8 @@ def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: 
         asyncio.run(_second_attempt(plan, profile, model_dir, tmp_path))
     assert versions == [1, 1]
     assert sorted(path.name for path in (tmp_path / "run/versions").iterdir()) == ["version-000000", "version-000001"]
-    assert (tmp_path / "logs/trainer-1.log").exists()
+    for name in ("trainer-1", "rollout-0"):
+        assert "OMP_WAIT_POLICY = 'PASSIVE'" in (tmp_path / f"logs/{name}.log").read_text()
 
 
 async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> list[int]:
