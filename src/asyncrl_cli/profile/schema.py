@@ -106,7 +106,8 @@ class ModelSection(Section):
     """A local Hugging Face directory, a hub name, or `builtin:tiny`: a small Qwen3 warm-started on
     the task's demonstrations."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32)."""
+    """Dtype of the rollout engine and of the trainer's forward pass (master weights stay float32). Most CPUs have no
+    instructions for bfloat16 and are several times slower with it: `asyncrl doctor` says which yours has."""
     trust_remote_code: bool = False
     """Let a hub model run code of its own."""
     warm_start_steps: NonNegativeInt = 300
