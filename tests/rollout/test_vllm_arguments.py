@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.rollout.vllm_arguments import OURS, names_in_source
-from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup, check_engine_args, engine_arguments
+from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup, check_engine_args, engine_arguments, set_environment
 from tests.engines import needs_vllm
 
 NAMES = (*OURS, "block_size", "max_num_batched_tokens", "enable_chunked_prefill")
@@ -22,6 +23,17 @@ NAMES = (*OURS, "block_size", "max_num_batched_tokens", "enable_chunked_prefill"
 def setup(device: str = "cpu", slots: int = 8, **engine_args: object) -> VllmSetup:
     options = VllmOptions(engine_args=engine_args)
     return VllmSetup(model_dir="x", slots=slots, max_prompt_tokens=100, max_response_tokens=200, device=device, options=options)
+
+
+@pytest.mark.parametrize(
+    ("device", "given", "policy"), [("cpu", {}, "passive"), ("cpu", {"OMP_WAIT_POLICY": "active"}, "active"), ("cuda", {}, None)]
+)
+def test_threads_of_its_processes_wait_without_spinning_on_cpus(
+    monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, str], policy: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    set_environment(setup(device))
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
 @needs_vllm
