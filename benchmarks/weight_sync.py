@@ -174,7 +174,7 @@ async def naive(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     import ray
 
     began_s = time.perf_counter()
-    state = {spec.name: trainer.model.full(spec) for spec in trainer.model.specs()}
+    state = {name: tensor for part in trainer.model.full() for name, tensor in part.items()}
     arrived = await asyncio.to_thread(ray.get, ray.put(state))
     await engine.load(arrived, version, "keep-kv")
     return {"naive": time.perf_counter() - began_s}

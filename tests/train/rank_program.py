@@ -1,7 +1,7 @@
 """One trainer rank as a process of its own: `python -m tests.train.rank_program '<json>'`. Trains, then saves.
 
 Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load (a
-checkpoint), save (a checkpoint), weights (a safetensors file).
+checkpoint), save (a checkpoint), weights (a safetensors file), spoiled_step (one whose first group has a NaN; 0: none).
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tests.train.train_samples import make_step
 def train_steps(trainer: PolicyTrainer, job: dict) -> None:
     for step in range(job["first_step"], job["last_step"] + 1):
         metas, payloads = make_step(step, job["num_groups"])
+        if step == job["spoiled_step"]:
+            payloads[0].trajectories[0].segments[0].logprobs_T[-1] = float("nan")
         plans = plan_train_step(metas, ranks=job["world_size"], num_minibatches=2, normalize=True)
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}

@@ -22,7 +22,7 @@ from tests.train.train_samples import make_step
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_ranks(tmp_path, model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None):
+def run_ranks(tmp_path, model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None, spoiled_step=0):
     """Run the ranks to their end; returns rank 0's full weights after `last_step`."""
     name = f"{world_size}-{first_step}-{last_step}-{len(list(tmp_path.iterdir()))}"
     job = {
@@ -33,6 +33,7 @@ def run_ranks(tmp_path, model_dir, *, world_size=1, first_step=1, last_step=4, l
         "first_step": first_step,
         "last_step": last_step,
         "num_groups": 4,
+        "spoiled_step": spoiled_step,
         "load": str(load),
         "save": str(save),
         "weights": str(tmp_path / f"weights-{name}.safetensors"),
@@ -69,6 +70,16 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, tiny_model_dir):
     for name, ours in one.items():
         assert not torch.equal(ours, initial[name])
         torch.testing.assert_close(two[name], ours, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_all_ranks_skip_the_same_optimizer_step(tmp_path, tiny_model_dir):
+    """The first mini-batch of step 2 has no finite gradient: its second one, and steps 3 and 4, are trained."""
+    weights = [run_ranks(tmp_path, tiny_model_dir, world_size=ranks, spoiled_step=2, settings={"lr": 1e-4}) for ranks in (1, 2)]
+    unspoiled = run_ranks(tmp_path, tiny_model_dir, settings={"lr": 1e-4})
+    for name, ours in weights[0].items():
+        torch.testing.assert_close(weights[1][name], ours, rtol=0, atol=1e-5)
+        assert not torch.equal(ours, unspoiled[name])
 
 
 @pytest.mark.slow
