@@ -272,7 +272,8 @@ def _executor(report: ExecutorReport, using: Period | None) -> dict[str, Any]:
         "role": report.role,
         "state": report.state.value,
         "waiting_for": report.waiting_for,
-        "state_s": {state: round(_number(seconds), 3) for state, seconds in state_s.items()},
+        # A restart's overlap with the new process is taken back from one state: never below nothing.
+        "state_s": {state: max(0.0, round(_number(seconds), 3)) for state, seconds in state_s.items()},
         "gauges": dict(report.gauges),
     }
 
