@@ -13,9 +13,12 @@ from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.sinks import NullSink
+from asyncrl_cli.observe.sinks import NullSink, to_json
+from asyncrl_cli.observe.status_file import Status
 from asyncrl_cli.observe.summary import summary_text
+from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
 from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.workers import SimulatedWorker
@@ -53,19 +56,21 @@ class Watched:
         return [status for status in self.statuses if status["periods"]["steps"] and status["phase"] in ("running", "evaluating")]
 
 
-def watched_run(facts, mode="partial-rollout", *, train_s=1.6, train_steps=30, stop_at_s=None, resume_from=None, seed=0, evals=64):
+def watched_run(
+    facts, mode="partial-rollout", *, train_s=1.6, train_steps=30, stop_at_s=None, resume_from=None, evals=64, faults=None
+):
     """Steps of about 5 s: most of it is waiting for responses with a long tail."""
-    loop_settings = settings(mode, train_steps=train_steps, checkpoint_every_steps=5)
+    loop_settings = settings(mode, train_steps=train_steps, checkpoint_every_steps=5, max_restarts=1)
     facts = replace(facts, mode=mode, train_steps=train_steps, step_groups=4, window_groups=loop_settings.window_groups)
     facts = replace(facts, trigger_parameter_sync_step=loop_settings.window_steps, max_staleness=loop_settings.max_staleness)
 
     async def main():
         kept, checkpoints = Kept(), MemoryCheckpoints(write_s=0.4)
-        observers = Observers(facts, [kept])
+        observers, times = Observers(facts, [kept]), worker_times(token_s=0.1, restart_s=lambda rng: 4.0)
         world = World(
             feed=NumberedFeed(),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: train_s, gather_s=0.1, publish_s=0.05)),
-            workers=[SimulatedWorker(f"rollout-{i}", 4, worker_times(token_s=0.1), seed=seed) for i in range(2)],
+            workers=[SimulatedWorker(f"rollout-{i}", 4, times, 0, faults) for i in range(2)],
             eval_items=[{"prompt": str(index)} for index in range(evals)],
             observers=[observers],
             checkpoints=checkpoints,
@@ -221,3 +226,13 @@ def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
     text = render(status, width=100, height=40).plain
     assert "|logprob diff| nan" in text
     assert "reward     nan last step ▄" in text
+
+
+def test_every_status_that_is_written_can_be_read_back(facts):
+    """By `asyncrl status`, which holds it against its type: also while a worker is restarted, and before anything was measured."""
+    deaths = Faults([Fault(kind=FaultKind.WORKER_DIES, executor="rollout-1", at_s=9.0)])
+    statuses = watched_run(facts, faults=deaths).statuses
+    assert any(status["restarting"] == {"rollout-1": "1 of 1"} for status in statuses)
+    assert statuses[0]["tokens_discarded"] is None
+    for status in statuses:
+        assert parse_json(to_json(status).encode(), Status)["periods"] == status["periods"]

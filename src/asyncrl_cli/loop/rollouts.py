@@ -152,7 +152,7 @@ class Rollouts:
             await board.changes.until(lambda: sync.wanted(worker.name) is not None, who, new_version, (Change.PUBLISHED,))
             await self._load_newest(worker, slots)
             if not board.stopping:
-                with board.changes.waiting(who, f"its part of an eval of version {slots.version}, if one is due"):
+                with board.changes.waiting(who, f"the eval of version {slots.version} to end"):
                     await board.evaluator.work(worker, slots, is_last=slots.version == board.last_version)
             board.changes.notify(Change.LOADED)
 

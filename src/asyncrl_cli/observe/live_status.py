@@ -29,7 +29,7 @@ from asyncrl_cli.observe.format import duration, number
 from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
 from asyncrl_cli.observe.periods import Period
 from asyncrl_cli.observe.status_file import EvalPoint
-from asyncrl_cli.observe.values import Scalar, shown
+from asyncrl_cli.observe.values import Scalar
 from asyncrl_cli.safe_files import Count
 
 SCHEMA_VERSION = 2
@@ -257,7 +257,7 @@ def _shown(period: Period | None, prefix: str) -> dict[str, Scalar]:
     """The period's figures of that prefix, without it."""
     if period is None:
         return {}
-    return {key.removeprefix(prefix): value for key, value in shown(period.values).items() if key.startswith(prefix)}
+    return {key.removeprefix(prefix): value for key, value in period.figures.items() if key.startswith(prefix)}
 
 
 def _per_step(period: Period | None) -> dict[str, float]:
@@ -272,7 +272,8 @@ def _executor(report: ExecutorReport, using: Period | None) -> dict[str, Any]:
         "role": report.role,
         "state": report.state.value,
         "waiting_for": report.waiting_for,
-        "state_s": {state: round(_number(seconds), 3) for state, seconds in state_s.items()},
+        # A restart's overlap with the new process is taken back from one state: never below nothing.
+        "state_s": {state: max(0.0, round(_number(seconds), 3)) for state, seconds in state_s.items()},
         "gauges": dict(report.gauges),
     }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.observe.format import clock, duration
-from asyncrl_cli.observe.values import Value, merge_into
+from asyncrl_cli.observe.values import Scalar, Value, merge_into, shown
 
 RECENT_S = 60.0
 RECENT_STEPS = 120
@@ -22,13 +22,13 @@ RECENT_STEPS = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """Joined values of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's time."""
+    """Joined figures of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's time."""
 
     words: str
     from_s: float
     to_s: float
     steps: int
-    values: Mapping[str, Value]
+    figures: Mapping[str, Scalar]
 
     def to_json(self) -> dict[str, Any]:
         return {"words": self.words, "from_s": self.from_s, "to_s": self.to_s, "steps": self.steps}
@@ -58,12 +58,12 @@ class RecentSteps:
             merge_into(joined, values)
         from_s, to_s, steps = self._steps[0][0], self._steps[-1][1], len(self._steps)
         which = "last step" if steps == 1 else f"last {steps} steps"
-        return Period(words=f"{which}, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=steps, values=joined)
+        return Period(words=f"{which}, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=steps, figures=shown(joined))
 
 
 def step_so_far(from_s: float, to_s: float, values: Mapping[str, Value]) -> Period:
-    return Period(words=f"this step so far, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=0, values=values)
+    return Period(words=f"this step so far, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=0, figures=shown(values))
 
 
 def whole_run(to_s: float, steps: int, values: Mapping[str, Value]) -> Period:
-    return Period(words=f"whole run, {steps} steps, {clock(to_s)}", from_s=0.0, to_s=to_s, steps=steps, values=values)
+    return Period(words=f"whole run, {steps} steps, {clock(to_s)}", from_s=0.0, to_s=to_s, steps=steps, figures=shown(values))

@@ -41,9 +41,10 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
     periods, is_over = status["periods"], status["phase"] in ENDED
     top = _header(status, width) + ([_styled(remark, "bold red")] if remark else [])
-    use = [_rule(periods["utilization"], "" if is_over else "states and waits: now", width), *_utilization(status, width)]
+    moment = "at the end" if is_over else "as last said" if remark else "now"
+    use = [_rule(periods["utilization"], "" if is_over else f"states and waits: {moment}", width), *_utilization(status, width)]
     details = [_rule(periods["steps"], "", width), *_beside(_staleness(status), _learning(status, width), width)]
-    costs = [_rule({"words": "at the end" if is_over else "now"}, "", width), *_sync(status, width), *_ledger(status, width)]
+    costs = [_rule({"words": moment}, "", width), *_sync(status, width), *_ledger(status, width)]
     around = len(top) + len(use) + len(details) + len(costs)
     executors = _executors(status, width, max_rows=max(1, height - around - 1))
     lines = [*top, *use, *executors, *details, *costs]

@@ -167,7 +167,7 @@ class Status(_Open):
     reward: Reward
     eval: Evals
     sync: SyncFigures | Nothing
-    timing: dict[str, Seconds]
+    timing: dict[str, Figure]
     ledger: dict[str, Count]
     tokens_discarded: Figure | None
     checkpoint: str
