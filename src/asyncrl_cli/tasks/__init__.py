@@ -5,6 +5,7 @@
         worked.py                          compact prompts with worked answers, for builtin:tiny
     feed.PromptFeed(task.train, seed=...)  the endless order of prompts; resumes exactly
     rewards.RewardPool(task.reward, ...)   awaits rewards, beside the event loop:
+        reward_child.py                    its child processes: started, given work, watched, replaced
         reward_worker.py                   the child process that scores (`python -m`), with scoring.py inside
         frames.py, child.py                what the two say to each other; how our child processes start and end
 
