@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -140,21 +142,44 @@ def test_the_verifier_of_a_dataset_scores_in_the_child():
     assert wrong == [0.0] * 30
 
 
-def test_worked_responses_are_scored_by_the_same_verifier():
-    from random import Random
+def off_by_one(item) -> str:
+    """The right list in the worked form's digits, each number 1 off, still in order."""
+    numbers = [int(float(number)) for number in ast.literal_eval(item["answer"])]
+    off = [number - 1 for number in numbers] if 0 not in numbers else [number + 1 for number in numbers]
+    return "".join("0123456789abc"[number] for number in off)
 
-    task = load_task(Profile.model_validate({"task": {"train_prompts": 30}, "eval": {"prompts": 0}}))
+
+@pytest.mark.parametrize(("reward", "forgiven"), [("auto", 0.0), ("exact-match", 0.0), ("dataset", 1.0)])
+def test_worked_responses_are_scored_exactly_unless_the_datasets_own_verifier_is_asked_for(reward, forgiven):
+    task = load_task(Profile.model_validate({"task": {"train_prompts": 60, "reward": reward}, "eval": {"prompts": 0}}))
     assert task.reward.adapter == "worked"
+    items = [item for item in task.train if "'11.0'" not in item["answer"]]
 
     async def use(pool):
-        right = [task.demonstration(item, Random(0)) for item in task.train]
-        wrong = ["" for _ in right]
+        right = [task.demonstration(item, Random(0)) for item in items]
+        prefixed = ["00," + response for response in right]
+        wrong = [right[0] + "1", "", ",", "é", right[0] + ","]
         return [
-            await asyncio.gather(*(pool.score(*pair) for pair in zip(task.train, responses, strict=True)))
-            for responses in (right, wrong)
+            await asyncio.gather(*(pool.score(*pair) for pair in zip(items, responses, strict=False)))
+            for responses in (right, prefixed, wrong, [off_by_one(item) for item in items])
         ]
 
-    assert with_pool(task.reward, use) == [[1.0] * 30, [0.0] * 30]
+    right, prefixed, wrong, off = with_pool(task.reward, use)
+    assert set(right) == set(prefixed) == {1.0}
+    assert set(wrong) == {0.0}
+    assert set(off) == {forgiven}
+    assert len(off) > 20
+
+
+def test_the_plain_form_is_scored_by_the_datasets_own_verifier(tmp_path):
+    plain = {"task": {"train_prompts": 16, "adapter": "plain"}, "eval": {"prompts": 0}}
+    assert load_task(Profile.model_validate(plain)).reward.kind == "dataset"
+
+
+def test_a_file_has_no_verifier_of_a_dataset(tmp_path):
+    with pytest.raises(ConfigError, match="a file has none") as refused:
+        resolve_reward("dataset", dataset="", params={}, adapter="plain")
+    assert "exact-match" in refused.value.hint
 
 
 def test_exact_match_compares_the_answer_in_the_last_tag_or_the_whole_response():
@@ -373,7 +398,7 @@ def _alive(pid: int) -> bool:
         ("broken:score", "ZeroDivisionError: division by zero \\(broken.py:1\\)"),
         ("leaving:score", "SystemExit: 3"),
         ("dying:score", "its process ended with exit code 7"),
-        ("exact", "none of auto, exact-match, math-verify and not of the form module:function"),
+        ("exact", "none of auto, dataset, exact-match, math-verify and not of the form module:function"),
         ("my_rewards:", "not of the form module:function"),
     ],
 )

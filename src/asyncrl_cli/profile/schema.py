@@ -136,7 +136,8 @@ class TaskSection(Section):
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
     reward: str = "auto"
-    """`auto` (the dataset's own verifier; exact match for files), `exact-match`, `math-verify` or `module:function`."""
+    """`dataset` (its own verifier, which may forgive: number_sorting's takes numbers that are 1 off), `exact-match`, `math-verify`
+    or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds one reward may take before its trajectory counts as failed; the import of its module may take as long, or 10."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None
