@@ -82,7 +82,7 @@ def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str
         resolve_reward(reward, dataset="", params={}, adapter="plain", timeout_s=0.1)
     assert time.monotonic() - began_s < 10
     assert f'task.reward = "{reward}"' in refused.value.message
-    assert len(refused.value.message) < 1000
+    assert len(refused.value.message.encode("utf-8")) < 1000
     assert refused.value.hint
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ["task", "feed", "rewards", "reward_worker", "gym_worker", "scoring", "files", "gym", "child", "frames"]
+MODULES = ["task", "feed", "rewards", "reward_worker", "gym_worker", "scoring", "files", "parquet", "gym", "child", "frames", "reward_module"]
 
 
 @pytest.mark.parametrize("module", MODULES)

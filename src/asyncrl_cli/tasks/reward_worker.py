@@ -145,8 +145,8 @@ def announced(work: Coroutine[Any, Any, Any], request_id: int, board: Board) -> 
 
 
 def describe(error: BaseException) -> str:
-    """One line: the error and the place it was raised at."""
-    message = getattr(error, "message", "") or str(error)
+    """One line that any file takes: the error and the place it was raised at."""
+    message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
     place = ""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and "importlib" not in frames[-1].filename and os.path.dirname(__file__) not in frames[-1].filename:
