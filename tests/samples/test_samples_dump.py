@@ -53,6 +53,11 @@ def test_without_a_tokenizer_there_is_no_text(tmp_path, payloads):
     assert "text" not in read_samples(dump_samples(tmp_path, 1, payloads, window=0))[0]
 
 
+def test_text_that_is_no_unicode_is_written_and_comes_back(tmp_path, payloads):
+    lines = read_samples(dump_samples(tmp_path, 1, payloads, window=0, decode=lambda ids: "é\ud800\0"))
+    assert lines[0]["text"] == "é\ud800\0"
+
+
 def test_a_dump_that_fails_leaves_no_half_file(tmp_path, payloads):
     def broken(ids):
         raise ValueError("no such token")

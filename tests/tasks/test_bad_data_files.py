@@ -24,6 +24,7 @@ import pytest
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.feed import PromptFeed
+from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.task import Task, load_task
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
@@ -218,7 +219,11 @@ def refusal_of_eval(source: Path, eval_path: Path) -> str:
     ],
 )
 def test_a_name_that_no_file_has_is_refused(name, expected):
-    assert expected in refusal(name)
+    """Also where no profile has refused it before."""
+    columns = {"prompt_column": "prompt", "answer_column": "answer", "needs_answer": True}
+    with pytest.raises(ConfigError, match=expected) as refused:
+        read_items(Path(name), key="task.source", limit=None, **columns)
+    assert len(refused.value.message) < 500
 
 
 def test_a_deleted_working_directory_is_told(tmp_path, monkeypatch):

@@ -134,7 +134,20 @@ def test_a_prompt_is_found_again_by_its_uid():
     items = numbered_items(20)
     feed = PromptFeed(items, seed=1)
     given = [feed.next() for _ in range(30)]
-    assert [PromptFeed(items, seed=1).find(prompt.uid, prompt.epoch) for prompt in given] == given
+    resumed = PromptFeed(items, seed=1)
+    resumed.restore(feed.state())
+    assert [resumed.find(prompt.uid, prompt.epoch) for prompt in given] == given
+
+
+def test_a_prompt_that_was_not_given_yet_is_not_found():
+    items = numbered_items(20)
+    given, later = (PromptFeed(items, seed=1) for _ in range(2))
+    take(given, 30)
+    take(later, 30)
+    with pytest.raises(RefusedError, match="of epoch 1, which has not been given yet"):
+        given.find(later.next().uid, 1)
+    with pytest.raises(RefusedError, match="of epoch 2, which has not been given yet"):
+        given.find(given.next().uid, 2)
 
 
 def test_a_uid_that_the_task_does_not_have_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str
         resolve_reward(reward, dataset="", params={}, adapter="plain", timeout_s=0.1)
     assert time.monotonic() - began_s < 10
     assert f'task.reward = "{reward}"' in refused.value.message
-    assert len(refused.value.message) < 1000
+    assert len(refused.value.message.encode("utf-8")) < 1000
     assert refused.value.hint
 
 
@@ -204,6 +205,19 @@ def test_a_module_that_is_gone_is_refused_and_no_other_is_imported(began, monkey
     with pytest.raises(RefusedError, match=f"the run's reward module .*{file} cannot be read: no such file") as refused:
         task_of(began, reward, resumed=True)
     assert "from nowhere else" in refused.value.hint
+    assert not (began.parent / "executed").exists()
+
+
+def test_a_module_in_an_archive_is_resumed_from_there(began, monkeypatch):
+    archive = began.parent / "modules.zip"
+    with zipfile.ZipFile(archive, "w") as modules:
+        modules.writestr("zipped.py", GOOD)
+    monkeypatch.setenv("PYTHONPATH", str(archive))
+    task_of(began, "zipped:score", resumed=False)
+    monkeypatch.delenv("PYTHONPATH")
+    (began.parent / "elsewhere" / "zipped.py").write_text((began.parent / "elsewhere" / "mine.py").read_text())
+    monkeypatch.chdir(began.parent / "elsewhere")
+    assert task_of(began, "zipped:score", resumed=True).reward.module_file == f"{archive}/zipped.py"
     assert not (began.parent / "executed").exists()
 
 

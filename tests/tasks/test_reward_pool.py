@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
-from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool
+from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import find_answer
 from asyncrl_cli.tasks.task import load_task
 
@@ -64,6 +66,16 @@ FUNCTIONS = '''
         await asyncio.sleep(0.2)
         return float(response)
 
+    def slow(item, response):
+        time.sleep(0.1)
+        if response == "hang":
+            time.sleep(600)
+        return os.getpid()
+
+    async def pid_of(item, response):
+        await asyncio.sleep(0.01)
+        return os.getpid()
+
     def one_argument(item):
         return 1.0
 
@@ -82,9 +94,9 @@ def spec_of(functions: Path, name: str) -> RewardSpec:
     return RewardSpec(kind="function", function=f"my_rewards:{name}", import_path=str(functions))
 
 
-def with_pool(spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
+def with_pool(spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], timeout_s: float = 20.0, workers: int = 1) -> Any:
     async def main() -> Any:
-        pool = RewardPool(spec, timeout_s=timeout_s)
+        pool = RewardPool(spec, timeout_s=timeout_s, workers=workers)
         try:
             async with asyncio.timeout(60):
                 return await use(pool)
@@ -101,8 +113,8 @@ async def outcomes(pool: RewardPool, responses: list[str], item=ITEM) -> list[fl
     return [result.reason if isinstance(result, RewardFailed) else result for result in results]
 
 
-def score(spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0) -> list[float | str]:
-    return with_pool(spec, lambda pool: outcomes(pool, responses, item), timeout_s)
+def score(spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0, workers: int = 1) -> list[float | str]:
+    return with_pool(spec, lambda pool: outcomes(pool, responses, item), timeout_s, workers)
 
 
 def test_a_function_of_the_users_scores_items_and_responses(functions):
@@ -130,21 +142,44 @@ def test_the_verifier_of_a_dataset_scores_in_the_child():
     assert wrong == [0.0] * 30
 
 
-def test_worked_responses_are_scored_by_the_same_verifier():
-    from random import Random
+def off_by_one(item) -> str:
+    """The right list in the worked form's digits, each number 1 off, still in order."""
+    numbers = [int(float(number)) for number in ast.literal_eval(item["answer"])]
+    off = [number - 1 for number in numbers] if 0 not in numbers else [number + 1 for number in numbers]
+    return "".join("0123456789abc"[number] for number in off)
 
-    task = load_task(Profile.model_validate({"task": {"train_prompts": 30}, "eval": {"prompts": 0}}))
+
+@pytest.mark.parametrize(("reward", "forgiven"), [("auto", 0.0), ("exact-match", 0.0), ("dataset", 1.0)])
+def test_worked_responses_are_scored_exactly_unless_the_datasets_own_verifier_is_asked_for(reward, forgiven):
+    task = load_task(Profile.model_validate({"task": {"train_prompts": 60, "reward": reward}, "eval": {"prompts": 0}}))
     assert task.reward.adapter == "worked"
+    items = [item for item in task.train if "'11.0'" not in item["answer"]]
 
     async def use(pool):
-        right = [task.demonstration(item, Random(0)) for item in task.train]
-        wrong = ["" for _ in right]
+        right = [task.demonstration(item, Random(0)) for item in items]
+        prefixed = ["00," + response for response in right]
+        wrong = [right[0] + "1", "", ",", "é", right[0] + ","]
         return [
-            await asyncio.gather(*(pool.score(*pair) for pair in zip(task.train, responses, strict=True)))
-            for responses in (right, wrong)
+            await asyncio.gather(*(pool.score(*pair) for pair in zip(items, responses, strict=False)))
+            for responses in (right, prefixed, wrong, [off_by_one(item) for item in items])
         ]
 
-    assert with_pool(task.reward, use) == [[1.0] * 30, [0.0] * 30]
+    right, prefixed, wrong, off = with_pool(task.reward, use)
+    assert set(right) == set(prefixed) == {1.0}
+    assert set(wrong) == {0.0}
+    assert set(off) == {forgiven}
+    assert len(off) > 20
+
+
+def test_the_plain_form_is_scored_by_the_datasets_own_verifier(tmp_path):
+    plain = {"task": {"train_prompts": 16, "adapter": "plain"}, "eval": {"prompts": 0}}
+    assert load_task(Profile.model_validate(plain)).reward.kind == "dataset"
+
+
+def test_a_file_has_no_verifier_of_a_dataset(tmp_path):
+    with pytest.raises(ConfigError, match="a file has none") as refused:
+        resolve_reward("dataset", dataset="", params={}, adapter="plain")
+    assert "exact-match" in refused.value.hint
 
 
 def test_exact_match_compares_the_answer_in_the_last_tag_or_the_whole_response():
@@ -244,7 +279,7 @@ def test_a_process_that_dies_once_costs_nobody_the_reward(functions):
 def test_a_child_killed_from_outside_is_replaced(functions):
     async def use(pool):
         first = await outcomes(pool, ["ok"])
-        os.kill(pool.child_pid, signal.SIGKILL)
+        os.kill(pool.child_pids[0], signal.SIGKILL)
         return first, await outcomes(pool, ["ok"] * 10), pool.num_restarts
 
     assert with_pool(spec_of(functions, "by_command"), use) == ([1.0], [1.0] * 10, 1)
@@ -267,7 +302,7 @@ def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):
         await pool.start()
         waiting = asyncio.create_task(outcomes(pool, ["hang"]))
         await asyncio.sleep(0.05)
-        pid = pool.child_pid
+        (pid,) = pool.child_pids
         await pool.close()
         assert await waiting == ["the reward pool is closed"]
         assert not _alive(pid)
@@ -322,7 +357,7 @@ async def main():
     spec = RewardSpec(kind="function", function="my_rewards:by_command", import_path={str(functions)!r})
     pool = RewardPool(spec, timeout_s=99)
     await pool.score(make_item("p", "a", {{}}), "ok")
-    print(pool.child_pid, flush=True)
+    print(*pool.child_pids, flush=True)
     if {child_is!r} == "hanging":
         await pool.score(make_item("p", {str(marker)!r}, {{}}), "hang")
     await asyncio.sleep(99)
@@ -363,7 +398,7 @@ def _alive(pid: int) -> bool:
         ("broken:score", "ZeroDivisionError: division by zero \\(broken.py:1\\)"),
         ("leaving:score", "SystemExit: 3"),
         ("dying:score", "its process ended with exit code 7"),
-        ("exact", "none of auto, exact-match, math-verify and not of the form module:function"),
+        ("exact", "none of auto, dataset, exact-match, math-verify and not of the form module:function"),
         ("my_rewards:", "not of the form module:function"),
     ],
 )
@@ -395,6 +430,104 @@ def test_a_function_in_the_working_directory_is_found_and_used_after_leaving_it(
 )
 def test_the_answer_is_the_last_tag_or_everything(response, answer):
     assert find_answer(response) == answer
+
+
+@pytest.mark.parametrize("workers", [1, 6])
+def test_slow_rewards_are_computed_by_as_many_processes_as_there_are(functions, workers):
+    async def use(pool):
+        await pool.start()
+        began_s = time.monotonic()
+        pids = await outcomes(pool, ["x"] * 30)
+        return pids, time.monotonic() - began_s
+
+    pids, took_s = with_pool(spec_of(functions, "slow"), use, workers=workers)
+    assert len(set(pids)) == workers
+    assert [pids.count(pid) for pid in set(pids)] == [30 // workers] * workers
+    assert 3.0 / workers <= took_s < 3.0 / workers + 2.0  # of sleeping: it needs no core
+
+
+def test_async_rewards_are_shared_among_all_processes(functions):
+    async def use(pool):
+        await pool.start()
+        return await outcomes(pool, ["x"] * 300)
+
+    assert len(set(with_pool(spec_of(functions, "pid_of"), use, workers=3))) == 3
+
+
+def test_results_belong_to_their_requests_with_several_processes(functions):
+    responses = ["x" * num for num in range(3000)]
+    assert score(spec_of(functions, "length"), responses, workers=3) == [float(num) for num in range(3000)]
+
+
+def test_slow_rewards_do_not_wait_behind_one_that_hangs(functions):
+    async def use(pool):
+        await pool.start()
+        hanging = asyncio.create_task(outcomes(pool, ["hang"]))
+        await asyncio.sleep(0)
+        others = await outcomes(pool, ["x"] * 8)
+        return others, hanging.done(), await hanging
+
+    others, was_over, hung = with_pool(spec_of(functions, "slow"), use, timeout_s=3.0, workers=2)
+    assert len(set(others)) == 1
+    assert not was_over
+    assert hung == ["took longer than 3 s and was killed"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_of_several_processes_too_exactly_the_culprits_fail(functions, workers):
+    culprits = {10: "hang", 20: "die", 30: "raise", 40: "return nan"}
+    responses = [culprits.get(num, "ok") for num in range(60)]
+
+    async def use(pool):
+        return await outcomes(pool, responses), pool.num_restarts
+
+    results, num_restarts = with_pool(spec_of(functions, "by_command"), use, timeout_s=0.5, workers=workers)
+    assert {num for num, result in enumerate(results) if isinstance(result, str)} == set(culprits)
+    assert [result for result in results if not isinstance(result, str)] == [1.0] * 56
+    assert num_restarts == 3  # for the one that hangs, and twice for the one that dies: once may be somebody's kill
+
+
+def test_of_several_processes_with_async_rewards_too_exactly_the_culprits_fail(functions):
+    responses = ["1", "raise", "forever", "2", "block", "3"] * 3
+    results = score(spec_of(functions, "awaiting"), responses, timeout_s=1.0, workers=3)
+    assert [result for result in results if not isinstance(result, str)] == [1.0, 2.0, 3.0] * 3
+
+
+def test_each_of_several_children_killed_from_outside_is_replaced(functions):
+    async def use(pool):
+        await pool.start()
+        scoring = asyncio.create_task(outcomes(pool, ["x"] * 12))
+        await asyncio.sleep(0.05)
+        killed = pool.child_pids
+        for pid in killed:
+            os.kill(pid, signal.SIGKILL)
+        return killed, await scoring, pool.num_restarts
+
+    killed, pids, num_restarts = with_pool(spec_of(functions, "slow"), use, workers=3)
+    assert len(killed) == num_restarts == 3
+    assert len(pids) == 12
+    assert not set(pids) & set(killed)
+
+
+def test_one_of_several_processes_that_cannot_start_again_fails_all_with_the_reason(functions):
+    async def use(pool):
+        await pool.start()
+        (functions / "my_rewards.py").unlink()
+        first, second = pool.child_pids
+        os.kill(first, signal.SIGKILL)
+        return await outcomes(pool, ["hang"] * 3), second
+
+    results, second = with_pool(spec_of(functions, "slow"), use, workers=2)
+    assert all("No module named 'my_rewards'" in result for result in results)
+    assert not _alive(second)
+
+
+def test_there_is_one_process_on_two_cores_and_never_more_than_four(monkeypatch):
+    found = []
+    for cores in (1, 2, 4, 7, 8, 128):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        found.append(default_workers())
+    assert found == [1, 1, 2, 3, 4, 4]
 
 
 def test_thousands_of_rewards_a_second(functions):

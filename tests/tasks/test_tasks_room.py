@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ["task", "feed", "rewards", "reward_worker", "gym_worker", "scoring", "files", "gym", "child", "frames"]
+ROOM = Path(__file__).resolve().parents[2] / "src" / "asyncrl_cli" / "tasks"
+MODULES = sorted(path.stem for path in ROOM.glob("*.py") if path.stem != "__init__")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -18,5 +19,5 @@ def test_no_module_imports_ray_torch_or_a_whole_dataset_library(module):
         f"import sys, asyncrl_cli.tasks.{module}\n"
         "print({'ray', 'torch', 'transformers', 'numpy', 'sympy', 'pyarrow', 'reasoning_gym'} & set(sys.modules) or '')"
     )
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+    env = {**os.environ, "PYTHONPATH": str(ROOM.parents[1])}
     assert subprocess.check_output([sys.executable, "-c", script], env=env, text=True).strip() == ""

@@ -70,13 +70,13 @@ async def run_to_the_end(
 
 
 async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
-    """A dump of samples that fails is an error of the run, also of one that was stopped in order."""
+    """The last dump of samples is waited for, also by a run that was stopped in order."""
     try:
         await pipeline.run()
     except Interrupted:
-        await trainer.finish_dump()
+        await trainer.dumps.finish()
         raise
-    await trainer.finish_dump()
+    await trainer.dumps.finish()
 
 
 def _out() -> None:

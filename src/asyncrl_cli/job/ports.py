@@ -20,6 +20,7 @@ import ray
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.job.calls import all_of, answer
 from asyncrl_cli.job.direct import leave
+from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.exchange import GroupExchange
 from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.loop.ports import (
@@ -158,7 +159,7 @@ class RayTrainer:
         self.actors = list(actors)
         self._samples_dir = samples_dir
         self._samples_every_steps = profile.logging.samples_every_steps
-        self._dumping: Any = None
+        self.dumps = SampleDumps()
         self._num_minibatches = profile.async_training.require_batches
         self._normalize = profile.algorithm.normalize_advantages
         self._seed = profile.run.seed
@@ -184,28 +185,25 @@ class RayTrainer:
         answers = await all_of(calls)
         reports = [report for report, _ in answers]
         if is_dump_step(batch.step, self._samples_every_steps):
-            await self._dump(batch)
+            await self.dumps.begin(batch.step, lambda: self._dump(batch))
         return TrainReport(
             train_s=max(report.train_s for report in reports),
             old_logprob_s=max(report.old_logprob_s for report in reports),
             tokens=reports[0].tokens,
-            metrics=reports[0].metrics,
+            metrics={**reports[0].metrics, **self._failed_dumps()},
             skipped_steps=reports[0].skipped_steps,
             skipped_in_a_row=reports[0].skipped_in_a_row,
             report=answers[0][1],
         )
 
     async def _dump(self, batch: TrainBatch) -> None:
-        """Rank 0 writes samples beside training; waits for the previous dump, so that no failure goes unseen."""
-        await self.finish_dump()
+        """Rank 0 writes samples beside training, for `weights.timeout_s` at most."""
         refs = [group.payload for group in batch.groups]
-        self._dumping = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
+        ref = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
+        await self._answer(0, ref, f"the dump of the samples of step {batch.step}", self._weights_timeout_s, WEIGHTS_KEY)
 
-    async def finish_dump(self) -> None:
-        """Waits for the last dump, for `weights.timeout_s` at most. Call it before `stop`, which does not wait for it."""
-        if self._dumping is not None:
-            await self._answer(0, self._dumping, "a dump of samples", self._weights_timeout_s, WEIGHTS_KEY)
-            self._dumping = None
+    def _failed_dumps(self) -> dict[str, float]:
+        return {"samples/failed_dumps": self.dumps.num_failed} if self.dumps.num_failed else {}
 
     async def gather(self, version: int) -> GatherReport:
         answers = await self._collective("gather", version, sorted(self._wanted), call=f"the gather of version {version}")
@@ -249,7 +247,7 @@ class RayTrainer:
     async def stop(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self.finish_dump()
+                await self.dumps.finish()
         except TimeoutError:
             logger.warning("the last dump of samples was still being written: it is lost")
         await self._collective("stop", call="its end", timeout_s=timeout_s, key=None)

@@ -1,6 +1,6 @@
 """The rollout actor: an engine, its group runner and its rewards in one asyncio process.
 
-    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child process) ─> (GroupResult, GroupPayload) ─> exchange
+    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (GroupResult, GroupPayload) ─> exchange
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
 Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them within
@@ -78,14 +78,15 @@ class RolloutActor:
         return self._name
 
     async def start(self) -> None:
-        """Load the model and start the reward process, side by side. May take minutes."""
+        """Load the model and start the reward processes, side by side. May take minutes."""
         from asyncrl_cli.job.engines import make_engine, make_runner
-        from asyncrl_cli.tasks.rewards import RewardPool
+        from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 
         self._changes = Changes()
         self._meter = RolloutMeter(self._name, self._settings.slots, time.monotonic, self._changes.note)
         self._engine = make_engine(self._settings, self._meter.running)
-        self._pool = RewardPool(self._settings.reward, timeout_s=self._settings.reward_timeout_s)
+        workers = self._settings.reward_workers or default_workers()
+        self._pool = RewardPool(self._settings.reward, timeout_s=self._settings.reward_timeout_s, workers=workers)
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool, time.monotonic)
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._runner = make_runner(self._settings, self._engine, self._rewards)
@@ -101,7 +102,7 @@ class RolloutActor:
         await self._engine.connect(link, settings.load_bucket_size_bytes, settings.weights_timeout_s)
 
     async def stop(self) -> None:
-        """End the reward process and the engine. Running groups end with an error."""
+        """End the reward processes and the engine. Running groups end with an error."""
         await asyncio.gather(self._pool.close(), self._engine.close())
 
     async def submit(self, requests: Sequence[GroupRequest]) -> None:

@@ -167,6 +167,7 @@ class Run:
                 raise
             for warning in (*self.warnings, *plan.warnings, *prepared.task.notes):
                 observers.warning(warning)
+            trainer.dumps.warn = observers.warning
             self._unbegun = None
             return await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
 

@@ -35,6 +35,7 @@ class RolloutSettings:
     version: int
     reward: RewardSpec
     reward_timeout_s: float
+    reward_workers: int | None
     load_bucket_size_bytes: int
     weights_timeout_s: float = 300.0
     workers: int = 1
@@ -73,6 +74,7 @@ class RolloutSettings:
             version=version,
             reward=reward,
             reward_timeout_s=profile.task.reward_timeout_s,
+            reward_workers=profile.task.reward_workers,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
             weights_timeout_s=profile.weights.timeout_s,
             workers=plan.role(ROLLOUT).workers,

@@ -203,7 +203,9 @@ class TrainerActor:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(self._settings.model_dir)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                self._settings.model_dir, trust_remote_code=self._settings.trust_remote_code
+            )
         return self._tokenizer.decode
 
     @ray.method(concurrency_group="control")

@@ -137,9 +137,13 @@ class TaskSection(Section):
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
     reward: str = "auto"
-    """`auto` (the dataset's own verifier; exact match for files), `exact-match`, `math-verify` or `module:function`."""
+    """`dataset` (its own verifier, which may forgive: number_sorting's takes numbers that are 1 off), `exact-match`, `math-verify`
+    or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
     reward_timeout_s: PositiveFloat = 10.0
-    """Seconds one reward may take before its trajectory counts as failed."""
+    """Seconds one reward may take before its trajectory counts as failed; the import of its module may take as long, or 10."""
+    reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Processes per rollout worker that compute rewards; if not given, half of its machine's cores, at most 4. In each an async
+    function awaits up to 128 rewards."""
     max_failed_ratio: Ratio = 0.1
     """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
 

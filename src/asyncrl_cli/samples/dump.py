@@ -35,7 +35,8 @@ def dump_samples(
     directory.mkdir(parents=True, exist_ok=True)
     path = samples_path(directory, step)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    # Half a surrogate pair, as some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
+    with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in payloads:
             for index, trajectory in enumerate(group.trajectories):
                 line = {"step": step, "window": window, **_line(group, index, trajectory, decode)}

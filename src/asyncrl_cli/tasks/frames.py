@@ -37,10 +37,11 @@ class Hello:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
     """First frame from the child; `failure` says why it cannot score ("" if it can). `module_file` is where it found a function of
-    the user's."""
+    the user's; `at_once`: how many rewards it awaits together."""
 
     failure: str
     module_file: str = ""
+    at_once: int = 1
 
 
 def pack(value: Any) -> bytes:

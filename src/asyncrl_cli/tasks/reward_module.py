@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ MAX_MODULE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModule:
-    """`file` is absolute; "" for a module that has none, which Python brings along."""
+    """`file` is absolute; "" for a module that has none, which Python brings along. `sha256` is "" for one in an archive."""
 
     schema_version: int
     function: str
@@ -30,7 +31,8 @@ def keep_reward_module(run_dir: Path, function: str, file: str) -> None:
     """Write the record of a new run's reward function; that of a resumed one stays."""
     path = run_dir / RECORD
     if function and not path.exists():
-        module = RewardModule(schema_version=SCHEMA_VERSION, function=function, file=file, sha256=_sha256(file))
+        sha256 = _sha256(Path(file)) if os.path.isfile(file) else ""
+        module = RewardModule(schema_version=SCHEMA_VERSION, function=function, file=file, sha256=sha256)
         path.write_text(json.dumps(asdict(module), indent=2) + "\n", encoding="utf-8")
 
 
@@ -47,8 +49,8 @@ def recorded_module(run_dir: Path, function: str) -> tuple[str, str]:
         raise RefusedError(f"{path} is not of this run: it is the record of {module.function} (schema {module.schema_version})")
     if module.file == "":
         return "", ""
+    changed = module.sha256 != "" and _still_there(module.file, path) != module.sha256
     note = f"rewards are imported from {module.file}, as {path} says"
-    changed = _sha256(module.file) != module.sha256
     return module.file, f"{note}; the file has changed since the run began" if changed else note
 
 
@@ -61,13 +63,16 @@ def import_root(function: str, file: str) -> str:
     return str(parents[min(num_parts, len(parents) - 1)])
 
 
-def _sha256(file: str) -> str:
-    if file == "":
-        return ""
+def _still_there(file: str, record: Path) -> str:
+    """The file's SHA-256 now."""
     try:
-        return hashlib.sha256(read_bytes(Path(file), max_bytes=MAX_MODULE_BYTES)).hexdigest()
+        return _sha256(Path(file))
     except (OSError, UnsafeFile) as error:
         raise RefusedError(
             f"the run's reward module {file} cannot be read: {reason(error)}",
-            hint="bring the file back: the module is imported from there, and from nowhere else",
+            hint=f"bring it back, or write its new place into {record}: it is imported from there, and from nowhere else",
         ) from error
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(read_bytes(file, max_bytes=MAX_MODULE_BYTES)).hexdigest()

@@ -15,7 +15,7 @@ from asyncrl_cli.tasks.reward_module import import_root
 
 WORKER = "asyncrl_cli.tasks.reward_worker"
 START_LIMIT_S = 10.0
-BUILT_IN = ("auto", "exact-match", "math-verify")
+BUILT_IN = ("auto", "dataset", "exact-match", "math-verify")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,14 @@ def resolve_reward(
     `timeout_s`: of one reward; an import may take as long, and never less than START_LIMIT_S. `only_file`: that the module must be.
     """
     if reward == "auto":
-        kind: Literal["dataset", "exact-match"] = "dataset" if dataset else "exact-match"
-        return RewardSpec(kind=kind, dataset=dataset, params=params, adapter=adapter)
-    if reward == "exact-match":
-        return RewardSpec(kind="exact-match", dataset=dataset, params=params, adapter=adapter)
+        reward = "dataset" if dataset and adapter == "plain" else "exact-match"
+    if reward == "dataset" and not dataset:
+        raise ConfigError(
+            'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and a file has none',
+            hint='task.reward = "exact-match", "math-verify" or "module:function"',
+        )
+    if reward == "dataset" or reward == "exact-match":
+        return RewardSpec(kind=reward, dataset=dataset, params=params, adapter=adapter)
     if reward == "math-verify":
         if importlib.util.find_spec("math_verify") is None:
             raise PreflightError(f'task.reward = "{reward}": the package is missing', hint="pip install math-verify")

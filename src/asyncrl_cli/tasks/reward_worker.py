@@ -38,7 +38,7 @@ def main() -> None:
         return
     try:
         scorer = build_scorer(hello.spec)
-        ready = Ready(failure="", module_file=module_file(hello.spec))
+        ready = Ready(failure="", module_file=module_file(hello.spec), at_once=MAX_AWAITING if is_async(scorer) else 1)
     except (Exception, SystemExit) as error:
         ready = Ready(failure=describe(error))
     results.write(pack(ready))
@@ -83,19 +83,16 @@ class Worker:
             return self._failure(error)
 
     async def serve_awaiting(self, requests: BinaryIO, timeout_s: float) -> None:
-        """Async rewards, until stdin ends; at most MAX_AWAITING at once."""
-        places = asyncio.Semaphore(MAX_AWAITING)
+        """Async rewards, until stdin ends, all that come at once: the pool sends no more than MAX_AWAITING."""
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         async with asyncio.TaskGroup() as tasks:
             running: set[asyncio.Task[None]] = set()
             while (frame := await read_frame_async(reader)) is not None:
                 for request_id, item, response in frame:
-                    await places.acquire()
                     task = tasks.create_task(self._score_awaiting(request_id, item, response, timeout_s))
                     running.add(task)
                     task.add_done_callback(running.discard)
-                    task.add_done_callback(lambda _: places.release())
             for task in running:
                 task.cancel()
 
@@ -116,9 +113,10 @@ class Worker:
 
     def _flush(self) -> None:
         self._flush_planned = False
-        self._results.write(pack(self._finished))
-        self._results.flush()
-        self._finished = []
+        if self._finished:
+            self._results.write(pack(self._finished))
+            self._results.flush()
+            self._finished = []
 
     def _failure(self, error: BaseException) -> str:
         if self._tracebacks_left:
@@ -147,8 +145,8 @@ def announced(work: Coroutine[Any, Any, Any], request_id: int, board: Board) -> 
 
 
 def describe(error: BaseException) -> str:
-    """One line: the error and the place it was raised at."""
-    message = getattr(error, "message", "") or str(error)
+    """One line that any file takes: the error and the place it was raised at."""
+    message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
     place = ""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and "importlib" not in frames[-1].filename and os.path.dirname(__file__) not in frames[-1].filename:

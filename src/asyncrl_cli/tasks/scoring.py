@@ -14,12 +14,13 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.worked import WORKED
 
 Scorer = Callable[[Item, str], Any]
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
@@ -56,39 +57,23 @@ def find_answer(response: str) -> str:
     return (after.partition(ANSWER_END)[0] if tag else response).strip()
 
 
-def answer_finder(spec: RewardSpec) -> Callable[[str], str | None]:
-    if spec.adapter == "plain":
-        return find_answer
-    from asyncrl_cli.tasks.worked import WORKED
-
-    return WORKED[spec.dataset].answer
-
-
-async def awaited(value: Awaitable[Any]) -> float:
-    return checked_reward(await value)
-
-
 def _dataset_scorer(spec: RewardSpec) -> Scorer:
     from asyncrl_cli.tasks.gym import make_dataset
 
     dataset = make_dataset(spec.dataset, spec.params, seed=0, size=10)
-    find = answer_finder(spec)
-
-    def score(item: Item, response: str) -> Any:
-        answer = find(response)
-        return 0.0 if answer is None else dataset.score_answer(answer, item["metadata"]["entry"])
-
-    return score
+    find = WORKED[spec.dataset].answer if spec.adapter == "worked" else find_answer
+    return lambda item, response: dataset.score_answer(find(response), item["metadata"]["entry"])
 
 
 def _exact_match_scorer(spec: RewardSpec) -> Scorer:
-    find = answer_finder(spec)
+    if spec.adapter == "worked":
+        worked = WORKED[spec.dataset]
+        return lambda item, response: float(worked.is_correct(response, item["metadata"]["entry"]))
 
     def score(item: Item, response: str) -> float:
         if item["answer"] is None:
             raise ValueError("the item has no answer to match")
-        answer = find(response)
-        return float(answer is not None and answer.strip() == item["answer"].strip())
+        return float(find_answer(response) == item["answer"].strip())
 
     return score
 

@@ -1,12 +1,13 @@
 """Compact prompts whose answers are worked out in writing: how `builtin:tiny` sees a reasoning-gym dataset.
 
-A format turns a dataset entry into a short prompt, knows how a correct response is worked out, and finds the answer in
-a response so that the dataset's own verifier can score it. Pure text: no model, no tensor.
+A format turns a dataset entry into a short prompt, knows how a correct response is worked out, and whether one is correct. Pure
+text: no model, no tensor.
 
     entry     Sort these numbers in ascending order: 11.0, 5.0, 2.0
     prompt    <b52=
     response  5b2,52b,25b        every swap of neighbours writes the list again; the last list is the answer
-    answer    [2, 5, 11]         what score_answer is given
+    right     25b                nothing else is correct
+    answer    [2, 5, 11]         what the dataset's own verifier is given, if task.reward = "dataset"
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Entry = Mapping[str, Any]
 
 
 class WorkedFormat(Protocol):
-    """How one dataset is asked, worked out and answered in few characters."""
+    """How one dataset is asked, worked out, answered in few characters and judged."""
 
     default_params: Mapping[str, Any]
     """Parameters of the dataset that the format was chosen for; `task.params` overrides them one by one."""
@@ -36,7 +37,10 @@ class WorkedFormat(Protocol):
         """A response in the same form with a typical mistake in it: what a half-taught model writes."""
 
     def answer(self, response: str) -> str:
-        """What the verifier is given for this response; it need not be well-formed."""
+        """What the dataset's verifier is given for this response; it need not be well-formed."""
+
+    def is_correct(self, response: str, entry: Entry) -> bool:
+        """Whether the response ends with exactly the right answer. A dataset's verifier may forgive."""
 
 
 class NumberSortingFormat:
@@ -76,6 +80,10 @@ class NumberSortingFormat:
         if not all(digit in DIGITS for digit in digits):
             return digits
         return "[" + ", ".join(str(DIGITS.index(digit)) for digit in digits) + "]"
+
+    def is_correct(self, response: str, entry: Entry) -> bool:
+        """The verifier of number_sorting takes any sorted list whose numbers are at most 1 off."""
+        return response.rpartition(",")[2] == _text(sorted(_numbers(entry), reverse=_sign(entry) < 0))
 
 
 def _numbers(entry: Entry) -> list[int]:

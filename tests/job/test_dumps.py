@@ -1,0 +1,86 @@
+"""Dumps of samples that fail: the step goes on, the first is warned of, all are counted. And whose tokenizer decodes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.job.dumps import SampleDumps
+from asyncrl_cli.job.trainer_actor import TrainerActor
+
+from .crew import make_model
+
+
+def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    failures = {2: ExecutorFailed("trainer-0 failed: OSError: [Errno 28] No space left"), 3: ExecutorLost("it took too long")}
+    written, warnings = [], []
+
+    async def dump(step: int) -> None:
+        await asyncio.sleep(0)
+        if step in failures:
+            raise failures[step]
+        written.append(step)
+
+    async def main() -> int:
+        dumps = SampleDumps()
+        dumps.warn = warnings.append
+        for step in (1, 2, 3, 4):
+            await dumps.begin(step, lambda step=step: dump(step))
+        await dumps.finish()
+        await dumps.finish()
+        return dumps.num_failed
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(main()) == 2
+    assert written == [1, 4]
+    (warning,) = warnings
+    assert "the samples of step 2 are lost, training goes on: trainer-0 failed: OSError: [Errno 28] No space left" in warning
+    assert [record.getMessage() for record in caplog.records][-1] == "the samples of step 3 are lost: it took too long"
+
+
+def test_what_is_no_failure_of_a_dump_is_not_swallowed() -> None:
+    async def broken() -> None:
+        raise AssertionError("a bug")
+
+    async def main() -> None:
+        dumps = SampleDumps()
+        await dumps.begin(1, broken)
+        await dumps.finish()
+
+    with pytest.raises(AssertionError, match="a bug"):
+        asyncio.run(main())
+
+
+TOKENIZER = """
+from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    def decode(self, *args, **kwargs):
+        return "decoded by its own code"
+"""
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trust: bool
+) -> None:
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("builtins.input", lambda prompt="": "n")
+    directory = make_model(tmp_path / "model")
+    (directory / "own_tokenizer.py").write_text(TOKENIZER)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    trainer: Any = object.__new__(TrainerActor)
+    trainer._tokenizer, trainer._settings = None, SimpleNamespace(model_dir=directory, trust_remote_code=trust)
+    assert (trainer._decode([1, 2]) == "decoded by its own code") is trust
