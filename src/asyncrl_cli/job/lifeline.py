@@ -62,7 +62,7 @@ class Lifeline:
     @contextlib.contextmanager
     def waiting(self, limit: asyncio.Timeout, *, patient: bool) -> Iterator[None]:
         """`limit` runs out when a daemon dies. Raises SessionLost if one has."""
-        if (error := self.error(patient=patient)) is not None:
+        if self._first is not None and (error := self.error(patient=patient)) is not None:  # a look would take longer than a call
             raise error
         self._loop = asyncio.get_running_loop()
         self._waits[limit] = patient

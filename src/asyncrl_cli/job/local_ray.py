@@ -50,15 +50,13 @@ PATIENT = {
     "grpc_keepalive_timeout_ms": 300_000,
     "grpc_client_keepalive_timeout_ms": 300_000,
 }
-SYSTEM_CONFIG = (
-    PATIENT
-    | {
-        "enable_metrics_collection": False,
-        "task_events_report_interval_ms": 0,  # nobody looks at them; and at the end they would be waited for, for 5 s without a gcs_server
-        "task_events_shutdown_flush_timeout_ms": 100,
-        "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
-    }
-)
+SYSTEM_CONFIG = PATIENT | {
+    "enable_metrics_collection": False,
+    # Nobody looks at them; and without a gcs_server Ray waits 5 s at the end for somebody to take them.
+    "task_events_report_interval_ms": 0,
+    "task_events_shutdown_flush_timeout_ms": 100,
+    "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
+}
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
 NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
 AGENT_NAMES = "sh", "cat"

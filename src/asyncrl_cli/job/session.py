@@ -67,6 +67,7 @@ def ray_session(
 @contextlib.contextmanager
 def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ray_variables())
         directory = Path(_short_directory())
         reaping = stack.enter_context(_reaper(directory))
         try:
@@ -93,19 +94,32 @@ def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) ->
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
     _check_reachable(address)
+    with _ray_variables():
+        try:
+            _init(address=address)
+        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+            raise _unreachable(address, str(error)) from error
+        with _shut_down_at_the_end():
+            yield
+
+
+@contextlib.contextmanager
+def _ray_variables() -> Iterator[None]:
+    """What Ray is told by variables, and what it sets itself, is not for what comes after the session."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        _init(address=address)
-    except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
-        raise _unreachable(address, str(error)) from error
-    with _shut_down_at_the_end():
         yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("RAY_")]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _init(**options: Any) -> None:
     """`ray.init`, quiet, with the SIGTERM handler as it was."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # speaks at every start
@@ -177,7 +191,7 @@ class Reaper:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process = self._start("0") if Path("/proc/self/stat").exists() else None
-        self._since = started_at(self._process.pid) if self._process is not None else 0
+        self._since = started_at(self._process.pid) or 0 if self._process is not None else 0
 
     def mend(self) -> None:
         """Another in its place, if it is dead, which also knows what the first was to look after."""
