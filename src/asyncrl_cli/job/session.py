@@ -81,13 +81,14 @@ def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) ->
                     object_store_bytes=max(object_store_bytes, 80 * 2**20),
                 )
             )
+            stack.enter_context(lifeline(daemons(node), reaping.mend))
             # A hook that copies what the driver was started with (`uv run`) needs the agent that a local session does without.
             _init(address=node.address, _skip_env_hook=True)
         except Exception as error:  # Ray's own start raises bare ones
             raise PreflightError(
                 f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
             ) from error
-        with lifeline(daemons(node), reaping.mend), _shut_down_at_the_end():
+        with _shut_down_at_the_end():
             yield
 
 
