@@ -197,6 +197,8 @@ class Reaper:
     def mend(self) -> None:
         """Another in its place, if it is dead, which also knows what the first was to look after."""
         if self._process is not None and self._process.poll() is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process = self._start(str(self._since))
 
     def end(self) -> None:
