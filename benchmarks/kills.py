@@ -214,6 +214,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wanted = options.kinds.split(";")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # not without killing the run that it has started
     with tempfile.TemporaryDirectory(prefix="kills-") as scratch, tempfile.TemporaryDirectory(prefix="k") as temporary:
         directory = (options.directory or Path(scratch)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
