@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from asyncrl_cli.errors import SessionLost
 
-LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
 """For the checkpoint of a run whose gcs_server is gone."""

@@ -25,7 +25,7 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.job.lifeline import LOOPBACK
+from asyncrl_cli.job.cluster import LOOPBACK
 from asyncrl_cli.job.reaper import children, started_at
 from asyncrl_cli.tasks.child import how_it_ended
 
