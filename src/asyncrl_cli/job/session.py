@@ -35,6 +35,7 @@ OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a local session: two published versions of a small model and the payloads in flight."""
 CONNECT_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 20.0
+RAYS_VARIABLES = ("RAY_", "PYTHONBREAKPOINT")
 LONGEST_DIRECTORY = 36
 """Characters: below it Ray makes socket paths, which the kernel limits to 107."""
 
@@ -107,14 +108,14 @@ def _connected(address: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _ray_variables() -> Iterator[None]:
     """What Ray is told by variables, and what it sets itself, is not for what comes after the session."""
-    before = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+    before = {name: os.environ[name] for name in os.environ if name.startswith(RAYS_VARIABLES)}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         yield
     finally:
-        for name in [name for name in os.environ if name.startswith("RAY_")]:
+        for name in [name for name in os.environ if name.startswith(RAYS_VARIABLES)]:
             del os.environ[name]
         os.environ.update(before)
 
