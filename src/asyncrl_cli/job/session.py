@@ -209,6 +209,9 @@ class Reaper:
             shutil.rmtree(self._directory, ignore_errors=True)
             return
         assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just died, and leaves what there is to the next `end`
+            self._process.stdin.write(reaper.GOODBYE)
+            self._process.stdin.flush()
         self._process.stdin.close()
         try:
             self._process.wait(END_TIMEOUT_S)
@@ -221,7 +224,6 @@ class Reaper:
             [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), since],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
