@@ -80,26 +80,3 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
     with watched(daemons, lambda: mended.append(time.monotonic())):
         assert asyncio.run(main()) == "done"
     assert mended
-
-
-BLOCKED = """
-import subprocess, sys, time
-from asyncrl_cli.job import lifeline as module
-from asyncrl_cli.job.local_ray import _how_it_ended
-
-module.LAST_RESORT_S, module.CHECKPOINT_S = 0.5, 0.2
-process = subprocess.Popen(["sleep", "60"])
-with module.lifeline({"gcs_server": lambda: _how_it_ended(process)}, lambda: None):
-    process.kill()
-    time.sleep(30)
-"""
-
-
-def test_a_driver_that_is_blocked_in_ray_ends_with_its_error() -> None:
-    import sys
-
-    ended = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, timeout=25, check=False)
-    assert ended.returncode == 1
-    error, hint = ended.stderr.strip().splitlines()
-    assert error == "error: ray's gcs_server has ended (SIGKILL), and with it this session"
-    assert hint.startswith("hint: ")

@@ -149,3 +149,18 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
                 child.kill()
         driver.kill()
         driver.communicate(timeout=ENDS_WITHIN_S)
+
+
+@pytest.mark.parametrize("last_word", [b"", reaper.GOODBYE])
+def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: Path, last_word: bytes) -> None:
+    driver = subprocess.Popen(["sleep", "60"])
+    words = [sys.executable, "-I", reaper.__file__, str(driver.pid), str(tmp_path / "ray"), "0"]
+    driver.kill()
+    driver.wait()
+    told = subprocess.run(words, input=last_word, stderr=subprocess.PIPE, timeout=ENDS_WITHIN_S, check=True).stderr.decode()
+    if last_word:
+        assert told == ""
+    else:
+        error, hint = told.splitlines()
+        assert error.startswith("error: ")
+        assert "asyncrl resume" in hint

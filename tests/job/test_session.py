@@ -195,7 +195,10 @@ def test_daemons_that_get_no_core_for_a_minute_are_not_dead() -> None:
 
 
 def name_of(process: psutil.Process) -> str:
-    words = " ".join(process.cmdline())
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.Error:  # it has just died
+        return ""
     return next((name for name in ("reaper", "resource_tracker") if name in words), process.name())
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from asyncrl_cli.job.cpu import computes_bfloat16
 
+LOOPBACK = "127.0.0.1"
+"""The address of a local session's node."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResources:

@@ -7,8 +7,8 @@ Ray itself goes on for a minute without its gcs_server, and then exits in the mi
     raylet dies       its workers die with it: everybody fails at once
     reaper dies       nobody fails: another takes its place
 
-A driver that is still in a call of Ray's that blocks (it makes an actor, say) would stay there until Ray ends the process, and is
-ended in the same way after `LAST_RESORT_S`, with its error.
+A driver that is then in a call of Ray's that blocks (it makes an actor, say) holds Python's lock and hears nothing. Ray ends it
+`ENDS_DRIVER_S` after the gcs_server, without a word, and the reaper has the last one.
 
 There is one session per process, as there is one Ray.
 """
@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 
 from asyncrl_cli.errors import SessionLost
 
-LOOPBACK = "127.0.0.1"
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
 """For the checkpoint of a run whose gcs_server is gone."""
-LAST_RESORT_S = 12.0
+ENDS_DRIVER_S = 12
 HINT = "a run that has begun goes on with `asyncrl resume`; if this machine was out of memory, `dmesg` says so"
 OUTLIVED = "gcs_server"
 
@@ -62,7 +60,7 @@ class Lifeline:
     @contextlib.contextmanager
     def waiting(self, limit: asyncio.Timeout, *, patient: bool) -> Iterator[None]:
         """`limit` runs out when a daemon dies. Raises SessionLost if one has."""
-        if (error := self.error(patient=patient)) is not None:
+        if self._first is not None and (error := self.error(patient=patient)) is not None:  # a look would take longer than a call
             raise error
         self._loop = asyncio.get_running_loop()
         self._waits[limit] = patient
@@ -87,10 +85,6 @@ class Lifeline:
         if not self._ended.wait(CHECKPOINT_S):
             self._patience_is_over = True
             self._wake()
-        if not self._ended.wait(LAST_RESORT_S - CHECKPOINT_S):
-            error = self.error()
-            os.write(2, f"\nerror: {error}\nhint: {error.hint if error else ''}\n".encode())
-            os._exit(1)
 
     def _wake(self) -> None:
         """In the thread of who waits: timeouts are its own."""

@@ -25,7 +25,8 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.job.lifeline import LOOPBACK
+from asyncrl_cli.job.cluster import LOOPBACK
+from asyncrl_cli.job.lifeline import ENDS_DRIVER_S
 from asyncrl_cli.job.reaper import children, started_at
 from asyncrl_cli.tasks.child import how_it_ended
 
@@ -40,8 +41,7 @@ PATIENT = {
     "health_check_initial_delay_ms": 60_000,
     # A worker of ours imports torch and ray, which has taken minutes on such a machine.
     "worker_register_timeout_seconds": 600,
-    # How long a process goes on without the gcs_server, and without a peer before it is asked whether that one is dead.
-    "gcs_rpc_server_reconnect_timeout_s": 600,
+    # How long a process goes on without a peer before it is asked whether that one is dead.
     "core_worker_rpc_server_reconnect_timeout_base_s": 60,
     "core_worker_rpc_server_reconnect_timeout_max_s": 300,
     "raylet_rpc_server_reconnect_timeout_base_s": 60,
@@ -50,15 +50,13 @@ PATIENT = {
     "grpc_keepalive_timeout_ms": 300_000,
     "grpc_client_keepalive_timeout_ms": 300_000,
 }
-SYSTEM_CONFIG = (
-    PATIENT
-    | {
-        "enable_metrics_collection": False,
-        "task_events_report_interval_ms": 0,  # nobody looks at them; and at the end they would be waited for, for 5 s without a gcs_server
-        "task_events_shutdown_flush_timeout_ms": 100,
-        "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
-    }
-)
+SYSTEM_CONFIG = PATIENT | {
+    "enable_metrics_collection": False,
+    # Nobody looks at them; and without a gcs_server Ray waits 5 s at the end for somebody to take them.
+    "task_events_report_interval_ms": 0,
+    "task_events_shutdown_flush_timeout_ms": 100,
+    "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
+}
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
 NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
 AGENT_NAMES = "sh", "cat"
@@ -112,7 +110,9 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:
-            yield node
+            # In the driver alone: after a connection over loopback is refused, not while the gcs_server is slow.
+            with _environment({"RAY_gcs_rpc_server_reconnect_timeout_s": str(ENDS_DRIVER_S)}):
+                yield node
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 

@@ -3,9 +3,9 @@
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
-closes, because the session ended or the driver died, it lets them go for `GRACE_S`, kills the rest, and removes the
-directory, and what they have left of Python's shared memory (vLLM's processes talk through it; who would tidy up after them,
-Python's resource tracker, is one of the killed).
+closes, because the session ended (it says goodbye first) or the driver died (its last word is ours, then), it lets them go for
+`GRACE_S`, kills the rest, and removes the directory, and what they have left of Python's shared memory (vLLM's processes talk
+through it; who would tidy up after them, Python's resource tracker, is one of the killed).
 
 Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux (/proc).
 """
@@ -24,6 +24,11 @@ from pathlib import Path
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
+GOODBYE = b"."
+LAST_WORD = """\
+error: this run's process has ended without a word: it was killed, or Ray ended it for the death of a daemon
+hint: `asyncrl resume RUN` continues from the last checkpoint; if memory was short, `dmesg` says so
+"""
 SHARED_MEMORY = "/dev/shm/psm_"
 
 Seen = dict[int, int]
@@ -95,6 +100,16 @@ def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
 
+def is_goodbye() -> bool:
+    return os.read(sys.stdin.fileno(), 1) == GOODBYE
+
+
+def tell() -> None:
+    """For a driver that can not: killed, or ended by Ray in the middle of a call because the gcs_server or the raylet had died."""
+    sys.stderr.write(LAST_WORD)
+    sys.stderr.flush()
+
+
 def watch(driver_pid: int, since: int = 0) -> tuple[Seen, set[str]]:
     """Look until the pipe on stdin closes; returns everything seen that still lives, and all shared memory seen.
 
@@ -146,6 +161,9 @@ def main(driver_pid: int, directory: str, since: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     driver_started_at = started_at(driver_pid)
     seen, memory = watch(driver_pid, since)
+    if not is_goodbye():
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            tell()
     if driver_started_at is None or started_at(driver_pid) != driver_started_at:
         seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
     reap(seen)

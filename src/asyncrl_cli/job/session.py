@@ -35,6 +35,7 @@ OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a local session: two published versions of a small model and the payloads in flight."""
 CONNECT_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 20.0
+RAYS_VARIABLES = ("RAY_", "PYTHONBREAKPOINT")
 LONGEST_DIRECTORY = 36
 """Characters: below it Ray makes socket paths, which the kernel limits to 107."""
 
@@ -67,6 +68,7 @@ def ray_session(
 @contextlib.contextmanager
 def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_ray_variables())
         directory = Path(_short_directory())
         reaping = stack.enter_context(_reaper(directory))
         try:
@@ -80,32 +82,46 @@ def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) ->
                     object_store_bytes=max(object_store_bytes, 80 * 2**20),
                 )
             )
+            stack.enter_context(lifeline(daemons(node), reaping.mend))
             # A hook that copies what the driver was started with (`uv run`) needs the agent that a local session does without.
             _init(address=node.address, _skip_env_hook=True)
         except Exception as error:  # Ray's own start raises bare ones
             raise PreflightError(
                 f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
             ) from error
-        with lifeline(daemons(node), reaping.mend), _shut_down_at_the_end():
+        with _shut_down_at_the_end():
             yield
 
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
     _check_reachable(address)
+    with _ray_variables():
+        try:
+            _init(address=address)
+        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+            raise _unreachable(address, str(error)) from error
+        with _shut_down_at_the_end():
+            yield
+
+
+@contextlib.contextmanager
+def _ray_variables() -> Iterator[None]:
+    """What Ray is told by variables, and what it sets itself, is not for what comes after the session."""
+    before = {name: os.environ[name] for name in os.environ if name.startswith(RAYS_VARIABLES)}
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        _init(address=address)
-    except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
-        raise _unreachable(address, str(error)) from error
-    with _shut_down_at_the_end():
         yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(RAYS_VARIABLES)]:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _init(**options: Any) -> None:
     """`ray.init`, quiet, with the SIGTERM handler as it was."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     import ray
 
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # speaks at every start
@@ -177,11 +193,13 @@ class Reaper:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._process = self._start("0") if Path("/proc/self/stat").exists() else None
-        self._since = started_at(self._process.pid) if self._process is not None else 0
+        self._since = started_at(self._process.pid) or 0 if self._process is not None else 0
 
     def mend(self) -> None:
         """Another in its place, if it is dead, which also knows what the first was to look after."""
         if self._process is not None and self._process.poll() is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
             self._process = self._start(str(self._since))
 
     def end(self) -> None:
@@ -191,6 +209,9 @@ class Reaper:
             shutil.rmtree(self._directory, ignore_errors=True)
             return
         assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has just died, and leaves what there is to the next `end`
+            self._process.stdin.write(reaper.GOODBYE)
+            self._process.stdin.flush()
         self._process.stdin.close()
         try:
             self._process.wait(END_TIMEOUT_S)
@@ -203,7 +224,6 @@ class Reaper:
             [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), since],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from asyncrl_cli.checkpoint.files import telling_storage
+from asyncrl_cli.job.cluster import LOOPBACK
 from asyncrl_cli.job.direct import DirectTransport
-from asyncrl_cli.job.lifeline import LOOPBACK
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import sender_for
