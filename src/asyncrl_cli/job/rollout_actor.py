@@ -171,7 +171,10 @@ class RolloutActor:
                 if self._received is received:
                     self._received = None  # also if it failed: the version may come again
             self._held = version
-            self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
+            if self._engine.stops_to_score:
+                self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
+            else:
+                self._meter.load_ended()
             probed = await self._probe(received.manifest)
         finally:
             self._meter.load_ended()
