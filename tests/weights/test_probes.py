@@ -120,6 +120,20 @@ def test_noise_alone_is_neither_believed_nor_alarmed() -> None:
         assert judge(worker, new, old).verdict == "unclear"
 
 
+def test_a_token_that_one_side_sends_to_another_expert_is_no_alarm() -> None:
+    """Logprobs of up to three tokens jump, by far more than all others change: in the worker, or in one of the two versions."""
+    rng = random.Random(0)
+    for _ in range(500):
+        old = [[-2.0 + rng.gauss(0, 0.5) for _ in range(31)] for _ in range(4)]
+        new = [[logprob + rng.gauss(0, 1e-3) for logprob in row] for row in old]
+        worker = [[logprob + rng.gauss(0, 1e-4) for logprob in row] for row in new]
+        assert judge(worker, new, old).verdict == "loaded"
+        jumped = rng.choice([old, new, worker])
+        for _ in range(rng.randint(1, 3)):
+            jumped[rng.randrange(4)][rng.randrange(31)] += rng.choice([-0.1, 0.1])
+        assert judge(worker, new, old).verdict != "not loaded"
+
+
 def test_weights_that_did_not_change_cannot_be_told_apart() -> None:
     judged = judge([[-1.0, -2.0, -3.5]], [[-1.0, -2.0, -3.0]], [[-1.0, -2.0, -3.0]])
     assert (judged.verdict, judged.share) == ("unclear", None)

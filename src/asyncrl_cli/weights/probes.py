@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ PROBE_TOKENS = 32
 
 ERRORS = 5.0
 """Standard errors between what is said and what would be chance: noise of neighbouring tokens is alike, and syncs are many."""
+OUTLIER = 5.0
+"""Median changes above which a token is left out: one for which the trainer chose another expert, say, between the versions."""
 SLACK = 0.05
 """How far from 1 the share of a loaded version may be for reasons that no noise shows."""
 
@@ -49,19 +52,22 @@ def mean_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[flo
 def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> Judgement:
     """Whether a worker computes with the new version or still with (some of) the old one; docs/weights.md has the reasons.
 
-    The share is the least-squares slope of worker - old on new - old. What it leaves unexplained is the engines' numerical noise:
-    with it the share of a loaded version may be as much lower as the square of noise to change.
+    The share is the least-squares slope of worker - old on new - old. What each token is off by when the share is found without
+    it is the engines' numerical noise: with it the share of a loaded version may be as much lower as the square of noise to change.
+    Its standard error is the one that holds for noise of any distribution (HC3: MacKinnon and White 1985).
     """
-    change = _differences(new, old)
-    moved = _differences(worker, old)
+    both = list(zip(_differences(worker, old), _differences(new, old), strict=True))
+    usual = OUTLIER * statistics.median(abs(change) for _, change in both)
+    moved, change = zip(*((m, c) for m, c in both if not abs(c) > usual), strict=True)
     size = math.fsum(c * c for c in change)
-    if not size:
+    if max(c * c for c in change) == size:  # none, or of one token
         return Judgement(verdict="unclear", share=None)
     share = math.fsum(m * c for m, c in zip(moved, change, strict=True)) / size
     if not math.isfinite(share):
         return Judgement(verdict="not loaded", share=None)
-    noise = math.sqrt(math.fsum((m - share * c) ** 2 for m, c in zip(moved, change, strict=True)) / size)
-    error = ERRORS * noise / math.sqrt(max(1, len(change) - 1))
+    off = [(m - share * c) / (1 - c * c / size) for m, c in zip(moved, change, strict=True)]
+    noise = math.sqrt(math.fsum(e * e for e in off) / size)
+    error = ERRORS * math.sqrt(math.fsum((e * c) ** 2 for e, c in zip(off, change, strict=True))) / size
     if abs(share - 1) > SLACK + noise**2 + error or share < 0.5 - error:
         return Judgement(verdict="not loaded", share=share)
     return Judgement(verdict="loaded", share=share) if share > 0.5 + error else Judgement(verdict="unclear", share=None)
