@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.calls import answer
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, GroupExchange
 from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes
 from asyncrl_cli.job.ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, GroupResult, Progress
+from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.simulate.clock import run_virtual
 
@@ -294,20 +295,58 @@ def test_a_process_that_dies_loses_its_groups_at_once() -> None:
     assert "its process ended during a progress report" in outcomes[0].message
 
 
-def test_a_group_that_never_ends_is_given_up_by_its_limit_and_others_come_back() -> None:
-    async def main() -> tuple[GroupResult, AsyncrlError]:
-        exchange, _, _ = exchange_with(lambda request: 1e6 if request.seed == 0 else 2.0)
+def test_a_group_may_take_longer_than_any_call() -> None:
+    async def main() -> tuple[GroupResult, float]:
+        exchange, _, _ = exchange_with(lambda request: 10 * CALL_TIMEOUT_S)
         async with followed(exchange):
-            endless, result = await asyncio.gather(
-                exchange.generate(request(0)), exchange.generate(request(1)), return_exceptions=True
-            )
-        assert isinstance(endless, ExecutorLost)
-        assert isinstance(result, GroupResult)
-        return result, endless
+            return await exchange.generate(request(0)), asyncio.get_running_loop().time()
 
-    result, error = run_virtual(main())
-    assert result.key.uid == "p1"
-    assert error.message == "rollout-0 failed: group p0@0.0 took longer than rollout.call_timeout_s = 30 s"
+    result, ended_s = run_virtual(main())
+    assert result.key.uid == "p0"
+    assert ended_s > 10 * CALL_TIMEOUT_S
+
+
+def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
+    """Sequences of version 3 run for 900 s; those that begin after the load do not put it off."""
+
+    async def main() -> tuple[str, float]:
+        runner = Runner(lambda request: 1.0)
+        actor = Actor(runner)
+        began_s = asyncio.get_running_loop().time()
+
+        def progress(seen: int) -> Progress:
+            ran_s = asyncio.get_running_loop().time() - began_s
+            gauges = {"running_sequences": float(ran_s < 900 or ran_s > 950), "version": 3.0 if ran_s < 950 else 4.0}
+            return Progress(seen=seen, finished_sequences={}, reports=(rollout_report(gauges),))
+
+        async def never_ends(version: int, interrupt: str) -> None:
+            await asyncio.sleep(10_000)
+
+        actor._progress, actor.load = progress, never_ends  # type: ignore[method-assign, assignment]
+        profile = small_profile(weights={"timeout_s": 100.0})
+        worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile, restart_timeout_s=1.0)
+        async with followed(worker):
+            with pytest.raises(ExecutorLost) as lost:
+                await worker.load(4, "drain")
+        return lost.value.message, asyncio.get_running_loop().time() - began_s
+
+    message, after_s = run_virtual(main())
+    assert message == "rollout-0 failed: the load of version 4 (drain) took longer than weights.timeout_s = 100 s"
+    assert after_s == pytest.approx(900 + 100, abs=2 * POLL_S)
+
+
+def rollout_report(gauges: dict[str, float]) -> ExecutorReport:
+    return ExecutorReport(
+        name="rollout-0",
+        role="rollout",
+        now_s=0.0,
+        state=State.BUSY,
+        waiting_for="",
+        state_s={},
+        spans=(),
+        sums={},
+        gauges=gauges,
+    )
 
 
 def test_a_request_that_is_taken_back_harms_nobody() -> None:

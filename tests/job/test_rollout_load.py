@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,8 @@ FIRST_VERSION = 3
 
 class SlowEngine(OneBufferEngine):
     """Copying takes 1 s, interrupting 0.5 s, half of them not counted as a stop."""
+
+    stops_to_score = True
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -90,7 +93,9 @@ def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**
 
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
 def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt) -> None:
-    manifest: Any = SimpleNamespace(version=3, probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), temperature=1.0)
+    manifest: Any = SimpleNamespace(
+        version=3, probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), previous_logprobs=(), temperature=1.0
+    )
     engine = SlowEngine()
     actor = Actor(engine)
     actor._received = Received(manifest=manifest, weights={})
@@ -103,6 +108,47 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
     drained_s = 2.0 if interrupt == "drain" else 0.0  # sequences that a drain waits for are busy
     assert state_s.get(State.BUSY, 0.0) == drained_s
     assert state_s[State.LOADING] == 2.5 - drained_s
+
+
+def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile() -> None:
+    engine = SlowEngine()
+    engine.stops_to_score = False
+    actor = Actor(engine)
+    manifest = replace(manifest_of([], 3), probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),))
+    actor._received = Received(manifest=manifest, weights={})
+    actor._meter.running(4)
+
+    asyncio.run(actor.load(3, "keep-kv"))
+
+    report = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0)
+    assert (report.state_s[State.LOADING], report.state_s[State.BUSY]) == (2.0, 0.5)  # the load, and the probes
+    assert report.sums["idle_s"] == 2.0
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded: bool) -> None:
+    """The version moves each logprob by some 1e-4, far below any limit of the difference itself."""
+    old = [-2.0 - index / 10 for index in range(20)]
+    new = [logprob + 1e-4 * (-1) ** index for index, logprob in enumerate(old)]
+
+    class Engine(SlowEngine):
+        async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
+            return Scores(logprobs=[new if is_loaded else old], pause_s=0.0)
+
+    actor = Actor(Engine())
+    manifest = Manifest(
+        version=4,
+        num_bytes=0,
+        fingerprints=(),
+        temperature=1.0,
+        probe_tokens=(tuple(range(21)),),
+        probe_logprobs=(tuple(new),),
+        previous_logprobs=(tuple(old),),
+    )
+    actor._received = Received(manifest=manifest, weights={})
+    report = asyncio.run(actor.load(4, "keep-kv"))
+    assert (report.verdict, report.loaded_share) == (("loaded", 1.0) if is_loaded else ("not loaded", 0.0))
+    assert report.logprob_abs_diff == (0.0 if is_loaded else pytest.approx(1e-4))
 
 
 class PreparingEngine(SlowEngine):

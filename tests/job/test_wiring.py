@@ -24,3 +24,11 @@ def test_the_watchdog_waits_longer_than_any_call_that_has_a_limit_of_its_own(pro
 
 def test_a_limit_that_was_set_stays() -> None:
     assert limits("partial-rollout", "run.stall_timeout_s=20")[0] == 20
+
+
+def test_how_far_a_worker_may_be_from_the_trainer_depends_on_the_dtype_unless_it_is_given() -> None:
+    def limit(*sets: str) -> float:
+        return loop_settings(load("partial-rollout", list(sets), environ={}).profile).max_logprob_diff
+
+    assert (limit(), limit("model.dtype=bfloat16")) == (1e-3, 0.1)
+    assert limit("model.dtype=bfloat16", "weights.max_logprob_diff=0.02") == 0.02

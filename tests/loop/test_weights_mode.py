@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.loop.ports import Interrupt, LoadReport
 from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
+from asyncrl_cli.simulate.workers import SimulatedWorker
 from tests.loop.worlds import MODES, Ran, run_world, settings
 
 EXACT = {"response_tokens": lambda rng: 50, "prefetch_s": lambda rng: 0.5, "load_s": lambda rng: 0.3}
@@ -86,8 +90,39 @@ def test_who_does_not_load_is_named_after_a_bounded_wait() -> None:
     stuck = Fault(kind=FaultKind.LATE_PREFETCH, executor="rollout-1", nth=3, seconds=250.0)
     ran = run_sync("stale-samples", faults=Faults([stuck]), sync_timeout_s=20.0)
     assert isinstance(ran.error, StallError)
-    assert str(ran.error) == "the trainer has waited 20 s for every worker to load version 2: rollout-1 receives version 2"
+    assert str(ran.error) == (
+        "nothing has moved for 20 s, and the trainer waits for every worker to load version 2: rollout-1 receives version 2"
+    )
     assert ran.checkpoints.cuts[-1][0].step == len(ran.recorder.steps) == 4
+
+
+def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_unclear_ones_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Version 2 does not arrive in the engine of rollout-1, and version 3 cannot be told from it."""
+    told: dict[int, dict[str, Any]] = {2: {"verdict": "not loaded", "loaded_share": 0.02}, 3: {"verdict": "unclear"}}
+    loaded = {"verdict": "loaded", "loaded_share": 0.99}
+    load = SimulatedWorker.load
+
+    async def probed(worker: SimulatedWorker, version: int, interrupt: Interrupt) -> LoadReport:
+        report = await load(worker, version, interrupt)
+        return replace(report, **(told.get(version, loaded) if worker.name == "rollout-1" else loaded))
+
+    monkeypatch.setattr(SimulatedWorker, "load", probed)
+    ran = run_sync("stale-samples")
+    assert ran.error is None
+    (warning,) = ran.recorder.named("warning")
+    assert "rollout-1 disagrees with the trainer after loading version 2" in warning.fields["message"]
+    assert "have gone 2% of the way from the version before" in warning.fields["message"]
+    synced = {record.sync.version: record.sync for record in ran.recorder.steps if record.sync is not None}
+    assert {version: (synced[version].loaded_share, synced[version].unclear_loads) for version in (1, 2, 3)} == {
+        1: (0.99, 0),
+        2: (0.02, 0),
+        3: (0.99, 1),
+    }
+    verdicts = {(event.version, event.fields["worker"]): event.fields["verdict"] for event in ran.recorder.named("loaded")}
+    assert verdicts[2, "rollout-1"] == "not loaded"
+    assert verdicts[2, "rollout-0"] == "loaded"
 
 
 def test_a_worker_that_dies_in_the_wait_ends_it_with_its_own_error() -> None:

@@ -144,7 +144,15 @@ def test_a_probe_that_was_not_scored_has_no_difference(make):
     line = metrics().update(make["record"](4, 3, [], sync=sync))
     assert (line["sync/version"], line["sync/gather_s"], line["sync/send_s"]) == (3, 0.1, 0.2)
     assert (line["sync/load_s"], line["sync/pause_s"]) == (0.3, 0.4)
-    assert "sync/logprob_abs_diff" not in line
+    assert not {"sync/logprob_abs_diff", "sync/loaded_share", "sync/unclear_loads"} & line.keys()
+
+
+def test_a_sync_says_how_much_of_it_was_loaded_and_how_often_that_is_unclear(make):
+    sync = SyncSummary(
+        version=3, gather_s=0.1, send_s=0.2, load_s=0.3, pause_s=0.4, logprob_abs_diff=1e-7, loaded_share=0.98, unclear_loads=0
+    )
+    line = metrics().update(make["record"](4, 3, [], sync=sync))
+    assert (line["sync/loaded_share"], line["sync/unclear_loads"]) == (0.98, 0)
 
 
 def test_the_last_eval_that_ended_is_in_the_line(make):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.profile.schema import WeightsSection
+from asyncrl_cli.job.wiring import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 from tests.engines import needs_vllm
 from tests.rollout import tiny
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 LOOKS = 1000
 """At what the engine process holds, some milliseconds each: together they take much longer than DROP_AFTER_S."""
-ALARM = WeightsSection().max_logprob_diff
+ALARM = MAX_LOGPROB_DIFF["float32"]
 PROBES = [list(probe) for probe in make_probes(4, 64, 0)]
 
 

@@ -246,6 +246,17 @@ def test_the_manifests_probe_logprobs_are_those_of_a_plain_forward(tiny_model_di
     assert len(manifest.probe_tokens) == 3
 
 
+def test_a_manifest_has_the_probe_logprobs_of_the_version_before(tiny_model_dir, make_trainer):
+    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    manifests = []
+    for version in (3, 4):
+        trainer.gather(version)
+        manifests.append(trainer.published(version)[0])
+        trainer.train(rank_batch(*make_step(1, num_groups=2)))
+    assert manifests[0].previous_logprobs == ()
+    assert manifests[1].previous_logprobs == manifests[0].probe_logprobs != manifests[1].probe_logprobs
+
+
 def test_published_refuses_a_version_it_does_not_hold(tiny_model_dir, make_trainer):
     trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
     trainer.gather(3)

@@ -50,6 +50,7 @@ def published(model_dir: Path, version: int, bucket_bytes: int = BUCKET_BYTES):
         temperature=0.7,
         probe_tokens=((1, 2, 3),),
         probe_logprobs=((-0.1, -2.0 / 3.0),),
+        previous_logprobs=((-0.2, -1.0 / 3.0),),
     )
     return tensors, buckets, manifest
 
@@ -149,7 +150,8 @@ def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, mo
 def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 7)
     refs = send(sender_for(tmp_path, model_dir), manifest, buckets)
-    for foreign in (replace(manifest, version=8), replace(manifest, probe_logprobs=((-0.1, -0.2),))):
+    others = ({"version": 8}, {"probe_logprobs": ((-0.1, -0.2),)}, {"previous_logprobs": ()})
+    for foreign in (replace(manifest, **other) for other in others):
         with pytest.raises(DamagedWeights, match="is that of another publication"):
             receive(receiver_for("disk"), foreign, refs)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
@@ -23,13 +23,15 @@ async def answer(
     *,
     executor: str,
     call: str,
-    timeout_s: float,
+    timeout_s: float | None,
     key: str | None = None,
     key_s: float | None = None,
+    since: Callable[[], float] | None = None,
     patient: bool = False,
 ) -> Any:
-    """Await an ObjectRef. `key` names the profile key that `timeout_s` came from; None if it is fixed. `key_s`: the key's value,
-    where the limit is longer than that. `patient`: go on without a gcs_server for a while (lifeline.py).
+    """Await an ObjectRef. `timeout_s` None: something else bounds it. `key` names the profile key that `timeout_s` came from; None
+    if it is fixed. `key_s`: the key's value, where the limit is longer than that. `since()`: when the limit began, on the event
+    loop's clock, if that was later than the call. `patient`: go on without a gcs_server for a while (lifeline.py).
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
@@ -38,9 +40,9 @@ async def answer(
         SessionLost: a daemon of the local session died.
     """
     try:
-        async with asyncio.timeout(timeout_s) as limit:
+        async with asyncio.timeout(timeout_s if since is None else None) as limit:
             with session_wait(limit, patient=patient):
-                return await ref
+                return await (ref if since is None or timeout_s is None else _extended(ref, timeout_s, since))
     except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
         raise lost_session(patient=patient) or _failure(executor, call, error) from error
     except TimeoutError:
@@ -51,6 +53,21 @@ async def answer(
             f"{executor} failed: {call} took longer than {limit}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
             hint=f"its log may say why; if it only needs longer, --set {key}=..." if key else "",
         ) from None
+
+
+async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
+    """Await it; TimeoutError `timeout_s` after the call or `since()`, whichever is later by then."""
+    now = asyncio.get_running_loop().time
+    pending, began_s = asyncio.ensure_future(ref), now()
+    try:
+        while not pending.done():
+            until_s = max(began_s, since()) + timeout_s
+            if until_s <= now():
+                raise TimeoutError
+            await asyncio.wait([pending], timeout=until_s - now())
+        return pending.result()
+    finally:
+        pending.cancel()
 
 
 async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:

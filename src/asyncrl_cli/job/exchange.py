@@ -9,7 +9,8 @@ are most of what the driver has to do where groups are short or workers many. So
 groups along, and brings ended ones: several at once while others run, and the last one of a worker without delay. Requests
 that come up while it is under way are sent by themselves.
 
-Who waits for whom: `progress` for a change on the worker, a second at most; `generate` for a `progress` that brings its group.
+Who waits for whom: `progress` for a change on the worker, a second at most; `generate` for a `progress` that brings its group,
+however long that takes.
 """
 
 from __future__ import annotations
@@ -118,6 +119,12 @@ class GroupExchange:
         self._outgoing: list[GroupRequest] = []
         self._waiting: dict[AttemptKey, asyncio.Future[GroupResult]] = {}
         self._is_under_way = False
+        self._ran_s: dict[int, float] = {}
+        """When sequences were last seen to run, by the version that the worker held."""
+
+    def ran_before_s(self, version: int) -> float:
+        """When sequences were last seen to run on older weights."""
+        return max((ran_s for held, ran_s in self._ran_s.items() if held < version), default=float("-inf"))
 
     async def generate(self, request: GroupRequest) -> GroupResult:
         """`GroupResult.payload` is the ObjectRef of the group's arrays."""
@@ -127,8 +134,7 @@ class GroupExchange:
         if self._is_under_way and len(self._outgoing) == 1:
             loop.call_soon(self.post)
         try:
-            result: GroupResult = await self._answer(future, f"group {request.key}")
-            return result
+            return await future
         finally:
             self._waiting.pop(request.key, None)
 
@@ -151,6 +157,9 @@ class GroupExchange:
             self._is_under_way = False
         for result, payload in zip(exchanged.results, payloads, strict=False):  # the rest are None
             self._settle(replace(result, payload=payload))
+        for report in exchanged.progress.reports:
+            if report.gauges.get("running_sequences"):
+                self._ran_s[int(report.gauges["version"])] = asyncio.get_running_loop().time()
         return exchanged.progress
 
     def _taken(self) -> list[GroupRequest]:

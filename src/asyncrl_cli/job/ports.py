@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -88,19 +89,18 @@ class RayRolloutWorker:
         return float(await self._answer(ref, what, self._weights_timeout_s, WEIGHTS_KEY))
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """A drain may take as long as the longest group, so the longer of the two limits bounds it. Where rank 0 sends the bytes
-        within the load, the waits for it come after the drain, and end by themselves before this one does."""
-        drain_s = self._call_timeout_s if interrupt == "drain" else 0.0
-        key_s, key = max((self._weights_timeout_s, WEIGHTS_KEY), (drain_s, CALL_KEY))
-        timeout_s = key_s if self._direct_load_s is None else drain_s + self._direct_load_s
-        what = f"the load of version {version} ({interrupt})"
-        ref = self.actor.load.remote(version, interrupt)
-        report: LoadReport = await self._answer(ref, what, timeout_s, key, key_s if timeout_s > key_s else None)
+        """A drain may take as long as the longest response: the limit counts from when the last one was seen to run. Where rank 0
+        sends the bytes within the load, the waits for it end by themselves before this one does."""
+        own_s, timeout_s = self._weights_timeout_s, self._direct_load_s or self._weights_timeout_s
+        key_s = own_s if timeout_s > own_s else None
+        what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
+        since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
+        report: LoadReport = await self._answer(ref, what, timeout_s, WEIGHTS_KEY, key_s, since)
         return report
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         ref = self.actor.evaluate.remote(request)
-        result: EvalResult = await self._call(ref, f"the eval of version {request.version}")
+        result: EvalResult = await self._answer(ref, f"the eval of version {request.version}", None, None)
         return result
 
     async def abort_evals(self) -> None:
@@ -143,9 +143,17 @@ class RayRolloutWorker:
     async def _call(self, pending: Any, call: str) -> Any:
         return await self._answer(pending, call, self._call_timeout_s, CALL_KEY)
 
-    async def _answer(self, ref: Any, call: str, timeout_s: float, key: str | None, key_s: float | None = None) -> Any:
+    async def _answer(
+        self,
+        ref: Any,
+        call: str,
+        timeout_s: float | None,
+        key: str | None,
+        key_s: float | None = None,
+        since: Callable[[], float] | None = None,
+    ) -> Any:
         try:
-            return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key, key_s=key_s)
+            return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key, key_s=key_s, since=since)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
                 self._rank_zero.leave.remote(self.name)

@@ -37,6 +37,7 @@ from asyncrl_cli.loop.ports import (
     GroupRequest,
     Interrupt,
     LoadReport,
+    LoadVerdict,
     Progress,
 )
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS
@@ -62,6 +63,16 @@ class Received:
     manifest: Manifest
     weights: Mapping[str, torch.Tensor]
     bucket_refs: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """`pause_s`: how long generation stood still for it. See `LoadReport` for the others, None where they were not measured."""
+
+    pause_s: float = 0.0
+    logprob_abs_diff: float | None = None
+    verdict: LoadVerdict | None = None
+    loaded_share: float | None = None
 
 
 class RolloutActor:
@@ -161,16 +172,21 @@ class RolloutActor:
                 if self._received is received:
                     self._received = None  # also if it failed: the version may come again
             self._held = version
-            self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
-            logprob_abs_diff, probe_pause_s = await self._probe(received.manifest)
+            if self._engine.stops_to_score:
+                self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
+            else:
+                self._meter.load_ended()
+            probed = await self._probe(received.manifest)
         finally:
             self._meter.load_ended()
         return LoadReport(
             version=version,
             send_s=pause.fetch_s,
             load_s=pause.load_s,
-            pause_s=pause.pause_s + probe_pause_s,
-            logprob_abs_diff=logprob_abs_diff,
+            pause_s=pause.pause_s + probed.pause_s,
+            logprob_abs_diff=probed.logprob_abs_diff,
+            verdict=probed.verdict,
+            loaded_share=probed.loaded_share,
         )
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
@@ -202,16 +218,21 @@ class RolloutActor:
         )
         return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=(report, self._rewards.report()))
 
-    async def _probe(self, manifest: Manifest) -> tuple[float | None, float]:
-        """Mean |difference| between the engine's own logprobs of the probes and the trainer's (None without probes), and
-        the seconds for which generation stood still."""
-        from asyncrl_cli.weights.probes import mean_abs_diff
+    async def _probe(self, manifest: Manifest) -> Probed:
+        """The probes, scored by the engine itself, beside the trainer's logprobs of this version and of the one before."""
+        from asyncrl_cli.weights.probes import judge, mean_abs_diff
 
         if not manifest.probe_tokens:
-            return None, 0.0
+            return Probed()
         probes = [list(tokens) for tokens in manifest.probe_tokens]
         scores = await self._engine.score(probes, manifest.temperature)
-        return mean_abs_diff(scores.logprobs, manifest.probe_logprobs), scores.pause_s
+        judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs) if manifest.previous_logprobs else None
+        return Probed(
+            pause_s=scores.pause_s,
+            logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
+            verdict=judged and judged.verdict,
+            loaded_share=judged and judged.share,
+        )
 
     def _check_newer(self, version: int) -> None:
         newest = self._held if self._received is None else max(self._held, self._received.manifest.version)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.observe.live_status import RunFacts
 
 STALL_MARGIN_S = 60.0
+MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
+"""Bfloat16 rounds logits from 8 to 16 to sixteenths, on both sides and before them in every layer."""
 
 
 def loop_settings(profile: Profile, workers: int = 1) -> LoopSettings:
@@ -40,9 +42,10 @@ def loop_settings(profile: Profile, workers: int = 1) -> LoopSettings:
         on_exhausted=training.on_exhausted,
         prefetch_groups=profile.rollout.prefetch_groups,
         max_restarts=profile.rollout.max_restarts,
+        call_timeout_s=profile.rollout.call_timeout_s,
         max_failed_ratio=profile.task.max_failed_ratio,
         max_skipped_steps=profile.trainer.max_skipped_steps,
-        max_logprob_diff=profile.weights.max_logprob_diff,
+        max_logprob_diff=profile.weights.max_logprob_diff or MAX_LOGPROB_DIFF[profile.model.dtype],
         checkpoint_every_steps=profile.checkpoint.every_steps,
         eval_every_versions=profile.eval.every_versions,
         eval_timeout_s=profile.eval.timeout_s,

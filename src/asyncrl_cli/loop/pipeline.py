@@ -13,8 +13,10 @@
                                                                                     sync (a load; the slots that an eval,
                                                                                     which it runs, gives back),
                                                                                     training (a publish)
-    group (one each)   a request             its worker's engine and rewards        the worker, rollout.call_timeout_s
-    follow (a worker)  progress reports      the worker's next change               the worker, one second at most
+    group (one each)   a request             its worker's engine and rewards        the worker; follow, if that stands still
+    follow (a worker)  progress reports      the worker's next change               the worker, one second at most. One that has
+                       -                                                            work and makes no token for
+                       -                                                            rollout.call_timeout_s is lost
     restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
                                                                                     load and eval, each bounded

@@ -1,8 +1,9 @@
 """The ports of the loop: what it asks of the world, and the values that cross.
 
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
-`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. Values are small: token
-payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
+`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (Not on `generate`, `evaluate` and
+the drain of a `load`, which take as long as responses are: the loop sees by `progress` whether the worker still works.) Values are
+small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from asyncrl_cli.loop.states import ExecutorReport
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
+LoadVerdict = Literal["loaded", "not loaded", "unclear"]
 
 
 class AttemptKey(NamedTuple):
@@ -123,13 +125,16 @@ class Published:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were fetched (0 with a
-    second buffer, filled before); `logprob_abs_diff`: of the probe sequences, if scored."""
+    second buffer, filled before); `logprob_abs_diff`: of the probe sequences, if scored; `verdict` and `loaded_share`: where they
+    lie between those of the version before and of this one, if both were known (weights/probes.py)."""
 
     version: int
     send_s: float
     load_s: float
     pause_s: float
     logprob_abs_diff: float | None
+    verdict: LoadVerdict | None = None
+    loaded_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +290,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSummary:
-    """The last version that every worker loaded or skipped; maxima over workers. `gather_s` None: it came from a checkpoint."""
+    """The last version that every worker loaded or skipped; maxima over workers. `gather_s` None: it came from a checkpoint.
+
+    `loaded_share` is the one farthest from 1; `unclear_loads` are those whose probes could not tell it from the version before.
+    """
 
     version: int
     gather_s: float | None
@@ -293,6 +301,8 @@ class SyncSummary:
     load_s: float
     pause_s: float
     logprob_abs_diff: float | None
+    loaded_share: float | None = None
+    unclear_loads: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict, replace
 from functools import partial
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost
@@ -19,6 +20,8 @@ from asyncrl_cli.loop.restarts import Restarts
 from asyncrl_cli.loop.signal import Change
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State
+
+CALL_KEY = "rollout.call_timeout_s"
 
 
 class Rollouts:
@@ -114,13 +117,14 @@ class Rollouts:
             await board.changes.until(admission.is_open, "feed", lambda: f"admission: {causes.admission_wait(board)}")
 
     async def _run_group(self, worker: RolloutWorker, request: GroupRequest) -> None:
-        """Consumes a request; waits for the worker's engine and rewards."""
+        """Consumes a request; waits for the worker's engine and rewards, however long they take: `_follow` sees them work."""
         self._board.groups.finish(await worker.generate(request))
         self._board.changes.notify(Change.GROUPS)
 
     async def _follow(self, worker: RolloutWorker) -> None:
-        """Frees the slots of sequences that end inside running groups, and collects reports."""
+        """Frees the slots of sequences that end inside running groups, and collects reports. A worker that stands still is lost."""
         board, seen, warned = self._board, 0, False
+        moved_s = board.now_s()
         while True:
             progress = await worker.progress(seen)
             seen = progress.seen
@@ -132,6 +136,25 @@ class Rollouts:
                 board.changes.notify(Change.SLOTS)
             elif any(active):
                 board.changes.progress += 1
+            if freed or any(active) or self._may_rest(worker, progress):
+                moved_s = arrived_s
+            elif arrived_s - moved_s > board.settings.call_timeout_s:
+                raise self._stands_still(worker)
+
+    def _may_rest(self, worker: RolloutWorker, progress: Progress) -> bool:
+        """Nothing runs there, or what runs waits for rewards, or is frozen by a load: both have limits of their own."""
+        slots = self._board.groups.admission.workers[worker.name]
+        is_frozen = slots.loading and self._board.settings.interrupt != "drain"
+        is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
+        return is_frozen or is_scoring or not (slots.unfinished or slots.eval_sequences)
+
+    def _stands_still(self, worker: RolloutWorker) -> ExecutorLost:
+        slots, limit_s = self._board.groups.admission.workers[worker.name], self._board.settings.call_timeout_s
+        running = f"{len(slots.unfinished)} groups" + (" and an eval" if slots.eval_sequences else "")
+        return ExecutorLost(
+            f"{worker.name} failed: it stands still: {running} run there, and no token came for {CALL_KEY} = {limit_s:g} s",
+            hint=f"its log may say why; if its first token only needs longer, --set {CALL_KEY}=...",
+        )
 
     def _warned_of_preemption(self, progress: Progress) -> bool:
         for report in progress.reports:
@@ -171,28 +194,18 @@ class Rollouts:
 
     def _loaded(self, name: str, report: LoadReport, send_s: float) -> None:
         board = self._board
-        send_s += report.send_s  # what was fetched within the load
-        report = LoadReport(
-            version=report.version,
-            send_s=send_s,
-            load_s=report.load_s,
-            pause_s=report.pause_s,
-            logprob_abs_diff=report.logprob_abs_diff,
-        )
+        report = replace(report, send_s=send_s + report.send_s)  # and what was fetched within the load
         board.sync.loaded(name, report)
-        board.event(
-            "loaded",
-            version=report.version,
-            worker=name,
-            send_s=send_s,
-            load_s=report.load_s,
-            pause_s=report.pause_s,
-            logprob_abs_diff=report.logprob_abs_diff,
-        )
-        diff = report.logprob_abs_diff
-        if diff is not None and not diff <= board.settings.max_logprob_diff:
-            message = (
-                f"{name} disagrees with the trainer after loading version {report.version}: mean logprob difference {diff:.2e}"
-            )
-            board.event("warning", message=f"{message}, above weights.max_logprob_diff = {board.settings.max_logprob_diff:g}")
+        board.event("loaded", worker=name, **asdict(report))
+        if doubt := self._doubt(report):
+            board.event("warning", message=f"{name} disagrees with the trainer after loading version {report.version}: {doubt}")
         board.changes.notify(Change.LOADED)
+
+    def _doubt(self, report: LoadReport) -> str:
+        """Why the probes say that the worker does not compute with the version; "" if they do not."""
+        diff, limit = report.logprob_abs_diff, self._board.settings.max_logprob_diff
+        if diff is not None and not diff <= limit:
+            return f"mean logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
+        if report.verdict != "not loaded":
+            return ""
+        return f"its logprobs have gone {report.loaded_share:.0%} of the way from the version before (docs/weights.md)"

@@ -29,6 +29,7 @@ class LoopSettings:
     on_exhausted: Literal["fail", "drop"] = "drop"
     prefetch_groups: int = 0
     max_restarts: int = 0
+    call_timeout_s: float = 600.0
     max_failed_ratio: float = 0.1
     max_skipped_steps: int = 3
     max_logprob_diff: float = 1e-3

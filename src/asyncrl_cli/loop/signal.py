@@ -100,6 +100,24 @@ class Changes:
             with self.waiting(who, what):
                 await self._sleep(condition, dict.fromkeys((Change.RUN, *concerned)))
 
+    async def until_still(
+        self,
+        condition: Callable[[], bool],
+        who: str,
+        what: Callable[[], str],
+        still_s: float,
+        concerned: tuple[Change, ...] = tuple(Change),
+    ) -> None:
+        """As `until`; TimeoutError when `still_s` seconds have passed in which nothing moved, whatever waits for it."""
+        while not condition():
+            progress = self.progress
+            try:
+                async with bounded(still_s):
+                    await self.until(condition, who, what, concerned)
+            except TimeoutError:
+                if self.progress == progress:
+                    raise
+
     async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:
         self._num_waits += 1
         number, sleeper = self._num_waits, _Sleeper(condition, asyncio.get_running_loop().create_future())

@@ -90,6 +90,8 @@ class WeightSync:
             return
         reports = self._reports[version]
         diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
+        shares = [report.loaded_share for report in reports if report.loaded_share is not None]
+        verdicts = [report.verdict for report in reports if report.verdict is not None]
         self.summary = SyncSummary(
             version=version,
             gather_s=self._gather_s.get(version),
@@ -97,6 +99,8 @@ class WeightSync:
             load_s=max(report.load_s for report in reports),
             pause_s=max(report.pause_s for report in reports),
             logprob_abs_diff=max(diffs) if diffs else None,
+            loaded_share=max(shares, key=lambda share: abs(share - 1)) if shares else None,
+            unclear_loads=verdicts.count("unclear") if verdicts else None,
         )
         for kept in (self._reports, self._gather_s):
             for old in [key for key in kept if key < version]:

@@ -14,7 +14,7 @@ from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.cuts import Checkpointer
 from asyncrl_cli.loop.ports import EvalSummary, GatherReport, GroupResult, StepRecord, TrainBatch, TrainReport
 from asyncrl_cli.loop.rollouts import Rollouts
-from asyncrl_cli.loop.signal import Change, bounded
+from asyncrl_cli.loop.signal import Change
 from asyncrl_cli.loop.states import State
 
 if TYPE_CHECKING:
@@ -183,25 +183,21 @@ class Training:
 
     async def _room_to_publish(self) -> None:
         """At most two published versions exist: waits for the last publish, and for a load of the one before it."""
-        board, limit_s = self._board, self._board.settings.sync_timeout_s
-        try:
-            async with bounded(limit_s):
-                await self._publish_ended_and_room()
-        except TimeoutError:
-            begun = ", ".join(f"{worker} loads version {version}" for worker, version in board.sync.begun.items())
-            error = StallError(f"the trainer has waited {limit_s:g} s to publish version {board.version + 1}: {begun}")
-            board.stop(error)
-
-    async def _publish_ended_and_room(self) -> None:
-        board, who = self._board, "trainer (gather)"
+        board, who, still_s = self._board, "trainer (gather)", self._board.settings.sync_timeout_s
         if self._publishing is not None:
             with board.changes.waiting(who, f"version {board.version} to be published"):
                 await self._publishing
 
+        def has_room() -> bool:
+            return board.sync.room or board.stopping
+
         def older_loads() -> str:
             return f"workers to finish older loads: {', '.join(causes.lag_of(board, name) for name in board.sync.begun)}"
 
-        await board.changes.until(lambda: board.sync.room or board.stopping, who, older_loads, (Change.LOADED,))
+        try:
+            await board.changes.until_still(has_room, who, older_loads, still_s, (Change.LOADED,))
+        except TimeoutError:
+            board.stop(StallError(f"nothing has moved for {still_s:g} s, and the trainer waits for {older_loads()}"))
 
     async def _held_by_all(self) -> None:
         """weights.mode = "sync": waits until every worker has loaded the version that was just published."""
@@ -215,20 +211,20 @@ class Training:
         def missing() -> str:
             return f"every worker to load version {board.version}: {', '.join(causes.lags(board))}"
 
-        limit_s = settings.sync_timeout_s + (settings.eval_timeout_s if board.evaluator.items else 0)
+        still_s = settings.sync_timeout_s
         try:
-            await self._until(ended, "trainer (sync)", missing, limit_s)
+            await self._until(ended, "trainer (sync)", missing, still_s)
         except TimeoutError:
-            board.stop(StallError(f"the trainer has waited {limit_s:g} s for {missing()}"))
+            board.stop(StallError(f"nothing has moved for {still_s:g} s, and the trainer waits for {missing()}"))
 
-    async def _until(self, ended: Callable[[], bool], who: str, what: Callable[[], str], limit_s: float) -> None:
-        """Waits for what every worker has to do: TimeoutError after `limit_s` with all of them up; a restart has its own bound."""
+    async def _until(self, ended: Callable[[], bool], who: str, what: Callable[[], str], still_s: float) -> None:
+        """Waits for what every worker has to do: TimeoutError when nothing has moved for `still_s` with all of them up; a restart
+        has its own bound."""
         changes, fleet = self._board.changes, self._board.groups.admission.fleet
         lost = partial(causes.restarts, self._board)
         while not ended():
             await changes.until(lambda: ended() or fleet.is_whole(), who, lost)
-            async with bounded(limit_s):
-                await changes.until(lambda: ended() or not fleet.is_whole(), who, what)
+            await changes.until_still(lambda: ended() or not fleet.is_whole(), who, what, still_s)
 
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")
@@ -259,12 +255,12 @@ class Training:
             scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
             return f"version {board.last_version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
 
-        limit_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
+        still_s = board.settings.sync_timeout_s + (2 * board.settings.eval_timeout_s if evaluator.items else 0)
         try:
             with self._waiting("gather"):
-                await self._until(ended, "trainer (last version)", missing, limit_s)
+                await self._until(ended, "trainer (last version)", missing, still_s)
         except TimeoutError:
-            raise StallError(f"version {board.last_version} was not loaded and scored within {limit_s:g} s: {held}") from None
+            raise StallError(f"nothing has moved for {still_s:g} s, and the run waits for {missing()}") from None
 
     def _record(self, window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         board, now_s = self._board, self._board.now_s()

@@ -230,4 +230,6 @@ def sync_values(record: StepRecord) -> dict[str, Value]:
         "sync/load_s": Last(sync.load_s),
         "sync/pause_s": Last(sync.pause_s),
         "sync/logprob_abs_diff": Last(sync.logprob_abs_diff),
+        "sync/loaded_share": Last(sync.loaded_share),
+        "sync/unclear_loads": Last(sync.unclear_loads),
     }

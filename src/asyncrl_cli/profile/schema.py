@@ -228,9 +228,11 @@ class RolloutSection(Section):
     engine_args: Params = Field(default_factory=dict)
     """vllm: further arguments of its `AsyncEngineArgs`, by its own names."""
     call_timeout_s: PositiveFloat = 600.0
-    """Longest time one call to a worker may take."""
+    """Longest silence of a rollout worker that has work: one that makes no token for so long is lost, unless it computes rewards or
+    loads weights, which have limits of their own. A group may take longer, queueing included. It is also the longest time of a
+    train step, and of what a worker answers at once."""
     max_restarts: NonNegativeInt = 0
-    """How often each worker may be restarted after a failure (its process or its engine's died, or a call took too long);
+    """How often each worker may be restarted after a failure (its process or its engine's died, or it was silent for too long);
     at 0 the first failure ends the run. A resumed run counts anew."""
 
 
@@ -299,8 +301,9 @@ class WeightsSection(Section):
     so weights arrive while generation stands still."""
     probe_sequences: NonNegativeInt = 4
     """Fixed sequences scored by trainer and worker after each load; 0 turns the check off."""
-    max_logprob_diff: PositiveFloat = 1e-3
-    """Mean absolute difference of the probes' logprobs above which a sync is alarmed."""
+    max_logprob_diff: PositiveFloat | None = None
+    """Mean absolute difference of the probes' logprobs above which a sync is alarmed, whatever the version before says; if not
+    given, 0.001 with model.dtype = "float32" and 0.1 with "bfloat16"."""
     keep_versions: NonNegativeInt | Literal["all"] = 0
     """Published versions kept on disk (safetensors), for audits."""
     timeout_s: PositiveFloat = 300.0

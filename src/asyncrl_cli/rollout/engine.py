@@ -103,6 +103,8 @@ class Engine(Protocol):
     """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now."""
 
     slots: int
+    stops_to_score: bool
+    """Whether no sequence runs during `score`."""
 
     @property
     def version(self) -> int: ...

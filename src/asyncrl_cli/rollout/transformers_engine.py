@@ -68,6 +68,8 @@ class TransformersEngine:
     `on_running(running)` is called in the event loop whenever the number of generating sequences changes.
     """
 
+    stops_to_score = True
+
     def __init__(
         self,
         model_dir: Path | str,

@@ -58,6 +58,8 @@ LAST_OUTPUTS_S = 1.0  # how long a close waits for its aborted requests to be to
 class VllmEngine:
     """See `engine.Engine`. `version`: of the weights in `setup.model_dir`."""
 
+    stops_to_score = False
+
     def __init__(self, setup: VllmSetup, *, version: int = 0, on_running: Callable[[int], None] = lambda running: None) -> None:
         self.slots = setup.slots
         self._setup = setup

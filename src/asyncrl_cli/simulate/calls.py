@@ -1,7 +1,7 @@
 """Calls to a simulated executor: bounded, and failing in its name, as `job.calls` has them on Ray.
 
-A call is a future that the executor's side resolves. Its time limit is a watcher's timer, which by itself keeps no virtual clock
-going, until the executor hangs: then its limits are all that will happen, and they count as scheduled work.
+A call is a future that the executor's side resolves. Its time limit, if any, is a watcher's timer, which by itself keeps no virtual
+clock going, until the executor hangs: then its limits are all that will happen, and they count as scheduled work.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Calls:
         self.is_hung = False
         self._death = ""
         self._loop = asyncio.get_running_loop()
-        self._pending: dict[asyncio.Future[Any], tuple[Limit, asyncio.TimerHandle | None]] = {}
+        self._pending: dict[asyncio.Future[Any], tuple[Limit | None, asyncio.TimerHandle | None]] = {}
 
     def limit(self, what: str, seconds: float, key: str) -> Limit:
         return Limit(what, seconds, key, self._loop.time() + seconds)
 
-    async def arrive(self, limit: Limit) -> None:
+    async def arrive(self, limit: Limit | None = None) -> None:
         """The call reaches its executor: returns at once, unless that is dead or hangs."""
         self.check()
         if self.is_hung:
@@ -54,7 +54,7 @@ class Calls:
         if not (future.done() or self.is_hung):
             future.set_result(result)
 
-    async def answer(self, future: asyncio.Future[Any], limit: Limit, *, is_quick: bool = False) -> Any:
+    async def answer(self, future: asyncio.Future[Any], limit: Limit | None = None, *, is_quick: bool = False) -> Any:
         """The result, once resolved. Raises ExecutorLost. `is_quick`: known to be resolved in time unless the executor hangs."""
         if future.done():
             return future.result()
@@ -93,7 +93,9 @@ class Calls:
                 timer.cancel()
             self._pending[future] = limit, self._guard(future, limit)
 
-    def _guard(self, future: asyncio.Future[Any], limit: Limit) -> asyncio.TimerHandle:
+    def _guard(self, future: asyncio.Future[Any], limit: Limit | None) -> asyncio.TimerHandle | None:
+        if limit is None:
+            return None
         if self.is_hung:
             return self._loop.call_at(limit.until_s, self._too_late, future, limit)
         with background():

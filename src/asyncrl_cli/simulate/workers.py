@@ -113,8 +113,7 @@ class SimulatedWorker:
         return self._engine.version
 
     async def generate(self, request: GroupRequest) -> GroupResult:
-        limit = self._calls.limit(f"group {request.key}", self._times.call_timeout_s, CALL_KEY)
-        await self._calls.arrive(limit)
+        await self._calls.arrive()
         assert request.key not in self._groups, f"{request.key} runs already"
         rng = random.Random(request.seed)
         done = self._calls.open()
@@ -129,7 +128,7 @@ class SimulatedWorker:
         self._groups[request.key] = group
         self._finished[request.key] = 0
         self._engine.submit(group.sequences)
-        await self._calls.answer(done, limit)
+        await self._calls.answer(done)
         self._group_ended(request.key, group)
         return group_result(group, request, self._times, is_broken)
 
@@ -170,17 +169,16 @@ class SimulatedWorker:
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         times, calls = self._times, self._calls
-        seconds, key = max(
-            (times.weights_timeout_s, WEIGHTS_KEY), (times.call_timeout_s if interrupt == "drain" else 0.0, CALL_KEY)
-        )
-        limit = calls.limit(f"the load of version {version} ({interrupt})", seconds, key)
+        what = f"the load of version {version} ({interrupt})"
+        limit = calls.limit(what, times.weights_timeout_s, WEIGHTS_KEY)
         await calls.arrive(limit)
         received = self._received.version
         assert version == received, f"{self.name} loads version {version} and has received {received}"
         assert version > self.version, f"{self.name} goes from version {self.version} to {version}"
         self._meter.load_begins(interrupt)
         if interrupt == "drain":
-            await calls.answer(self._engine.drained(), limit)
+            await calls.answer(self._engine.drained())
+            limit = calls.limit(what, times.weights_timeout_s, WEIGHTS_KEY)
         slow = self._faults.meets(FaultKind.SLOW_LOAD)
         load_s = times.load_s(self._rng) + (slow.seconds if slow else 0.0)
         self._engine.freeze()
@@ -193,8 +191,7 @@ class SimulatedWorker:
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         times = self._times
-        limit = self._calls.limit(f"the eval of version {request.version}", times.call_timeout_s, CALL_KEY)
-        await self._calls.arrive(limit)
+        await self._calls.arrive()
         assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
         in_store = [fates(random.Random(f"{request.seed}/{item.get('uid', item)}"), 1, times)[0] for item in request.items]
         done = self._calls.open()
@@ -208,7 +205,7 @@ class SimulatedWorker:
         self._evals[answers] = None
         self._meter.evals(+1)
         self._engine.submit(answers.sequences)
-        await self._calls.answer(done, limit)
+        await self._calls.answer(done)
         return eval_result(answers, request, times)
 
     async def abort_evals(self) -> None:

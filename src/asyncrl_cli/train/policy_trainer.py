@@ -99,12 +99,14 @@ class PolicyTrainer:
                         on_full(packing, index)
         probe_logprobs = tuple(tuple(row) for row in self.score(self._probes))
         if packing is not None:
+            before = self._publication
             self._publication = Publication(
                 version=version,
                 packing=packing,
                 temperature=self.settings.temperature,
                 probe_tokens=self._probes,
                 probe_logprobs=probe_logprobs,
+                previous_logprobs=before.probe_logprobs if before is not None and before.version < version else (),
             )
         return time.monotonic() - started_s
 

@@ -21,13 +21,17 @@ PUBLISHED_FILE = "published.safetensors"
 
 @dataclass(slots=True)
 class Publication:
-    """One version. `packing` is never written to once it is filled, so any thread may read it."""
+    """One version. `packing` is never written to once it is filled, so any thread may read it.
+
+    `previous_logprobs`: of the probes by the version before; empty for the first one of a process, and not in checkpoints.
+    """
 
     version: int
     packing: Packing
     temperature: float
     probe_tokens: tuple[tuple[int, ...], ...]
     probe_logprobs: tuple[tuple[float, ...], ...]
+    previous_logprobs: tuple[tuple[float, ...], ...] = ()
     _sealed: tuple[Manifest, list[Bucket]] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,6 +62,7 @@ class Publication:
             temperature=self.temperature,
             probe_tokens=self.probe_tokens,
             probe_logprobs=self.probe_logprobs,
+            previous_logprobs=self.previous_logprobs,
         )
 
 

@@ -73,7 +73,8 @@ class Manifest:
     """What a version must look like on arrival.
 
     `fingerprints` are the buckets', in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
-    tokens 1.. of `probe_tokens[i]`, made with these very weights.
+    tokens 1.. of `probe_tokens[i]`, made with these very weights; `previous_logprobs[i]` with those of the version before, if there
+    is one.
     """
 
     version: int
@@ -82,6 +83,7 @@ class Manifest:
     temperature: float
     probe_tokens: tuple[tuple[int, ...], ...] = ()
     probe_logprobs: tuple[tuple[float, ...], ...] = ()
+    previous_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 def torch_dtype(name: str) -> torch.dtype:

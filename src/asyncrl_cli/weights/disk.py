@@ -26,7 +26,7 @@ from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, Manifest,
 from asyncrl_cli.weights.kept import version_directory
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 KIND = "asyncrl-weights"
 MANIFEST = "weights.json"
 
@@ -154,6 +154,7 @@ def _to_text(manifest: Manifest, files: Sequence[str], buckets: Sequence[Bucket]
         "temperature": manifest.temperature,
         "probe_tokens": manifest.probe_tokens,
         "probe_logprobs": manifest.probe_logprobs,
+        "previous_logprobs": manifest.previous_logprobs,
         "buckets": [
             {"file": file, "fingerprint": f"{fingerprint:016x}", "tensors": [_tensor_line(entry) for entry in bucket.entries]}
             for file, fingerprint, bucket in zip(files, manifest.fingerprints, buckets, strict=True)
@@ -170,6 +171,7 @@ def _manifest_of(content: dict[str, Any]) -> Manifest:
         temperature=content["temperature"],
         probe_tokens=tuple(tuple(tokens) for tokens in content["probe_tokens"]),
         probe_logprobs=tuple(tuple(logprobs) for logprobs in content["probe_logprobs"]),
+        previous_logprobs=tuple(tuple(logprobs) for logprobs in content["previous_logprobs"]),
     )
 
 

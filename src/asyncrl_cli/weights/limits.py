@@ -2,8 +2,8 @@
 
     rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
     worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
-    driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain's `rollout.call_timeout_s`
-    loop       until all have loaded: a load + LOOP_MARGIN_S
+    driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
+    loop       until all have loaded: a load + LOOP_MARGIN_S in which nothing has moved
 
 A part of a transfer by ipc has no bound at rank 0: there it is a copy to the GPU, which waits for nobody.
 """
@@ -29,5 +29,5 @@ def turn_s(timeout_s: float, workers: int) -> float:
 
 
 def load_s(timeout_s: float, workers: int) -> float:
-    """Of a load as the driver waits for it, without the drain."""
+    """Of a load as the driver waits for it, after the drain."""
     return turn_s(timeout_s, workers) + timeout_s + DRIVER_MARGIN_S

@@ -8,10 +8,31 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+from asyncrl_cli.loop.ports import LoadVerdict
 
 PROBE_TOKENS = 32
 """Length of a probe: long enough to reach every layer and position encoding, short enough to cost nothing."""
+
+
+ERRORS = 5.0
+"""Standard errors between what is said and what would be chance: noise of neighbouring tokens is alike, and syncs are many."""
+OUTLIER = 5.0
+"""Median changes above which a token is left out: one for which the trainer chose another expert, say, between the versions."""
+SLACK = 0.05
+"""How far from 1 the share of a loaded version may be for reasons that no noise shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """`share`: how far a worker's probes have gone from the version before to the new one: 0 for nothing loaded, 1 for all of it.
+    None where it says nothing (`unclear`)."""
+
+    verdict: LoadVerdict
+    share: float | None
 
 
 def make_probes(num_sequences: int, vocab_size: int, seed: int, length_tokens: int = PROBE_TOKENS) -> tuple[tuple[int, ...], ...]:
@@ -22,9 +43,37 @@ def make_probes(num_sequences: int, vocab_size: int, seed: int, length_tokens: i
 
 def mean_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
     """Mean absolute difference over all tokens; infinite if any value is not finite, so that no alarm is missed."""
-    if [len(row) for row in ours] != [len(row) for row in theirs]:
-        raise ValueError(f"probe logprobs differ in shape: {[len(r) for r in ours]} and {[len(r) for r in theirs]}")
-    diffs = [abs(a - b) for ra, rb in zip(ours, theirs, strict=True) for a, b in zip(ra, rb, strict=True)]
+    diffs = [abs(difference) for difference in _differences(ours, theirs)]
     if not diffs:
         raise ValueError("there are no probe logprobs to compare")
     return math.fsum(diffs) / len(diffs) if all(math.isfinite(d) for d in diffs) else math.inf
+
+
+def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> Judgement:
+    """Whether a worker computes with the new version or still with (some of) the old one; docs/weights.md has the reasons.
+
+    The share is the least-squares slope of worker - old on new - old. What each token is off by when the share is found without
+    it is the engines' numerical noise: with it the share of a loaded version may be as much lower as the square of noise to change.
+    Its standard error is the one that holds for noise of any distribution (HC3: MacKinnon and White 1985).
+    """
+    both = list(zip(_differences(worker, old), _differences(new, old), strict=True))
+    usual = OUTLIER * statistics.median(abs(change) for _, change in both)
+    moved, change = zip(*((m, c) for m, c in both if not abs(c) > usual), strict=True)
+    size = math.fsum(c * c for c in change)
+    if max(c * c for c in change) == size:  # none, or of one token
+        return Judgement(verdict="unclear", share=None)
+    share = math.fsum(m * c for m, c in zip(moved, change, strict=True)) / size
+    if not math.isfinite(share):
+        return Judgement(verdict="not loaded", share=None)
+    off = [(m - share * c) / (1 - c * c / size) for m, c in zip(moved, change, strict=True)]
+    noise = math.sqrt(math.fsum(e * e for e in off) / size)
+    error = ERRORS * math.sqrt(math.fsum((e * c) ** 2 for e, c in zip(off, change, strict=True))) / size
+    if abs(share - 1) > SLACK + noise**2 + error or share < 0.5 - error:
+        return Judgement(verdict="not loaded", share=share)
+    return Judgement(verdict="loaded", share=share) if share > 0.5 + error else Judgement(verdict="unclear", share=None)
+
+
+def _differences(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
+    if [len(row) for row in ours] != [len(row) for row in theirs]:
+        raise ValueError(f"probe logprobs differ in shape: {[len(r) for r in ours]} and {[len(r) for r in theirs]}")
+    return [a - b for ra, rb in zip(ours, theirs, strict=True) for a, b in zip(ra, rb, strict=True)]
