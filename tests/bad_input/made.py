@@ -20,7 +20,6 @@ from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.job.wiring import loop_settings, run_facts
 from asyncrl_cli.loop.pipeline import Pipeline, World
-from asyncrl_cli.loop.ports import GroupResult
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.observe.timeline import TimelineFile
