@@ -70,7 +70,9 @@ def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
         length for group in structure["groups"] for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]
     ]
     if {len(array) for array in arrays.values()} != {sum(lengths)}:
-        raise RefusedError(f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected")
+        raise RefusedError(
+            f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected", hint="take another checkpoint"
+        )
     segments = _segments(arrays, lengths)
     return tuple(_group(entry, segments) for entry in structure["groups"])
 

@@ -238,7 +238,7 @@ def check_name(name: str) -> None:
     """Raises ConfigError if `name` cannot name a run."""
     if not VALID_NAME.fullmatch(name):
         raise ConfigError(
-            f"run.name '{name}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
+            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
             hint="give another --name",
         )
 

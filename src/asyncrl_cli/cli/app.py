@@ -18,7 +18,8 @@ from typer.exceptions import TyperException
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
 from asyncrl_cli.cli.console import STDOUT, begin, open_streams, print_json_error, print_text, say_error, say_failure
-from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 
 app = typer.Typer(
     name="asyncrl",
@@ -65,10 +66,21 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _refuse_long_names(args: Sequence[str]) -> None:
+    """Whatever is no `--set` is an option, a name, a number or a path, and the last ones end at the file system's limits."""
+    for before, argument in zip(("", *args), args, strict=False):
+        if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
+            raise ConfigError(
+                f"{argument[:40]}... cannot name anything here: it has {len(argument):,} characters",
+                hint=f"a name has at most {MAX_NAME_BYTES} bytes, a path {MAX_PATH_BYTES:,}",
+            )
+
+
 def _answer(args: Sequence[str]) -> int:
     given: dict[str, bool] = {}
     try:
         _look_where_we_are()
+        _refuse_long_names(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False, obj=given) or 0
     except TyperException as error:
         return _fail(args, _say_usage(error))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, TextIO
 
@@ -12,9 +14,10 @@ import typer
 
 from asyncrl_cli.cli.console import print_text
 from asyncrl_cli.cli.options import RUNS_DIR, RunsDirOption
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, RefusedError
 
 POLL_S = 0.3
+MAX_LINE_CHARACTERS = 2**20
 EXAMPLES = """[bold]Examples[/]
 
   asyncrl logs first
@@ -44,7 +47,7 @@ def run_directory(run: str, runs_dir: Path) -> Path:
     from asyncrl_cli.checkpoint.find import run_names
 
     for candidate in (runs_dir / run, Path(run)):
-        if (candidate / "logs" / "latest").is_dir():
+        if os.path.isdir(candidate / "logs" / "latest"):
             return candidate
     known = ", ".join(run_names(runs_dir)[:8])
     raise ConfigError(f"no run '{run}' with logs in {runs_dir}", hint=f"known runs: {known}" if known else "there are none")
@@ -65,7 +68,7 @@ def follow_lines(directory: Path, paths: Sequence[Path], *, follow: bool, wait: 
     from asyncrl_cli.checkpoint.lock import is_locked
 
     with ExitStack() as stack:
-        files = {path.stem: stack.enter_context(path.open(encoding="utf-8", errors="replace")) for path in paths}
+        files = {path.stem: stack.enter_context(_open(path)) for path in paths}
         while True:
             live = follow and is_locked(directory)
             for name, file in files.items():
@@ -75,11 +78,20 @@ def follow_lines(directory: Path, paths: Sequence[Path], *, follow: bool, wait: 
             wait()
 
 
+def _open(path: Path) -> TextIO:
+    from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
+
+    try:
+        return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="--role names another log") from None
+
+
 def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:
     """Lines up to the end of the file; while somebody writes, half a line is left for the next round."""
     while True:
         position = file.tell()
-        line = file.readline()
+        line = file.readline(MAX_LINE_CHARACTERS)
         if not line or (live and not line.endswith("\n")):
             file.seek(position)
             return

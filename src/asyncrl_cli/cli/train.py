@@ -44,10 +44,6 @@ def command(
 ) -> None:
     """Train a model by asynchronous RL, as a profile says."""
     loaded = load_profile(profile, sets, name)
-    if loaded.profile.run.name is not None:
-        from asyncrl_cli.checkpoint.run_directory import check_name
-
-        check_name(loaded.profile.run.name)
     if dry_run:
         from asyncrl_cli.cli.console import warn
         from asyncrl_cli.cli.plan import print_plan

@@ -59,10 +59,42 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
         model_dir = resolve_model(profile, task, progress=progress)
         look()
+        check_model_type(model_dir, trust_remote_code=profile.model.trust_remote_code)
         check_prompt_lengths(profile, task, model_dir)
         return model_dir
 
     return Prepared(task=task, model_dir=await interruptible(resolve))
+
+
+def check_model_type(model_dir: Path, *, trust_remote_code: bool) -> None:
+    """PreflightError unless its configuration is that of a causal language model that transformers knows."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+        vocab_size = config.get_text_config().vocab_size if known else 1
+    except Exception as error:  # of values that are no configuration's, transformers raises anything
+        why = f"{model_dir}/config.json is no configuration that transformers {_version()} reads: {_first_line(error)}"
+        raise PreflightError(f"model.path: {why}", hint="copy or download it again") from error
+    if not known:
+        raise PreflightError(
+            f'model.path: {model_dir} is a model of type "{config.model_type}", which is no causal language model',
+            hint="asyncrl trains what AutoModelForCausalLM opens",
+        )
+    if vocab_size < 1:
+        raise PreflightError(f"model.path: {model_dir}/config.json: vocab_size = {vocab_size}", hint="copy or download it again")
+
+
+def _version() -> str:
+    from transformers import __version__
+
+    return __version__
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{lines[0]:.300}" if lines else type(error).__name__
 
 
 def check_prompt_lengths(profile: Profile, task: Task, model_dir: Path) -> None:
@@ -77,12 +109,11 @@ def check_prompt_lengths(profile: Profile, task: Task, model_dir: Path) -> None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise PreflightError(
-            f"model.path: the tokenizer in {model_dir} cannot be loaded: {error}", hint="save it anew with save_pretrained"
-        ) from error
+        around = len(tokenize_prompts(tokenizer, [{"prompt": "x"}])[0])
+    except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
+        why = f"the tokenizer in {model_dir} cannot be loaded: {_first_line(error)}"
+        raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     limit = profile.rollout.max_prompt_tokens
-    around = len(tokenize_prompts(tokenizer, [{"prompt": "x"}])[0])
     suspects = [item for item in (*task.train, *task.eval) if len(item["prompt"].encode()) + around > limit]
     lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, suspects)]
     num_too_long = sum(length > limit for length in lengths)

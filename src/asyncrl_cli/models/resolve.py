@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypeVar
+
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models.build import Progress, built_tiny
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.safe_files import expand
+from asyncrl_cli.safe_files import expand, load_json
 from asyncrl_cli.tasks.task import Task
 
+T = TypeVar("T")
 BUILTIN = "builtin:"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 WEIGHTS = "model.safetensors"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+
+
+class _Config(TypedDict):
+    """What is read here of config.json; the rest is its model's."""
+
+    model_type: NotRequired[str | None]
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *_: None) -> Path:
@@ -29,10 +42,10 @@ def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *
             raise ConfigError(f'model.path: there is no "{path}"', hint='the only built-in model is "builtin:tiny"')
         return built_tiny(profile, task, progress=progress)
     local = expand(path)
-    if local.is_dir():
+    if os.path.isdir(local):
         check_model_directory(local)
         return local.resolve()
-    if local.exists():
+    if os.path.exists(local):
         raise PreflightError(f"model.path: {path} is a file", hint="name the directory that holds config.json")
     if _looks_like_a_path(path):
         raise PreflightError(f"model.path: directory {path} does not exist", hint=f"paths are relative to {Path.cwd()}")
@@ -41,7 +54,7 @@ def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *
 
 def check_model_directory(directory: Path) -> None:
     """PreflightError naming what is missing or damaged: configuration, weights (every shard), tokenizer."""
-    config = _read_json(directory / "config.json", "a configuration")
+    config = _read_json(directory / "config.json", _Config)
     if not config.get("model_type"):
         raise PreflightError(f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained")
     _check_weights(directory)
@@ -54,9 +67,9 @@ def check_model_directory(directory: Path) -> None:
 
 def _check_weights(directory: Path) -> None:
     index = directory / f"{WEIGHTS}.index.json"
-    indexed = _read_json(index, "an index of weights").get("weight_map", {}) if index.is_file() else {"": WEIGHTS}
+    indexed = _read_json(index, _Index)["weight_map"] if os.path.lexists(index) else {"": WEIGHTS}
     wanted = sorted(set(indexed.values()))
-    missing = [name for name in wanted if not (directory / name).is_file()]
+    missing = [name for name in wanted if Path(name).name != name or not os.path.isfile(directory / name)]
     if not wanted or missing:
         what = f"{missing[0]} is missing" if missing else f"{index.name} names no file"
         raise PreflightError(
@@ -80,18 +93,13 @@ def _check_safetensors(path: Path) -> None:
         raise PreflightError(f"model.path: {path} holds no tensors", hint="copy or download it again")
 
 
-def _read_json(path: Path, what: str) -> dict[str, Any]:
+def _read_json(path: Path, kind: type[T]) -> T:
+    if not os.path.lexists(path):
+        raise PreflightError(f"model.path: {path.parent} holds no {path.name}", hint="name a directory written by save_pretrained")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise PreflightError(
-            f"model.path: {path.parent} holds no {path.name}", hint="name a directory written by save_pretrained"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise PreflightError(f"model.path: {path} cannot be read: {error}", hint="copy or download it again") from error
-    if not isinstance(content, dict):
-        raise PreflightError(f"model.path: {path} is not {what}", hint="copy or download it again")
-    return content
+        return load_json(path, kind, error=PreflightError, hint="copy or download it again")
+    except PreflightError as error:
+        raise PreflightError(f"model.path: {error.message}", hint=error.hint) from None
 
 
 def _looks_like_a_path(path: str) -> bool:

@@ -9,7 +9,6 @@ V vocabulary):
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.models.tiny import TINY
-from asyncrl_cli.safe_files import expand
+from asyncrl_cli.profile.schema import MOST
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, expand, load_json, open_regular, parse_json
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters follow from the configuration; others are counted in their weights' files."""
@@ -73,15 +74,13 @@ def shape_of(path: str) -> ModelShape:
 
 def shape_of_directory(directory: Path) -> ModelShape:
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ShapeUnknown(f"{directory / 'config.json'} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ShapeUnknown(f"{directory / 'config.json'} is not a configuration")
+        config = load_json(directory / "config.json", dict[str, Any])
+    except RefusedError as error:
+        raise ShapeUnknown(error.message) from None
     text_config = config.get("text_config")
     if isinstance(text_config, dict):
         config = {**config, **text_config}
-    if config.get("model_type") in FAMILY:
+    if str(config.get("model_type")) in FAMILY:
         return shape_of_config(config)
     return _counted(config, directory)
 
@@ -114,10 +113,11 @@ def shape_of_config(config: Mapping[str, Any], remarks: tuple[str, ...] = ()) ->
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    kind = f"config.json of a {config.get('model_type', 'nameless')!s:.40} model"
     try:
         heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
         default_head_dim = QWEN3_HEAD_DIM if config.get("model_type") == "qwen3" else hidden // heads
-        return {
+        sizes = {
             "vocab_size": int(config["vocab_size"]),
             "hidden_size": hidden,
             "intermediate_size": int(config["intermediate_size"]),
@@ -126,8 +126,12 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
             "num_kv_heads": int(config.get("num_key_value_heads") or heads),
             "head_dim": int(config.get("head_dim") or default_head_dim),
         }
-    except (KeyError, TypeError, ValueError) as error:
-        raise ShapeUnknown(f"config.json of a {config.get('model_type', 'nameless')} model: {error} is not as expected") from error
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise ShapeUnknown(f"{kind}: {error} is not as expected") from error
+    wrong = next((name for name, size in sizes.items() if not 1 <= size <= MOST), None)
+    if wrong is not None:
+        raise ShapeUnknown(f"{kind}: {wrong} is not as expected")
+    return sizes
 
 
 def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
@@ -158,11 +162,12 @@ def _parameters_in_files(directory: Path) -> dict[str, int]:
     counts: dict[str, int] = {}
     for path in sorted(directory.glob("*.safetensors")):
         try:
-            with path.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        except (OSError, ValueError, MemoryError, OverflowError) as error:
+            with open_regular(path) as file:
+                num_bytes = int.from_bytes(file.read(8), "little")
+                header = parse_json(file.read(min(num_bytes, MAX_JSON_BYTES)), dict[str, Any])
+            counts.update({name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise ShapeUnknown(f"{path} cannot be read: {error}") from error
-        counts.update({name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
     return counts
 
 

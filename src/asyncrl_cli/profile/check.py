@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from asyncrl_cli.checkpoint.run_directory import check_name
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
@@ -37,6 +38,13 @@ def combine(problems: Sequence[ConfigError]) -> ConfigError:
 def _length(profile: Profile) -> Iterator[ConfigError]:
     try:
         train_steps_of(profile.run, profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size)
+    except ConfigError as error:
+        yield error
+
+
+def _name(profile: Profile) -> Iterator[ConfigError]:
+    try:
+        check_name(profile.run.name or "named-when-it-starts")
     except ConfigError as error:
         yield error
 
@@ -219,6 +227,7 @@ def _one_buffer(profile: Profile) -> Iterator[ConfigError]:
 
 RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _length,
+    _name,
     _partial_rollout,
     _staleness,
     _colocate,

@@ -206,7 +206,7 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     if key == "task.source":
         return f"{scheme}:{directory / expand(rest)}" if colon and scheme in ("jsonl", "parquet") and rest else value
     path = directory / expand(value)
-    if key == "model.path" and not path.exists() and not value.startswith((".", "~")):
+    if key == "model.path" and not os.path.exists(path) and not value.startswith((".", "~")):
         return value
     return str(path)
 

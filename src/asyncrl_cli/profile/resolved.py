@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.keys import PARAMS, sections
+from asyncrl_cli.profile.keys import PARAMS, keys, sections
 from asyncrl_cli.profile.layers import DEFAULT, Loaded
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import first_of, load_json
@@ -54,6 +54,9 @@ def from_document(document: Mapping[str, Any], *, where: str = "config.resolved.
         raise _refused(where, first_of(error)) from None
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise _refused(where, f"{type(error).__name__} {error}") from None
+    for section, _, name in (key.partition(".") for key in origins if key in keys()):
+        if name not in document["profile"].get(section, {}):
+            raise _refused(where, f"{section}.{name} is missing")
     try:
         check(profile)
     except ConfigError as error:

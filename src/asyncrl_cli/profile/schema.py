@@ -86,7 +86,7 @@ class RunSection(Section):
 
     name: str | None = None
     """Directory of the run below the runs directory; made from profile and time if not given."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of prompts, sampling and initial weights."""
     train_steps: PositiveInt | None = None
     """Length of the run in train steps."""

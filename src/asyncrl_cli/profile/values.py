@@ -60,7 +60,7 @@ def _type_hint(key: str, value: Any, origin: str) -> str:
     if wanted.startswith("a string") and not isinstance(value, str):
         quoted = f'{key} = "{value}"'
         return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f"quote it: {quoted}"
-    guess = nearest(str(value), [choice.strip('"') for choice in wanted.removeprefix("one of ").split(", ")])
+    guess = nearest(shortened(value), [choice.strip('"') for choice in wanted.removeprefix("one of ").split(", ")])
     if wanted.startswith("one of") and guess:
         return f'did you mean "{guess}"?'
     meaning = keys().get(key, "one line of text")

@@ -8,7 +8,9 @@ Evals and checkpoints are off: they cost every profile the same and would only b
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,8 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import keys, nearest
-from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
-from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles
+from asyncrl_cli.profile.layers import MOST_PROBLEMS, Layer, Loaded, file_layer, flatten, load, set_layer
+from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles, shortened
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.workload import Workload
 
@@ -37,7 +39,7 @@ def load_workload(reference: str) -> Workload:
     """The workload NAME or FILE. Raises ConfigError with file, key and, for a misspelt one, the nearest key."""
     path = _locate(reference)
     content = read(path)
-    problems = [*_unknown_keys(content, path), *_profile_problems(content, path)]
+    problems = [*islice(_unknown_keys(content, path), MOST_PROBLEMS), *islice(_profile_problems(content, path), MOST_PROBLEMS)]
     if problems:
         raise combine(problems)
     try:
@@ -109,7 +111,7 @@ def _locate(reference: str) -> Path:
     known = shipped_workloads()
     if is_file_reference(reference):
         path = expand(reference)
-        if path.is_file():
+        if os.path.isfile(path):
             return path.resolve()
         raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {', '.join(known)}")
     if reference in known:
@@ -143,7 +145,9 @@ def _unknown_keys(content: Mapping[str, Any], path: Path) -> Iterator[ConfigErro
 def _unknown(key: str, path: Path, known: Collection[str]) -> ConfigError:
     guess = nearest(key, known)
     sections = [name for name in known if "." not in name]
-    return ConfigError(f"{path}: unknown key {key}", hint=f"did you mean {guess}?" if guess else f"keys: {', '.join(sections)}")
+    return ConfigError(
+        f"{path}: unknown key {shortened(key)}", hint=f"did you mean {guess}?" if guess else f"keys: {', '.join(sections)}"
+    )
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
@@ -174,7 +178,8 @@ def _wrong_value(detail: Any, path: Path) -> ConfigError:
         guess = nearest(key, known)
         return ConfigError(f"{path}: unknown key {key}", hint=f"did you mean {guess}?" if guess else "")
     message = str(detail["msg"]).removeprefix("Input ")
-    shown = f'"{detail["input"]}"' if isinstance(detail["input"], str) else detail["input"]
+    given = shortened(detail["input"])
+    shown = f'"{given}"' if isinstance(detail["input"], str) else given
     return ConfigError(f"{path}: {key} = {shown}: {message}", hint=f"what it is: {_meaning(key)}")
 
 

@@ -1,0 +1,280 @@
+"""A run directory that the parts of asyncrl have written, in a second and without Ray: the loop on its virtual clock, with real
+prompts, observers, checkpoints and tensors. And the tools to spoil it: every file of a spoilt checkpoint has its checksum."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.checkpoint import manifest
+from asyncrl_cli.checkpoint.payloads import write_payloads
+from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.job.wiring import loop_settings, run_facts
+from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
+from asyncrl_cli.observe.timeline import TimelineFile
+from asyncrl_cli.profile.layers import Loaded, load
+from asyncrl_cli.profile.resolved import to_document, to_toml
+from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.tasks.feed import PromptFeed
+from asyncrl_cli.tasks.task import load_task
+from tests.loop.worlds import worker_times
+
+NAME, STEP = "otter", 6
+PROFILE = """extends = "base"
+[run]
+train_steps = 18
+[model]
+path = "{model}"
+[task]
+source = "jsonl:{prompts}"
+[trainer]
+ppo_mini_batch_size = 4
+[rollout]
+n = 2
+slots = 8
+[async_training]
+trigger_parameter_sync_step = 2
+staleness_threshold = 0.5
+partial_rollout = true
+[checkpoint]
+every_steps = 3
+[eval]
+prompts = 4
+every_versions = 1
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory of its own, with the run `otter` in `runs/`, its model and its prompts."""
+
+    root: Path
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    @property
+    def run(self) -> Path:
+        return self.runs / NAME
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    @property
+    def newest(self) -> Path:
+        return self.checkpoints / f"step-{STEP:06d}"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+
+def make_place(root: Path) -> Place:
+    place = Place(root)
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(64)))
+    _write_model(place.model)
+    (root / "profile.toml").write_text(PROFILE.format(model=place.model, prompts=root / "prompts.jsonl"))
+    loaded = load(str(root / "profile.toml"), environ={})
+    place.run.mkdir(parents=True)
+    (place.run / "profile.toml").write_text(to_toml(loaded.profile, loaded.origins))
+    (place.run / "config.resolved.json").write_text(json.dumps(to_document(loaded.profile, loaded.origins)))
+    (place.run / "logs" / "attempt-1").mkdir(parents=True)
+    (place.run / "logs" / "attempt-1" / "driver.log").write_text("started\n")
+    (place.run / "logs" / "latest").symlink_to("attempt-1")
+    shutil.copytree(place.model, place.run / "model")
+    cuts = _train(place, loaded)
+    store = CheckpointStore(place.run, keep=9, profile=loaded.profile.name)
+    for cut, _ in cuts:
+        if cut.step <= STEP:
+            asyncio.run(store.write(cut, lambda directory, cut=cut: _write_trainer(directory, cut, place.model)))
+    return place
+
+
+def _train(place: Place, loaded: Loaded) -> list[Any]:
+    profile = loaded.profile
+    task = load_task(profile)
+
+    async def main() -> list[Any]:
+        times = worker_times()
+        checkpoints = MemoryCheckpoints()
+        sinks = [
+            MetricsFile(place.run / "metrics.jsonl"),
+            EventsFile(place.run / "events.jsonl"),
+            TimelineFile(place.run / "timeline.jsonl"),
+            StatusFile(place.run / "status.json"),
+        ]
+        observers = Observers(run_facts(profile, place.run, 1), sinks)
+        world = World(
+            feed=PromptFeed(task.train, seed=0),
+            trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=0.1, publish_s=0.05)),
+            workers=[SimulatedWorker(f"rollout-{i}", 8, times, 0, None) for i in range(2)],
+            eval_items=task.eval,
+            observers=[observers],
+            checkpoints=checkpoints,
+        )
+        await Pipeline(loop_settings(profile), world).run()
+        observers.close("stopped")
+        return checkpoints.cuts
+
+    return run_virtual(main())
+
+
+async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+
+    weights = load_file(model / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({f"weight/{name}": tensor for name, tensor in weights.items()}, checkpoint_id=directory, no_dist=True)
+    counters = {"schema_version": 1, "ranks": 1, "step": cut.step, "optimizer_steps": cut.step, "has_window_first": 0}
+    (directory / "trainer.json").write_text(json.dumps(counters))
+    finished = [entry["result"] for entry in cut.loop_state["groups"]["finished"]]
+    write_payloads(directory, [_payload(result) for result in finished])
+
+
+def _payload(result: dict[str, Any]) -> GroupPayload:
+    uid, epoch, attempt = result["key"]
+    trajectories = tuple(
+        Trajectory(segments=(_segment(meta),), reward=meta["reward"], finish_reason=meta["finish_reason"])
+        for meta in result["trajectories"]
+    )
+    return GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories)
+
+
+def _segment(meta: dict[str, Any]) -> Segment:
+    versions = [-1] * meta["prompt_tokens"] + [version for version, tokens in meta["version_tokens"] for _ in range(tokens)]
+    return Segment(
+        tokens_T=np.ones(len(versions), np.int32),
+        logprobs_T=np.zeros(len(versions), np.float32),
+        versions_T=np.array(versions, np.int32),
+        mask_T=np.array(versions) >= 0,
+    )
+
+
+def _write_model(directory: Path) -> None:
+    """A Qwen3 of two layers, without transformers: names and shapes are those of its files."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, middle, vocabulary, head = 16, 32, 64, 8
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": middle,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": head,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 512,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (2 * head, hidden),
+        "self_attn.k_proj": (head, hidden),
+        "self_attn.v_proj": (head, hidden),
+        "self_attn.o_proj": (hidden, 2 * head),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()} | {
+        "model.embed_tokens.weight": (vocabulary, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (vocabulary, hidden),
+    }
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in shapes.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    vocabulary_of = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *"0123456789+=. "])}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "[\\s\\S]"}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": vocabulary_of, "unk_token": "<unk>"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    special = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special))
+
+
+def copied(place: Place, root: Path) -> Place:
+    """A copy to be spoilt, with hard links to what is large. Its profile still names the first one's model and prompts."""
+    shutil.copytree(place.root, root, symlinks=True, dirs_exist_ok=True)
+    return Place(root)
+
+
+Edit = Callable[[Any], Any]
+
+
+def edit_json(path: Path, edit: Edit) -> None:
+    """Rewrite `path` with what `edit` returns for its content."""
+    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+
+
+def reseal(directory: Path) -> None:
+    """Make a manifest that fits the files: whoever spoilt them knows how."""
+    known = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").unlink()
+    for path in sorted(directory.iterdir()):
+        if not path.is_file():
+            return seal_by_hand(directory, known)
+    manifest.seal(
+        directory,
+        step=known["step"],
+        version=known["version"],
+        run=known["run"],
+        profile=known["profile"],
+        identity=known["identity"],
+    )
+
+
+def seal_by_hand(directory: Path, content: dict[str, Any]) -> None:
+    """Write `content` as the manifest, with its own checksum."""
+    content.pop("self_sha256", None)
+    text = json.dumps(content | {"self_sha256": manifest._digest(content)})
+    (directory / "manifest.json").write_text(text)
+
+
+def listing(root: Path) -> dict[str, tuple[int, int]]:
+    """Everything below `root`: nothing may be made, changed or removed by a command that refuses."""
+    found = {}
+    for directory, names, files in os.walk(root):
+        for name in [*names, *files]:
+            status = os.lstat(os.path.join(directory, name))
+            found[os.path.join(directory, name)] = (
+                status.st_size if name in files else 0,
+                status.st_mtime_ns if name in files else 0,
+            )
+    return found

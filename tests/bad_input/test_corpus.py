@@ -1,0 +1,566 @@
+"""Bad input by the table: for each, one error with a reason and an exit code within seconds; never "a bug", a traceback or a wait.
+
+(name, how it is made, command, exit code, a word of the error). `{runs}`, `{root}`, ... in a command are places of the spoilt copy.
+Whatever is refused leaves the disk as it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.profile.keys import sections
+from tests.bad_input.made import NAME, Place, copied, edit_json, listing, make_place, reseal, seal_by_hand
+
+LIMIT_S = 10
+Make = Callable[[Place], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`code` is a tuple where the place, or the machine, decides."""
+
+    name: str
+    command: str
+    make: Make
+    code: int | tuple[int, ...]
+    word: str = ""
+    hint: bool = True
+    changes: bool = False
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return make_place(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def place(original: Place, tmp_path: Path) -> Place:
+    return copied(original, tmp_path / "copy")
+
+
+# --- how things are spoilt
+
+
+def nothing(place: Place) -> None:
+    pass
+
+
+def set_at(*path: Any) -> Callable[[Any], Callable[[Any], Any]]:
+    """`set_at("a", 0)(value)` is an edit of a JSON value; `DELETE` removes the key."""
+
+    def to(value: Any) -> Callable[[Any], Any]:
+        def edit(content: Any) -> Any:
+            if not path:
+                return value
+            node = content
+            for part in path[:-1]:
+                node = node[part]
+            if value is DELETE:
+                del node[path[-1]]
+            else:
+                node[path[-1]] = value
+            return content
+
+        return edit
+
+    return to
+
+
+class _Delete:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+DELETE = _Delete()
+DEEP = json.loads("[" * 400 + "]" * 400)
+LONG = 10**4000
+
+
+def json_in(file: str, *path: Any, value: Any) -> Make:
+    def make(place: Place) -> None:
+        edit_json(place.newest / file, set_at(*path)(value))
+        reseal(place.newest)
+
+    return make
+
+
+def text_in(file: str, content: bytes) -> Make:
+    def make(place: Place) -> None:
+        (place.newest / file).write_bytes(content)
+        reseal(place.newest)
+
+    return make
+
+
+def manifest_with(*path: Any, value: Any) -> Make:
+    def make(place: Place) -> None:
+        content = json.loads((place.newest / "manifest.json").read_text())
+        seal_by_hand(place.newest, set_at(*path)(value)(content))
+
+    return make
+
+
+def written(path: str, content: bytes) -> Make:
+    """`path` below the copy's root."""
+
+    def make(place: Place) -> None:
+        (place.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (place.root / path).unlink(missing_ok=True)
+        (place.root / path).write_bytes(content)
+
+    return make
+
+
+def replaced(path: str, kind: str) -> Make:
+    """Something that is no file in place of the file `path`, below the copy's root."""
+
+    def make(place: Place) -> None:
+        target = place.root / path
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        target.unlink(missing_ok=True)
+        if kind == "pipe":
+            os.mkfifo(target)
+        elif kind == "directory":
+            target.mkdir()
+        elif kind == "device":
+            target.symlink_to("/dev/zero")
+        elif kind == "loop":
+            target.symlink_to(target.name)
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                here = os.open(target.parent, os.O_RDONLY)
+                server.bind(f"/proc/self/fd/{here}/{target.name}")
+                os.close(here)
+        elif kind == "large":
+            with target.open("wb") as file:
+                file.truncate(2**40)
+
+    return make
+
+
+def all_of(*makes: Make) -> Make:
+    def make(place: Place) -> None:
+        for one in makes:
+            one(place)
+
+    return make
+
+
+# --- the table
+
+RESUME, EXPORT = f"resume {NAME} --runs-dir {{runs}}", f"export {NAME} --runs-dir {{runs}} --out {{root}}/exported"
+EXPORT_IT = "export {newest} --runs-dir {runs} --out {root}/exported"
+NEWEST = "runs/otter/checkpoints/step-000006"
+KINDS = ("pipe", "directory", "device", "loop", "socket")
+JSON_VALUES = (DELETE, None, [], {}, "x", -1, 1.5, True, LONG, "\ud800")
+
+
+def checkpoints() -> Iterator[Case]:
+    groups = ("loop_state", "groups")
+    places: dict[str, list[tuple[Any, ...]]] = {
+        "loop_state.json": [
+            ("schema_version",),
+            ("loop_state",),
+            ("loop_state", "step"),
+            groups,
+            (*groups, "version"),
+            (*groups, "ledger"),
+            (*groups, "ledger", "admitted_total"),
+            (*groups, "finished"),
+            (*groups, "finished", 0, "result", "key"),
+            (*groups, "finished", 0, "result", "trajectories", 0, "version_tokens"),
+            (*groups, "running", 0),
+            ("loop_state", "observers"),
+            ("loop_state", "observers", 0, "metrics", "run"),
+            ("loop_state", "observers", 0, "live", "rewards"),
+        ],
+        "payloads.json": [("schema_version",), ("groups",), ("groups", 0, "uid"), ("groups", 0, "trajectories")],
+        "config.resolved.json": [("schema_version",), ("profile",), ("profile", "rollout"), ("profile", "rollout", "n")],
+    }
+    for file, paths in places.items():
+        for path in paths:
+            for value in (DELETE, None, "x", -1, LONG) if len(path) > 2 else JSON_VALUES:
+                if path == ("schema_version",) and value is True:
+                    continue
+                name = f"{file} {'.'.join(map(str, path))} {shown(value)}"
+                yield Case(name, RESUME, json_in(file, *path, value=value), 4)
+    for file in ("loop_state.json", "payloads.json", "config.resolved.json", "trainer.json"):
+        command = EXPORT_IT if file == "trainer.json" else RESUME
+        for content in (b"", b"null", b"[]", b"3", b'"x"', b"\xff\xfe", b"{", b"[" * 10**6, b'{"a":' * 10**5, b"9" * 10**5):
+            yield Case(f"{file} is {content[:8]!r}", command, text_in(file, content), 4, file)
+    for path in [("step",), ("version",), ("run",), ("profile",), ("identity",), ("files",), ("files", "loop_state.json", "bytes")]:
+        for value in (DELETE, None, [], "x", -1, LONG):
+            if not (path == ("run",) and value == "x") and not (path == ("profile",) and value == "x"):
+                yield Case(f"manifest {'.'.join(path)} {shown(value)}", RESUME, manifest_with(*path, value=value), 4, "refused")
+    for path in ("../../profile.toml", "/etc/passwd", "", ".", "a\0b", "x" * 300):
+        yield Case(f"manifest names {path[:20]!r}", RESUME, manifest_with("files", path, value={"bytes": 1, "sha256": "0" * 64}), 4)
+    for path in [("schema_version",), ("ranks",), ("step",), ("optimizer_steps",), ("has_window_first",)]:
+        for value in (DELETE, None, "x", -1):
+            yield Case(f"trainer.json {path[0]} {shown(value)}", EXPORT_IT, json_in("trainer.json", *path, value=value), 4)
+    for kind in KINDS:
+        for file in ("manifest.json", "loop_state.json", "payloads.safetensors", "config.resolved.json", ".metadata"):
+            yield Case(f"{file} is a {kind}", RESUME, replaced(f"{NEWEST}/{file}", kind), 4)
+    for content in (b"", b"garbage", pickle.dumps({}), b"\x80\x05" + b"(" * 10**5, b"cos\nsystem\n(S'touch pwned'\ntR."):
+        yield Case(f".metadata is {content[:20]!r}", EXPORT_IT, text_in(".metadata", content), 4, ".metadata")
+    for content in (b"", b"garbage", b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")):
+        yield Case(f"payloads.safetensors is {content[:8]!r}", RESUME, text_in("payloads.safetensors", content), 4, "safetensors")
+    yield Case("tensors are cut", EXPORT_IT, text_in("__0_0.distcp", b"PK\x03\x04"), 4, "cannot be read")
+    yield Case("a run that is none", "resume {root} --runs-dir {runs}", nothing, 4, "neither a run nor a checkpoint")
+    yield Case(
+        "a checkpoint outside of its run", "resume {root}/step-000006 --runs-dir {runs}", moved_out, 4, "is not a run directory"
+    )
+    yield Case("checkpoints is a file", RESUME, replaced("runs/otter/checkpoints", "pipe"), (2, 4))
+    yield Case("status of a checkpoint", "status {newest} --runs-dir {runs}", nothing, (2, 4))
+    yield Case("profile.toml of the run is a pipe", "status otter --runs-dir {runs}", replaced("runs/otter/status.json", "pipe"), 4)
+
+
+def moved_out(place: Place) -> None:
+    shutil.copytree(place.newest, place.root / place.newest.name)
+
+
+def shown(value: Any) -> str:
+    return "a long number" if value is LONG else ascii(value)[:20]
+
+
+def statuses() -> Iterator[Case]:
+    commands = ("status otter --runs-dir {runs}", "status --runs-dir {runs}", "stop otter --runs-dir {runs}")
+    for content in (
+        b"",
+        b"null",
+        b"[]",
+        b"3",
+        b"true",
+        b'"x"',
+        b"{}",
+        b"\xff",
+        b"[" * 10**6,
+        b"9" * 10**5,
+        b'{"schema_version": 1}',
+    ):
+        for command in commands:
+            yield Case(f"{command[:13]} {content[:20]!r}", command, written("runs/otter/status.json", content), 4, "status.json")
+    for kind in (*KINDS, "large"):
+        for command in commands:
+            yield Case(f"{command[:13]} of a {kind}", command, replaced("runs/otter/status.json", kind), 4)
+    for path in [
+        ("phase",),
+        ("pid",),
+        ("host",),
+        ("updated_at",),
+        ("progress",),
+        ("progress", "step"),
+        ("progress", "time_s"),
+        ("executors",),
+        ("executors", 0),
+        ("executors", 0, "state_s"),
+        ("utilization",),
+        ("utilization", "slot_history"),
+        ("staleness",),
+        ("versions",),
+        ("eval", "history"),
+        ("notes",),
+        ("totals",),
+        ("ledger",),
+    ]:
+        for value in (DELETE, None, "x", -1, LONG, "\ud800"):
+            if (path in (("phase",), ("host",)) and value == "x") or (path[-1] == 0 and value is DELETE):
+                continue
+            make = json_file("runs/otter/status.json", *path, value=value)
+            yield Case(f"status {'.'.join(map(str, path))} {shown(value)}", commands[0], make, 4, "status.json")
+
+
+def json_file(file: str, *path: Any, value: Any) -> Make:
+    return lambda place: edit_json(place.root / file, set_at(*path)(value))
+
+
+def profiles() -> Iterator[Case]:
+    dry = "train --profile {root}/bad.toml --dry-run"
+    head = b'extends = "base"\n'
+    texts: dict[str, tuple[bytes, str]] = {
+        "empty table": (b"[run\n", "bad.toml:1"),
+        "no text": (b"\xff\xfe\x00", "UTF-8"),
+        "a NUL": (head + b'purpose = "\x00"\n', "bad.toml"),
+        "a deep array": (head + b"[task.params]\na = " + b"[" * 10_000 + b"]" * 10_000, "deep"),
+        "a fairly deep array": (head + b"[task.params]\na = " + b"[" * 100 + b"]" * 100, "deep"),
+        "a deep inline table": (head + b"[task.params]\na = " + b"{a=" * 10_000 + b"1" + b"}" * 10_000, "deep"),
+        "a deep table": (head + b"[" + b".".join([b"a"] * 5_000) + b"]\n", "deep"),
+        "a long number": (head + b"[run]\nseed = " + b"9" * 5_000, "cannot be read"),
+        "a long hexadecimal number": (head + b"[run]\nseed = 0x" + b"f" * 50_000, "a very long number"),
+        "a long exponent": (head + b"[trainer]\nlr = 1e" + b"9" * 50, "too long"),
+        "a small eta": (head + b"[async_training]\nstaleness_threshold = 1e-999999\n", "staleness_threshold"),
+        "an eta of a million digits": (head + b"[async_training]\nstaleness_threshold = 0." + b"3" * 10**5, "staleness_threshold"),
+        "many unknown keys": (b"\n".join(b"key%d = 1" % i for i in range(60_000)), "unknown key"),
+        "many unknown keys of a section": (b"[run]\n" + b"\n".join(b"key%d = 1" % i for i in range(60_000)), "unknown key"),
+        "a long unknown key": (head + b"a" * 500_000 + b" = 1\n", "unknown key"),
+        "10 MB": (b"# " + b"x" * 10**7, "bytes"),
+        "extends itself": (b'extends = "bad.toml"\n', "circle"),
+        "extends a number": (b"extends = 3\n", "extends = 3"),
+        "extends a long number": (b"extends = 0x" + b"f" * 50_000, "extends = a very long number"),
+        "extends a long name": (b'extends = "' + b"x" * 5_000 + b'"\n', "no profile"),
+        "extends a long file": (b'extends = "' + b"x" * 5_000 + b'.toml"\n', "no file"),
+        "extends a directory": (b'extends = "./"\n', "no file"),
+        "extends a user's file": (b'extends = "~nobody-here/x.toml"\n', "no file"),
+        "extends null": (b'extends = "a\\u0000b.toml"\n', "no file"),
+        "a section is a value": (b"run = " + b"9" * 300, "run is a section"),
+        "a value is a section": (head + b"[run.seed]\na = 1\n", "run.seed"),
+        "a section is an array": (head + b"[[run]]\nseed = 1\n", "run is a section"),
+        "a date": (head + b"[run]\nseed = 1979-05-27\n", "run.seed"),
+        "not a number": (head + b"[trainer]\nlr = nan\n", "trainer.lr"),
+        "infinite": (head + b"[trainer]\nlr = inf\n", "trainer.lr"),
+        "a number as its name": (b"name = 3\n" + head, "name = 3"),
+        "a path with a NUL": (head + b'[model]\npath = "a\\u0000b"\n', "model.path"),
+        "a long path": (head + b'[model]\npath = "/' + b"x" * 300 + b'"\n', "model.path"),
+        "a long task": (head + b'[task]\nsource = "jsonl:' + b"x" * 300 + b'"\n', "task.source"),
+        "a long directory of models": (head + b'[model]\ncache_dir = "' + b"x/" * 5_000 + b'"\n', "model.cache_dir"),
+        "a long name of the run": (head + b'[run]\nname = "' + b"x" * 300 + b'"\n', "run.name"),
+        "a ratio of long numbers": (head + b'[placement]\nratio = "1:' + b"9" * 5_000 + b'"\n', "placement.ratio"),
+        "a ratio of other digits": (head + '[placement]\nratio = "\u0661:\u0662"\n'.encode(), "placement.ratio"),
+    }
+    for name, (content, word) in texts.items():
+        yield Case(f"profile: {name}", dry, written("bad.toml", content), 2, word)
+    for kind in KINDS:
+        yield Case(f"profile is a {kind}", dry, replaced("bad.toml", kind), 2, "bad.toml")
+    yield Case(
+        "profile extends a pipe", dry, all_of(written("bad.toml", b'extends = "base.toml"'), replaced("base.toml", "pipe")), 2
+    )
+    yield Case("profile extends a thousand", dry, long_chain, 2, "more than 16 files")
+    for reference in ("", "x" * 300, "x" * 300 + ".toml", "/", "~nobody-here/x.toml", "a/" * 3000 + "x.toml"):
+        yield Case(f"--profile {reference[:20]!r} {len(reference)}", f"train --dry-run --profile {reference}", nothing, 2)
+    yield Case("profiles show a pipe", "profiles show {root}/bad.toml", replaced("bad.toml", "pipe"), 2)
+
+
+def long_chain(place: Place) -> None:
+    for number in range(1000):
+        (place.root / f"p{number}.toml").write_text(f'extends = "p{number + 1}.toml"\n')
+    (place.root / "bad.toml").write_text('extends = "p0.toml"\n')
+
+
+def sets() -> Iterator[Case]:
+    for key in integer_keys():
+        for value in ("9223372036854775808", "1e308", "9" * 5000):
+            yield Case(f"--set {key}={value[:12]}", f"plan -p base --gpus 0 --set {key}={value}", nothing, 2)
+    for text in (
+        "",
+        "=",
+        "a",
+        ".=1",
+        "run=",
+        "run..seed=1",
+        "x" * 100_000 + "=1",
+        "run.seed=" + "[" * 50_000,
+        "task.params.a=" + "[" * 50_000 + "]" * 50_000,
+        "task.params.a=" + "{b=" * 5_000 + "1" + "}" * 5_000,
+        ".".join(["a"] * 10_000) + "=1",
+        "model.path=" + "x" * 300,
+        "async_training.staleness_threshold=1e-99999",
+        "async_training.staleness_threshold=1e99999",
+        "task.source=jsonl:" + "x" * 5_000,
+        "run.name=" + "x" * 300,
+        "rollout.stop=[1]",
+        "trainer.betas=[1]",
+        "trainer.betas=[1,2,3]",
+        "run.seed=1\nname=2",
+    ):
+        yield Case(f"--set {text[:30]!r} {len(text)}", ["plan", "-p", "base", "--gpus", "0", "--set", text], nothing, 2)  # type: ignore[arg-type]
+    for name, value in (
+        ("ASYNCRL_", "1"),
+        ("ASYNCRL_X" + "Y" * 5_000, "1"),
+        ("ASYNCRL_RUN", "[" * 5_000),
+        ("ASYNCRL_RUN__SEED", "9" * 5_000),
+        ("ASYNCRL_RUN__SEED", "[" * 50_000),
+        ("ASYNCRL_RUN__SEED__X", "1"),
+        ("ASYNCRL_TASK__PARAMS", "{" * 5_000),
+        ("ASYNCRL_TASK__PARAMS", "[" * 50_000),
+        ("ASYNCRL_MODEL__PATH", "x" * 5_000),
+    ):
+        yield Case(f"{name[:20]}={value[:8]}", "plan -p base --gpus 0", nothing, 2, environ=((name, value),))
+    many = tuple((f"ASYNCRL_KEY{number}", "1") for number in range(3_000))
+    yield Case("3,000 unknown names in the environment", "plan -p base --gpus 0", nothing, 2, "unknown name", environ=many)
+
+
+def integer_keys() -> list[str]:
+    from asyncrl_cli.profile.keys import expected
+
+    return [
+        key
+        for section, kind in sections().items()
+        for name in kind.model_fields
+        if expected(key := f"{section}.{name}").startswith("an integer") and key != "run.train_steps"
+    ]
+
+
+def names() -> Iterator[Case]:
+    for name in ("x" * 256, "x" * 5_000, "a/" * 3_000, "ü" * 200):
+        for command in ("status", "stop", "logs", "resume", "export"):
+            yield Case(f"{command} {ascii(name)[:12]} {len(name)}", [command, name, "--runs-dir", "{runs}"], nothing, (2, 4))  # type: ignore[arg-type]
+        yield Case(
+            f"--name {ascii(name)[:12]} {len(name)}", ["train", "-p", "base", "--dry-run", "--name", name], nothing, 2, "run.name"
+        )  # type: ignore[arg-type]
+        for command in ("status", "stop x", "logs x", "resume x", "export x"):
+            yield Case(
+                f"{command} --runs-dir {ascii(name)[:12]} {len(name)}", [*command.split(), "--runs-dir", name], nothing, (2, 4)
+            )  # type: ignore[arg-type]
+        yield Case(f"--tune {ascii(name)[:12]} {len(name)}", ["plan", "--tune", name], nothing, 2)  # type: ignore[arg-type]
+        yield Case(f"--simulate {ascii(name)[:12]} {len(name)}", ["bench", "--simulate", name], nothing, 2)  # type: ignore[arg-type]
+        yield Case(f"init {ascii(name)[:12]} {len(name)}", ["init", name, "x"], nothing, 2)  # type: ignore[arg-type]
+    for name in ("x" * 256, "a/" * 3_000):
+        yield Case(f"init into {name[:8]} {len(name)}", ["init", "jsonl", "{root}/" + name], nothing, (2, 4))  # type: ignore[arg-type]
+        yield Case(
+            f"export --out {name[:8]} {len(name)}",
+            ["export", NAME, "--runs-dir", "{runs}", "--out", "{root}/" + name],
+            nothing,
+            (1, 2, 4),
+        )  # type: ignore[arg-type]
+        yield Case(
+            f"--tune --out {name[:8]} {len(name)}", ["plan", "--tune", "laptop-tiny", "--out", name + ".toml"], nothing, (2, 4)
+        )  # type: ignore[arg-type]
+        yield Case(
+            f"bench --out {name[:8]} {len(name)}",
+            ["bench", "--simulate", "laptop-tiny", "--groups", "64", "--out", name],
+            nothing,
+            (1, 2, 4),
+        )  # type: ignore[arg-type]
+    yield Case("init into a file", "init jsonl {root}/prompts.jsonl", nothing, 4)
+    yield Case("init below a file", "init jsonl {root}/prompts.jsonl/x", nothing, (1, 4), hint=False)
+    yield Case("init into a pipe", "init jsonl {root}/pipe", replaced("pipe", "pipe"), 4)
+    yield Case("init into a loop of links", "init jsonl {root}/loop", replaced("loop", "loop"), (1, 4), hint=False)
+    yield Case("init into what is not ours", "init jsonl /proc/asyncrl", nothing, (1, 4), hint=False)
+    yield Case("runs-dir is a file", "status --runs-dir {root}/prompts.jsonl", nothing, 2)
+    yield Case("runs-dir is a pipe", "status x --runs-dir {root}/pipe", replaced("pipe", "pipe"), 2)
+    yield Case("export into a file", "export otter --runs-dir {runs} --out {root}/prompts.jsonl", nothing, 4)
+    yield Case("export below a file", "export otter --runs-dir {runs} --out {root}/prompts.jsonl/x", nothing, (1, 4))
+    yield Case("export with a model that is a file", "export otter --runs-dir {runs} --model {root}/prompts.jsonl", nothing, 2)
+
+
+def logs() -> Iterator[Case]:
+    for kind in KINDS:
+        yield Case(
+            f"log is a {kind}", "logs otter --runs-dir {runs}", replaced("runs/otter/logs/attempt-1/driver.log", kind), (2, 4)
+        )
+        if kind != "directory":
+            yield Case(f"logs/latest is a {kind}", "logs otter --runs-dir {runs}", replaced("runs/otter/logs/latest", kind), 2)
+        yield Case(f"stop is a {kind}", "stop otter --runs-dir {runs}", replaced("runs/otter/stop", kind), 4)
+        yield Case(f"lock is a {kind}", "stop otter --runs-dir {runs}", replaced("runs/otter/lock", kind), 4)
+
+
+def models() -> Iterator[Case]:
+    """A model's own files; the task is small, and Ray is not reached."""
+    train = "train --profile {root}/spoilt.toml --runs-dir {root}/new --name x"
+
+    def with_model(make: Make) -> Make:
+        def both(place: Place) -> None:
+            make(place)
+            text = (place.root / "profile.toml").read_text()
+            (place.root / "spoilt.toml").write_text(re.sub(r'(?m)^path = ".*"', f'path = "{place.model}"', text))
+
+        return both
+
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        for kind in KINDS:
+            yield Case(f"{file} is a {kind}", train, with_model(replaced(f"model/{file}", kind)), 3)
+        for content in (b"", b"null", b"[]", b"3", b"\xff", b"[" * 10**5, b"9" * 10**5):
+            if file != "tokenizer_config.json" or content not in (b"3",):
+                yield Case(f"{file} is {content[:8]!r}", train, with_model(written(f"model/{file}", content)), 3)
+    yield Case("tokenizer.json is {}", train, with_model(written("model/tokenizer.json", b"{}")), 3)
+    index = "model/model.safetensors.index.json"
+    for value in (None, [], 3, "x", {}, {"a": 3}, {"a": None}, {"a": ["b"]}, {"a": "../x"}, {"a": "/etc/passwd"}, {"a": "x" * 300}):
+        content = json.dumps({"weight_map": value}).encode()
+        yield Case(f"weight_map {value!r:.30}", train, with_model(written(index, content)), 3)
+    for content in (b"", b"null", b"[]", b"{}", b"[" * 10**5):
+        yield Case(f"index is {content[:8]!r}", train, with_model(written(index, content)), 3)
+    for key, values in {
+        "model_type": (None, 3, [], {}, "", "no-such-model", "x" * 5000),
+        "hidden_size": (None, "x", [], -1, 0, 2**63, 1e308),
+        "num_attention_heads": ("x", 0, -1, 2**63),
+        "num_hidden_layers": ("x", -1, 2**40),
+        "vocab_size": ("x", -1, 0, 2**63),
+    }.items():
+        for value in values:
+            make = with_model(json_file("model/config.json", key, value=value))
+            yield Case(f"config.json {key} {value!r:.20}", train, make, 3)
+            yield Case(f"plan of {key} {value!r:.20}", "plan --profile {root}/spoilt.toml --gpus 0", make, (0, 3), hint=False)
+
+
+def tunes() -> Iterator[Case]:
+    tune, workload = "plan --tune {run}", "bench --simulate {root}/bad.toml"
+    for file in ("metrics.jsonl", "events.jsonl", "config.resolved.json"):
+        for content in (b"null\n", b"[]\n", b"3\n", b'"x"\n', b"\xff\n", b"[" * 10**5, b"9" * 10**5, b"{\n"):
+            yield Case(f"tune {file} {content[:8]!r}", tune, written(f"runs/otter/{file}", content), 2, file)
+        for kind in KINDS:
+            yield Case(f"tune {file} is a {kind}", tune, replaced(f"runs/otter/{file}", kind), 2)
+    texts = {
+        "nothing": b"",
+        "no table": b"lengths = 3\n",
+        "deep": b"[profile.task.params]\na = " + b"[" * 10_000,
+        "unknown": b"\n".join(b"key%d = 1" % number for number in range(60_000)),
+        "long": b"[decoding]\nstep_s = " + b"9" * 5_000,
+        "a list": b"[[lengths]]\n",
+        "profiles is a list": b"profiles = [1]\n",
+        "profile is a number": b"profile = 3\n",
+        "10 MB": b"# " + b"x" * 10**7,
+    }
+    for name, content in texts.items():
+        yield Case(f"workload: {name}", workload, written("bad.toml", content), 2)
+    for kind in KINDS:
+        yield Case(f"workload is a {kind}", workload, replaced("bad.toml", kind), 2)
+    known = (Path(__file__).parents[2] / "profiles" / "workloads" / "laptop-tiny.toml").read_text()
+    for key, value in (
+        ("windows", "99999999999"),
+        ("windows", "0"),
+        ("step_s", "-1.0"),
+        ("step_s", "nan"),
+        ("step_s", '"x"'),
+        ("step_s", "1e308"),
+        ("parameter_bytes", "0"),
+        ("distribution", '"none"'),
+    ):
+        text = re.sub(rf"(?m)^{key} = .*$", f"{key} = {value}", known)
+        yield Case(f"workload {key} = {value}", workload, written("bad.toml", text.encode()), 2, key)
+
+
+CASES = [*checkpoints(), *statuses(), *profiles(), *sets(), *names(), *logs(), *models(), *tunes()]
+
+
+def test_there_are_at_least_two_hundred_and_each_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES) >= 200
+
+
+@pytest.mark.timeout(LIMIT_S, func_only=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_bad_input_is_one_error_with_a_reason(
+    case: Case, place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case.make(place)
+    places = {"root": place.root, "runs": place.runs, "run": place.run, "newest": place.newest}
+    parts = case.command.split(" ") if isinstance(case.command, str) else case.command
+    arguments = [re.sub(r"\{(root|runs|run|newest)\}", lambda found: str(places[found[1]]), part) for part in parts]
+    for name, value in case.environ:
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(place.root)
+    before = listing(place.root)
+    code = run(arguments)
+    said = capsys.readouterr()
+    codes = case.code if isinstance(case.code, tuple) else (case.code,)
+    assert code in codes, said.err[-2000:]
+    assert "Traceback" not in said.err
+    assert "this is a bug" not in said.err, said.err[-2000:]
+    assert listing(place.root) == before
+    if code != 0:
+        assert len(re.findall(r"(?m)^error: ", said.err)) == 1, said.err[-2000:]
+        assert re.search(r"(?m)^hint: ", said.err) or not case.hint, said.err[-2000:]
+        assert case.word in said.err.replace("\n", " "), said.err[-2000:]
+        assert len(said.err) < 10_000
