@@ -12,7 +12,7 @@ import time
 import pytest
 
 from asyncrl_cli.checkpoint.lock import is_locked
-from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name, request_stop
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
 from asyncrl_cli.errors import ConfigError, RefusedError
 
 HOLDER = """
@@ -114,3 +114,52 @@ def test_a_fresh_name_is_free(tmp_path):
         later = time.strftime("%Y%m%d-%H%M%S", time.localtime(time.time() + offset))
         (tmp_path / f"partial-rollout-{later}").mkdir()
     assert fresh_name("partial-rollout", tmp_path).endswith("-2")
+
+
+def started(tmp_path, phase, *others):
+    """What `kill -9` leaves of a run in this phase."""
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    run.start_attempt()
+    run.status.write_text(json.dumps({"phase": phase, "doing": "loading the task"}))
+    for name in others:
+        (run.path / name).touch()
+    run.close()
+    return run
+
+
+def test_a_run_that_was_killed_while_it_started_is_replaced(tmp_path):
+    started(tmp_path, "starting")
+    check_free(tmp_path, "first")
+    run = RunDirectory.create(tmp_path, "first", profile_toml="new", resolved={})
+    assert run.profile_toml.read_text() == "new"
+    assert not run.status.exists()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("phase", "others"),
+    [
+        ("running", ()),
+        ("failed", ()),
+        ("starting", ("metrics.jsonl",)),
+        ("starting", ("my-notes.txt",)),
+        ("starting", ("checkpoints/latest",)),
+    ],
+)
+def test_a_run_in_which_anything_could_be_lost_is_not(tmp_path, phase, others):
+    started(tmp_path, phase, *others)
+    with pytest.raises(RefusedError, match="in use"):
+        RunDirectory.create(tmp_path, "first", profile_toml="new", resolved={})
+
+
+def test_a_run_that_is_starting_is_not_replaced(tmp_path):
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    with pytest.raises(RefusedError, match="in use"):
+        check_free(tmp_path, "first")
+    run.close()
+
+
+def test_a_directory_of_somebody_else_is_not_replaced(tmp_path):
+    (tmp_path / "first").mkdir()
+    with pytest.raises(RefusedError, match="in use"):
+        RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})

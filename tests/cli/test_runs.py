@@ -116,3 +116,18 @@ def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(di
 
     lines = follow_lines(directory.path, [path], follow=True, wait=write_on)
     assert [line for _, line in lines] == ["one", "two", "three", "four"]
+
+
+def test_following_takes_in_the_logs_that_come_while_a_run_starts(directory: RunDirectory) -> None:
+    logs = directory.logs / "latest"
+    began = [path for path in logs.glob("*.log") if path.stem == "driver"]
+    steps = iter([True, False])
+
+    def write_on() -> None:
+        if next(steps):
+            (logs / "rollout-0.log").write_text("null\n", encoding="utf-8")
+        else:
+            directory.close()
+
+    lines = follow_lines(directory.path, began, follow=True, wait=write_on, more=lambda: sorted(logs.glob("r*.log")))
+    assert list(lines) == [("driver", "one"), ("driver", "two"), ("rollout-0", "null")]

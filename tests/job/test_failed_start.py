@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ from .crew import small_profile
 def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
 
-    async def prepare(profile: Any, say: Any, address: str | None) -> Any:
-        return Prepared(task=type("Task", (), {"reward": None})(), model_dir=tmp_path)
+    async def prepare(*args: Any) -> Any:
+        return Prepared(task=SimpleNamespace(reward=SimpleNamespace(function="", module_file="")), model_dir=tmp_path)
 
     @contextlib.contextmanager
     def ray_session(*args: Any, **kwargs: Any) -> Iterator[None]:

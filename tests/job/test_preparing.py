@@ -1,16 +1,22 @@
-"""Prompts that do not fit are refused before Ray starts."""
+"""Models that cannot be opened, and prompts that do not fit, are refused before Ray starts; by a dry run, too."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.preparing import check_prompt_lengths
+from asyncrl_cli.job.preparing import check_opened, check_prompt_lengths
 from asyncrl_cli.models.tiny import tiny_tokenizer
+from asyncrl_cli.profile.schema import Profile
 
 
 def profile_of(max_prompt_tokens: int) -> Any:
@@ -30,22 +36,110 @@ def task_of(train: list[str], held_out: list[str]) -> Any:
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    tiny_tokenizer("0123456789=äö").save_pretrained(tmp_path)
-    return tmp_path
+def tokenizer() -> Any:
+    return tiny_tokenizer("0123456789=äö")
 
 
-def test_the_longest_prompt_of_both_splits_is_named_with_its_length(model_dir: Path) -> None:
+def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: Any) -> None:
     task = task_of(["1" * 8, "1" * 9], ["2" * 12])
     with pytest.raises(ConfigError, match=r"prompt e-0 has 12 tokens, rollout\.max_prompt_tokens is 8 \(2 prompts") as caught:
-        check_prompt_lengths(profile_of(8), task, model_dir)
+        check_prompt_lengths(profile_of(8), task, tokenizer)
     assert "--set rollout.max_prompt_tokens=12" in caught.value.hint
 
 
-def test_tokens_are_counted_and_not_bytes(model_dir: Path) -> None:
-    check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), model_dir)
+def test_tokens_are_counted_and_not_bytes(tokenizer: Any) -> None:
+    check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), tokenizer)
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_told(tmp_path: Path) -> None:
-    with pytest.raises(PreflightError, match="tokenizer"):
-        check_prompt_lengths(profile_of(8), task_of(["1"], []), tmp_path)
+def saved(directory: Path, **changes: Any) -> Path:
+    """A model of two tiny layers as save_pretrained writes it, with `changes` in its config.json."""
+    tokenizer = tiny_tokenizer("0123456789=")
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return directory
+
+
+def test_a_tokenizer_that_cannot_be_loaded_or_is_of_another_model_is_told(tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    tiny_tokenizer(map(chr, range(0x100, 0x140))).save_pretrained(model)
+    with pytest.raises(PreflightError, match=r"the tokenizer in .* has 67 tokens, the model 32"):
+        check_opened(Profile(), task_of(["1"], []), model)
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(PreflightError, match=r"the tokenizer in .* cannot be loaded"):
+        check_opened(Profile(), task_of(["1"], []), model)
+
+
+def own(model: Path) -> list[str]:
+    """Settings for a model and prompts of ours, beside it."""
+    lines = [json.dumps({"prompt": f"{number}=", "answer": "1"}) for number in range(10, 80)]
+    (model.parent / "prompts.jsonl").write_text("\n".join(lines))
+    return [
+        f"model.path={model}",
+        f"task.source=jsonl:{model.parent / 'prompts.jsonl'}",
+        "task.reward=exact-match",
+        "eval.prompts=4",
+    ]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
+    "an unknown kind": ({"model_type": "zebra"}, "", "config.json is no configuration .*zebra", 3),
+    "a vision model": ({"model_type": "vit"}, "", "type .vit., which is no causal language model", 3),
+    "heads that do not divide": ({"num_attention_heads": "two"}, "", "config.json is no configuration .*num_attention_heads", 3),
+    "weights of another size": ({"hidden_size": 32}, "", r"has shape .*by config\.json", 3),
+    "too few positions": ({"max_position_embeddings": 64}, "", "= [0-9]+, and the model has 64 positions", 2),
+    "GPUs that are not there": ({}, "placement.device=cuda", "ask for 2 GPUs|0 GPUs", 3),
+}
+
+
+@pytest.mark.parametrize(("changes", "key", "message", "code"), REFUSED.values(), ids=REFUSED)
+def test_what_a_run_cannot_open_is_refused_by_a_dry_run(
+    changes: dict[str, Any], key: str, message: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [*own(saved(tmp_path / "model", **changes)), *([key] if key else [])]
+    options = [word for entry in sets for word in ("--set", entry)]
+    assert run(["train", "-p", "partial-rollout", "--dry-run", "--runs-dir", str(tmp_path / "runs"), *options]) == code
+    said = capsys.readouterr()
+    assert re.search(f"error: .*{message}", said.err)
+    assert "this is a bug" not in said.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_model_that_can_be_opened_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    model = saved(tmp_path / "model", rope_parameters=rope, max_position_embeddings=64)
+    options = [word for entry in own(model) for word in ("--set", entry)]
+    assert run(["train", "-p", "partial-rollout", "--dry-run", *options]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--address", "x"], 2, "--address x: not HOST:PORT"),
+        (["--address", "ray://head:10001"], 2, "must run inside the cluster"),
+        (["--set", "model.path=/nonexistent/model"], 3, "does not exist"),
+        (["--set", "model.path=builtin:large"], 2, "there is no"),
+        (["--set", "rollout.max_response_tokens=4096"], 2, "the model has 2048 positions"),
+        (["--name", "taken"], 4, "is in use"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(
+    arguments: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    command = ["train", "-p", "partial-rollout", "--runs-dir", str(tmp_path), *arguments]
+    for dry in (["--dry-run"], []):
+        assert run([*command, *dry]) == code
+        assert message in capsys.readouterr().err
+        assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

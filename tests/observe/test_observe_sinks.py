@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -152,3 +153,18 @@ def test_the_remaining_time_follows_the_pace_of_the_last_steps(facts, make):
     progress = observers.live.picture()["progress"]
     assert progress["eta_s"] == pytest.approx((300 - 3) * 2.0)
     assert progress["fraction"] == pytest.approx(0.01)
+
+
+def test_a_sink_on_a_full_disk_gets_the_last_word_when_there_is_room_again(facts):
+    class Full(NullSink):
+        closed = 0
+
+        def status(self, status):
+            raise OSError(errno.ENOSPC, "No space left on device", "status.json")
+
+        def close(self, status):
+            self.closed += 1
+
+    sink = Full()
+    Observers(facts, [sink], clock=lambda: 0.0).close("failed", "the disk is full")
+    assert sink.closed == 1

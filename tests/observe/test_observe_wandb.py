@@ -31,6 +31,22 @@ wandb_threads = [thread.name for thread in threading.enumerate() if thread.name 
 print(json.dumps({"blocked_s": blocked_s, "threads": wandb_threads}))
 """
 
+KILLED = """
+import logging, sys, time
+from pathlib import Path
+import psutil
+from asyncrl_cli.observe.wandb_sink import Wandb
+logging.getLogger().addHandler(logging.NullHandler())  # a run's is its log file
+sink = Wandb(Path(sys.argv[1]), mode="offline", project="p", name="n", config={})
+for process in psutil.Process().children(recursive=True):
+    process.kill()
+    process.wait()
+for step in range(1, 4):
+    sink.line({"step": step, "reward/mean": 0.5})
+    time.sleep(0.2)
+sink.close({"phase": "done", "totals": {}})
+"""
+
 
 def records(path):
     """Every record's bytes; type 1 is whole, 2, 3 and 4 are the first, middle and last part of one."""
@@ -106,3 +122,9 @@ def test_only_a_run_that_got_to_its_end_waits_for_a_slow_network(tmp_path, monke
     assert bool(left) is not waits
     for thread in left:
         thread.join()
+
+
+@pytest.mark.slow
+def test_wandbs_own_process_may_die_without_a_traceback_of_ours(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

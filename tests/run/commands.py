@@ -26,16 +26,16 @@ SMALL = (
 LIMIT_S = 180
 
 
-def arguments(command: str, *words: str, sets: tuple[str, ...] = ()) -> list[str]:
+def arguments(command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True) -> list[str]:
     settings = [word for setting in sets for word in ("--set", setting)]
-    return [sys.executable, "-m", "asyncrl_cli", "-v", command, *words, *settings]
+    return [sys.executable, "-m", "asyncrl_cli", *(["-v"] if verbose else []), command, *words, *settings]
 
 
-def start(directory: Path, command: str, *words: str, sets: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def start(directory: Path, command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True) -> subprocess.Popen[str]:
     """A command in `directory`, in a process group of its own, with one compute thread and a cache of the test's."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory / "cache")}
     return subprocess.Popen(
-        arguments(command, *words, sets=sets),
+        arguments(command, *words, sets=sets, verbose=verbose),
         cwd=directory,
         env=environment,
         stdout=subprocess.PIPE,

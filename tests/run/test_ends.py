@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
 import signal
+import subprocess
+import termios
+import threading
 import time
 from collections import Counter
 
 import pytest
 
+from asyncrl_cli.checkpoint.find import verify
 from tests.engines import needs_vllm
-from tests.run.commands import SMALL, alive, command_line, descendants, finish, kill, lines, start, wait_for_steps, wait_until_gone
+from tests.run.commands import (
+    SMALL,
+    alive,
+    arguments,
+    command_line,
+    descendants,
+    finish,
+    kill,
+    lines,
+    start,
+    wait_for_steps,
+    wait_until_gone,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +132,114 @@ def test_a_dead_vllm_engine_fails_the_run_with_its_own_error(tmp_path):
         "hint: `asyncrl logs engine` tells more, `asyncrl resume engine` goes on from the last checkpoint",
     ]
     assert not wait_until_gone(family, 10.0)
+
+
+def test_a_terminal_that_goes_ends_the_run_in_order(tmp_path):
+    """The kernel tells the whole process group; what it and Ray's processes say on the terminal fails from then on."""
+    terminal, screen = os.openpty()
+    words = ("--profile", "partial-rollout", "--name", "hangup")
+    command = arguments("train", *words, sets=LONG)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "xterm"}
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdin=screen,
+        stdout=screen,
+        stderr=screen,
+        start_new_session=True,
+        preexec_fn=own_terminal,
+    )
+    os.close(screen)
+    threading.Thread(target=drain, args=(terminal,), daemon=True).start()
+    run = tmp_path / "runs" / "hangup"
+    wait_for_steps(process, run, 2)
+    family = descendants(process.pid)
+    os.close(terminal)
+    assert process.wait(60) == 130
+    assert not wait_until_gone(family, 10.0)
+    steps = len(lines(run / "metrics.jsonl"))
+    assert (run / "checkpoints" / f"step-{steps:06d}" / "manifest.json").exists()
+    assert json.loads((run / "status.json").read_text())["phase"] == "stopped"
+
+
+def test_interrupts_while_a_finished_run_shuts_down_change_nothing(tmp_path):
+    sets = (*SMALL, "run.train_steps=2", "logging.wandb=offline")
+    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "done", "--ui", "plain", "--json", sets=sets)
+    wait_for_phase(process, tmp_path / "runs" / "done", "done")
+    pressed = 0
+    while process.poll() is None and pressed < 1000:
+        os.killpg(process.pid, signal.SIGINT)
+        pressed += 1
+        time.sleep(0.02)
+    code, out, err = finish(process)
+    assert (code, json.loads(out)["phase"]) == (0, "done")
+    assert "Traceback" not in err
+    assert "error" not in err
+    assert err.count("shutting down") == (1 if pressed else 0)
+
+
+@pytest.mark.parametrize("doing", ["warm start", "starting Ray", "starting 1 trainer"])
+def test_interrupts_while_a_run_starts_end_it_within_seconds_and_leave_nothing(tmp_path, doing):
+    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "early", "--ui", "plain", sets=LONG)
+    wait_for_doing(process, tmp_path / "runs" / "early", doing)
+    family = descendants(process.pid)
+    began_s = time.monotonic()
+    for _ in range(3):
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.5)
+    code, _, err = finish(process)
+    assert code == 130
+    assert time.monotonic() - began_s < 6.0
+    assert "no step was trained" in err
+    assert not wait_until_gone(family, 15.0)
+    assert list((tmp_path / "runs").iterdir()) == []
+    assert all(path.name.startswith("tiny-") for path in (tmp_path / "cache" / "asyncrl" / "models").glob("*"))
+
+
+def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", str(disk)], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        words = ("--profile", "partial-rollout", "--name", "full", "--runs-dir", str(disk), "--ui", "plain")
+        process = start(tmp_path, "train", *words, sets=LONG, verbose=False)
+        code, _, err = finish(process)
+        assert code == 1
+        assert "Traceback" not in err
+        assert [line.partition(":")[0] for line in err.splitlines()[-2:]] == ["error", "hint"]
+        assert "No space left on device (0.0 of 12 MiB are free)" in err.splitlines()[-2]
+        kept = [path.name for path in (disk / "full" / "checkpoints").iterdir() if path.name != "latest"]
+        assert kept
+        assert not [name for name in kept if verify(disk / "full" / "checkpoints" / name)]
+        assert json.loads((disk / "full" / "status.json").read_text())["phase"] == "failed"
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def own_terminal():
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def drain(terminal):
+    with contextlib.suppress(OSError):
+        while os.read(terminal, 65536):
+            pass
+
+
+def status_of(run):
+    return json.loads((run / "status.json").read_text()) if (run / "status.json").exists() else {}
+
+
+def wait_for_phase(process, run, phase):
+    while status_of(run).get("phase") != phase:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def wait_for_doing(process, run, doing):
+    while not status_of(run).get("doing", "").startswith(doing):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)

@@ -130,24 +130,24 @@ class Interrupts:
 
 @contextmanager
 def counting_interrupts() -> Iterator[Interrupts]:
-    """SIGINT and SIGTERM are counted and raise nothing: whoever waits looks, and no run is left behind in between."""
+    """SIGINT, SIGTERM and SIGHUP are counted and raise nothing: whoever waits looks, and no run is left behind in between."""
     interrupts = Interrupts()
 
     def count(number: int, frame: FrameType | None) -> None:
         interrupts.count += 1
 
-    with _handling(count, signal.SIGINT, signal.SIGTERM):
+    with _handling(count, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield interrupts
 
 
 @contextmanager
 def terminating_as_interrupt() -> Iterator[None]:
-    """SIGTERM becomes KeyboardInterrupt, so that nothing is left behind by a bench that is ended."""
+    """SIGTERM and SIGHUP become KeyboardInterrupt, so that nothing is left behind by a bench that is ended."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    with _handling(interrupt, signal.SIGTERM):
+    with _handling(interrupt, signal.SIGTERM, signal.SIGHUP):
         yield
 
 

@@ -28,6 +28,8 @@ HINTS = {
     errno.EIO: "the disk or the network behind that path fails: `dmesg` may say more",
     errno.EMFILE: "this process has too many files open: raise `ulimit -n`",
     errno.ENFILE: "the machine has too many files open",
+    errno.EEXIST: "something else is there: name another place",
+    errno.ENOTDIR: "something else is there: name another place",
     errno.ENAMETOOLONG: "give a shorter name or path",
 }
 """By errno: what a person can do."""
@@ -40,15 +42,28 @@ def naming(path: Path) -> Iterator[None]:
     """An OSError of an open file does not know its path: within the block it does. What safetensors raises instead becomes one."""
     try:
         yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
     except Exception as error:
-        number = re.search(r"\(os error (\d+)\)", str(error))
-        if number is None:
+        refusal = system_error(error)
+        if refusal is None:
             raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+        refusal.filename = refusal.filename or str(path)
+        if refusal is error:
+            raise
+        raise refusal from error
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """What the system refused, if that is what `error` says: libraries have errors of their own, with its number in their text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error
+    path = None
+    if isinstance(error, shutil.Error):  # of a tree: (from, to, why) for each file
+        _, path, error = error.args[0][0]
+    number = re.search(r"\(os error (\d+)\)|^\[Errno (\d+)\]", str(error))
+    if number is None:
+        return None
+    code = int(number[1] or number[2])
+    return OSError(code, os.strerror(code), path)
 
 
 def storage_error(error: OSError) -> StorageError:

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.checkpoint.files import naming
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, UnsafeFile, load_json, open_regular, reason
 
@@ -43,12 +44,11 @@ class RunLock:
         except BlockingIOError:
             file.close()
             return False
-        file.seek(0)
-        file.truncate()
-        held_by: _Holder = {"pid": os.getpid(), "host": socket.gethostname()}
-        file.write(json.dumps(held_by))
-        file.flush()
         self._file = file
+        held_by: _Holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        with naming(self._path):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), json.dumps(held_by).encode())
         return True
 
     def release(self) -> None:

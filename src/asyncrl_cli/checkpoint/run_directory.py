@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.files import replace_link, replace_text
 from asyncrl_cli.checkpoint.find import run_names
 from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import MIB, UnsafeFile, read_bytes, reason
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, MIB, UnsafeFile, read_bytes, reason
 
 RESOLVED_SCHEMA_VERSION = 1
 STOP_REQUEST = "stop"
@@ -36,7 +36,7 @@ START_FILES = {
     "samples",
     "logs",
     "model",
-    "reward-module.json",
+    "reward.json",
     "weights",
 }
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -209,7 +209,7 @@ def never_began(run_dir: Path) -> bool:
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
     with contextlib.suppress(FileNotFoundError):
-        if _phase(run_dir / "status.json") != STARTING:
+        if not _says_starting(run_dir / "status.json"):
             return False
     is_empty = not (run_dir / "checkpoints").is_dir() or not any((run_dir / "checkpoints").iterdir())
     return is_empty and all(is_of_a_start(entry.name) for entry in run_dir.iterdir())
@@ -220,11 +220,13 @@ def is_of_a_start(name: str) -> bool:
     return name in START_FILES or name.endswith(".tmp")
 
 
-def _phase(status: Path) -> str:
+def _says_starting(status: Path) -> bool:
+    """The loop's first status has the same phase, and says nothing of what is being done."""
     try:
-        return str(json.loads(status.read_text(encoding="utf-8"))["phase"])
-    except (ValueError, KeyError, TypeError):
-        return ""
+        content = json.loads(read_bytes(status, max_bytes=MAX_JSON_BYTES))
+        return content["phase"] == STARTING and "doing" in content
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _in_use(path: Path) -> RefusedError:

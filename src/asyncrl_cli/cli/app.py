@@ -62,7 +62,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _lose_stdout()
     except OSError as error:
-        code = code or _stdout_is_lost(error)
+        if code == 0:
+            return _stdout_is_lost(error)
+        _lose_stdout()
     return code
 
 
@@ -147,5 +149,6 @@ def main() -> NoReturn:
         # A thread that nobody can interrupt computes, loads or sends. Python would wait, or stop it in mid-air: torch aborts then.
         from asyncrl_cli.job.stopping import leave
 
+        sys.stderr.flush()
         leave(code)
     sys.exit(code)

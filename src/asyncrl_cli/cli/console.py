@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl_cli.checkpoint.files import storage_error
+from asyncrl_cli.checkpoint.files import storage_error, system_error
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
@@ -133,8 +133,8 @@ def _known(error: BaseException) -> AsyncrlError | None:
     """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused, in our words."""
     if isinstance(error, AsyncrlError):
         return error
-    if isinstance(error, OSError) and error.errno is not None:
-        return storage_error(error)
+    if (refusal := system_error(error)) is not None:
+        return storage_error(refusal)
     if isinstance(error, UnicodeEncodeError):
         return ConfigError(
             f"{error.object[error.start : error.end]!r} cannot be written in {error.encoding}: {error.reason}",

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -37,9 +38,12 @@ def command(
     from asyncrl_cli.observe.terminal import uncoloured
 
     directory = run_directory(run, runs_dir)
-    paths = select(directory / "logs" / "latest", role)
-    for name, line in follow_lines(directory, paths, follow=follow, wait=lambda: time.sleep(POLL_S)):
-        print_text(uncoloured(f"{name:<10} | {line}" if len(paths) > 1 else line))
+    logs = directory / "logs" / "latest"
+    paths = select(logs, role)
+    is_one = len(paths) == 1 and (not follow or role == paths[0].stem)
+    more = partial(logs_of, logs, role)
+    for name, line in follow_lines(directory, paths, follow=follow, wait=lambda: time.sleep(POLL_S), more=more):
+        print_text(uncoloured(line if is_one else f"{name:<10} | {line}"))
 
 
 def run_directory(run: str, runs_dir: Path) -> Path:
@@ -53,24 +57,40 @@ def run_directory(run: str, runs_dir: Path) -> Path:
     raise ConfigError(f"no run '{run}' with logs in {runs_dir}", hint=f"known runs: {known}" if known else "there are none")
 
 
-def select(directory: Path, role: str | None) -> list[Path]:
-    """The logs of a role: `trainer` is all of its ranks, `trainer-0` one."""
+def logs_of(directory: Path, role: str | None) -> list[Path]:
+    """`trainer` is all of its ranks, `trainer-0` one."""
     paths = sorted(directory.glob("*.log"))
-    chosen = [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
+    return [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
+
+
+def select(directory: Path, role: str | None) -> list[Path]:
+    """The logs of a role. ConfigError if there are none."""
+    chosen = logs_of(directory, role)
     if not chosen:
-        known = ", ".join(path.stem for path in paths) or "none yet"
+        known = ", ".join(path.stem for path in logs_of(directory, None)) or "none yet"
         raise ConfigError(f"no log of role '{role}' in {directory}" if role else f"no logs in {directory}", hint=f"logs: {known}")
     return chosen
 
 
-def follow_lines(directory: Path, paths: Sequence[Path], *, follow: bool, wait: Callable[[], None]) -> Iterator[tuple[str, str]]:
-    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run."""
+def follow_lines(
+    directory: Path,
+    paths: Sequence[Path],
+    *,
+    follow: bool,
+    wait: Callable[[], None],
+    more: Callable[[], Sequence[Path]] = lambda: (),
+) -> Iterator[tuple[str, str]]:
+    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `more`: the logs that
+    there are now, for a run that starts has its driver's only."""
     from asyncrl_cli.checkpoint.lock import is_locked
 
     with ExitStack() as stack:
-        files = {path.stem: stack.enter_context(_open(path)) for path in paths}
+        files: dict[str, TextIO] = {}
         while True:
             live = follow and is_locked(directory)
+            for path in (*paths, *more()):
+                if path.stem not in files:
+                    files[path.stem] = stack.enter_context(_open(path))
             for name, file in files.items():
                 yield from ((name, line) for line in _whole_lines(file, live))
             if not live:

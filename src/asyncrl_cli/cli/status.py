@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from asyncrl_cli.cli.console import print_json, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
+from asyncrl_cli.errors import RefusedError
+
+if TYPE_CHECKING:
+    from asyncrl_cli.observe.status import RunStatus
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -35,7 +39,14 @@ def command(
         return
     from asyncrl_cli.observe.screen import print_status, watch_status
 
+    def read_again() -> RunStatus:
+        if not found.directory.exists():
+            raise RefusedError(
+                f"run '{found.name}' ended before it began, and left nothing", hint="whoever started it was told why"
+            )
+        return read_status(str(found.directory), runs_dir)
+
     if watch:
-        watch_status(lambda: read_status(str(found.directory), runs_dir), stdout())
+        watch_status(read_again, stdout())
     else:
         print_status(found, stdout())

@@ -44,14 +44,18 @@ def command(
 ) -> None:
     """Train a model by asynchronous RL, as a profile says."""
     loaded = load_profile(profile, sets, name)
+    if loaded.profile.run.name is not None:
+        from asyncrl_cli.checkpoint.run_directory import check_free
+
+        check_free(runs_dir, loaded.profile.run.name)
     if dry_run:
         from asyncrl_cli.cli.console import warn
         from asyncrl_cli.cli.plan import print_plan
-        from asyncrl_cli.tasks.task import load_task
+        from asyncrl_cli.job.preparing import check_without_making
 
-        for note in load_task(loaded.profile).notes:
-            warn(note)
         print_plan(loaded, gpus=None, as_json=as_json)
+        for note in check_without_making(loaded.profile, address).notes:
+            warn(note)
         return
     if address is None:
         from asyncrl_cli.cli.plan_memory import refuse_what_cannot_fit

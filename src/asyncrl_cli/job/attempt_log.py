@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A line that a full disk does not take is lost. Python would print a traceback for each; who needs the disk tells why."""
+
+
 @contextlib.contextmanager
 def logged_to(path: Path) -> Iterator[None]:
     """Everything that asyncrl and its libraries log goes into the file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -20,4 +25,5 @@ def logged_to(path: Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # its last line, on a full disk
+            handler.close()

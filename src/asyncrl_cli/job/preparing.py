@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError
 from asyncrl_cli.profile.schema import Profile
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Say(Protocol):
-    """Told what is being done, where it can be counted how much of how much, and figures to show beside that."""
+    """Told what is being done, and where it can be counted how much of how much, and what has come of it so far."""
 
     def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None: ...
 
@@ -37,14 +37,8 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
     With `address` the engine runs on the nodes of that cluster, where this process cannot look. `resumed`: the directory of the
     run that goes on.
     """
-    from asyncrl_cli.job.cluster import local_cluster
-    from asyncrl_cli.job.engines import check_engine
-    from asyncrl_cli.job.plan import device_of
-
     say("looking for the engine")
-    # Before anything imports transformers: what is wrong with the engine's packages may break that, too.
-    device = device_of(profile, local_cluster())
-    await interruptible(lambda look: check_engine(profile, device, is_elsewhere=address is not None))
+    await interruptible(lambda look: check_surroundings(profile, address))
     from asyncrl_cli.models.resolve import resolve_model
     from asyncrl_cli.tasks.task import load_task
 
@@ -59,11 +53,68 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
         model_dir = resolve_model(profile, task, progress=progress)
         look()
-        check_model_type(model_dir, trust_remote_code=profile.model.trust_remote_code)
-        check_prompt_lengths(profile, task, model_dir)
+        check_opened(profile, task, model_dir)
         return model_dir
 
     return Prepared(task=task, model_dir=await interruptible(resolve))
+
+
+def check_without_making(profile: Profile, address: str | None = None) -> Task:
+    """Raises what `prepare` would, as far as that can be told while no model is made or fetched."""
+    from asyncrl_cli.models.resolve import model_here
+    from asyncrl_cli.tasks.task import load_task
+
+    check_surroundings(profile, address)
+    task = load_task(profile)
+    if (directory := model_here(profile)) is not None:
+        check_opened(profile, task, directory)
+    return task
+
+
+def check_surroundings(profile: Profile, address: str | None) -> None:
+    """The place, the engine, who shall be told. Before anything imports transformers: what is wrong with the engine's packages may
+    break that, too."""
+    from asyncrl_cli.job.cluster import local_cluster
+    from asyncrl_cli.job.engines import check_engine
+    from asyncrl_cli.job.plan import compile_job, device_of
+
+    if address is None:
+        compile_job(profile, local_cluster())
+    else:
+        from asyncrl_cli.job.session import check_reachable
+
+        check_reachable(address)
+    check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
+    if profile.logging.wandb == "online":
+        from asyncrl_cli.observe.wandb_sink import check_login
+
+        check_login()
+
+
+def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
+    """The model and its tokenizer, and the task's prompts in its tokens."""
+    from asyncrl_cli.models.check import check_model, check_vocabulary
+
+    check_model_type(model_dir, trust_remote_code=profile.model.trust_remote_code)
+    vocab_size = check_model(profile, model_dir)
+    tokenizer = _tokenizer(profile, model_dir)
+    check_vocabulary(model_dir, len(tokenizer), vocab_size)
+    check_prompt_lengths(profile, task, tokenizer)
+
+
+def _tokenizer(profile: Profile, model_dir: Path) -> Any:
+    """PreflightError for one that cannot be loaded, or does not even tokenize an x."""
+    from transformers import AutoTokenizer
+
+    from asyncrl_cli.rollout.prompts import tokenize_prompts
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
+        tokenize_prompts(tokenizer, [{"prompt": "x"}])
+    except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
+        why = f"the tokenizer in {model_dir} cannot be loaded: {_first_line(error)}"
+        raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
+    return tokenizer
 
 
 def check_model_type(model_dir: Path, *, trust_remote_code: bool) -> None:
@@ -97,23 +148,16 @@ def _first_line(error: Exception) -> str:
     return f"{lines[0]:.300}" if lines else type(error).__name__
 
 
-def check_prompt_lengths(profile: Profile, task: Task, model_dir: Path) -> None:
+def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:
     """ConfigError if a prompt of either split has more tokens than `rollout.max_prompt_tokens`.
 
     A token is hardly ever less than a byte, so only prompts of more bytes than that are tokenized. What slips through
     (a tokenizer that makes long things of short ones) fails its group later, by name.
     """
-    from transformers import AutoTokenizer
-
     from asyncrl_cli.rollout.prompts import tokenize_prompts
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
-        around = len(tokenize_prompts(tokenizer, [{"prompt": "x"}])[0])
-    except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
-        why = f"the tokenizer in {model_dir} cannot be loaded: {_first_line(error)}"
-        raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     limit = profile.rollout.max_prompt_tokens
+    around = len(tokenize_prompts(tokenizer, [{"prompt": "x"}])[0])
     suspects = [item for item in (*task.train, *task.eval) if len(item["prompt"].encode()) + around > limit]
     lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, suspects)]
     num_too_long = sum(length > limit for length in lengths)

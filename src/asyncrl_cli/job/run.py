@@ -18,7 +18,7 @@ from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.attempt_log import logged_to
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
 from asyncrl_cli.job.preparing import Prepared, Say, prepare
-from asyncrl_cli.job.stopping import StopRequests, end_descendants, leave, leave_soon, tell
+from asyncrl_cli.job.stopping import StopRequests, end_descendants, hangups_blocked, leave, leave_soon, tell
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -109,13 +109,14 @@ class Run:
 
                 def say(text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
                     show(text, done, total, figures)
-                    status(text, done, total)
+                    status(show.line)
 
                 prepared = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
                 self._refuse_other_prompts(prepared.task)
                 say("starting Ray")
                 store_bytes = object_store_bytes_for(prepared.model_dir)
-                plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
+                with hangups_blocked():
+                    plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
                 keep_model_files(prepared.model_dir, directory.path)
                 keep_reward_module(directory.path, prepared.task.reward.function, prepared.task.reward.module_file)
 

@@ -95,7 +95,7 @@ def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) ->
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
-    _check_reachable(address)
+    check_reachable(address)
     with _ray_variables():
         try:
             _init(address=address)
@@ -128,12 +128,9 @@ def _init(**options: Any) -> None:
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
-    # What Ray starts is in our process group, and a terminal that goes tells all of it: they outlive the run's checkpoint.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level="ERROR", **options)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         if in_main_thread and handler is not None:
             signal.signal(signal.SIGTERM, handler)
 
@@ -148,7 +145,7 @@ def _shut_down_at_the_end() -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_reachable(address: str) -> None:
+def check_reachable(address: str) -> None:
     """A plain TCP connection first: Ray's own attempts at a dead address take minutes."""
     if "://" in address:
         raise ConfigError(

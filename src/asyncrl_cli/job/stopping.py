@@ -3,7 +3,7 @@
     the run is     first                    second                  third
     starting       cancels the start        out, without waiting
     in its loop    step, checkpoint, end    aborts the loop         out, without waiting
-    ending         says that it is ending, as every further one
+    ending         is told so               nothing                 nothing
 
 "Out" ends the process there and then: what it has started is the reaper's, and checkpoints are made to survive that.
 """
@@ -89,6 +89,17 @@ class StopRequests:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.request()
+
+
+@contextlib.contextmanager
+def hangups_blocked() -> Iterator[None]:
+    """What is started within never hears a SIGHUP. A terminal that goes tells our whole process group, which Ray's processes are
+    part of, and the run's last checkpoint needs them. One that comes meanwhile is ours afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def tell(text: str) -> None:

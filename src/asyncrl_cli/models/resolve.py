@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NotRequired, TypeVar
+from typing import TYPE_CHECKING, NotRequired, TypeVar
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.models.build import Progress, built_tiny
+from asyncrl_cli.models.check import check_positions
+from asyncrl_cli.models.tiny import MAX_POSITIONS
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand, load_json
 from asyncrl_cli.tasks.task import Task
+
+if TYPE_CHECKING:
+    from asyncrl_cli.models.build import Progress
 
 T = TypeVar("T")
 BUILTIN = "builtin:"
@@ -36,11 +40,24 @@ def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *
 
     Raises ConfigError if there is no such builtin, PreflightError if the model is not there or not whole.
     """
+    directory = model_here(profile)
+    if directory is not None:
+        return directory
+    if profile.model.path.startswith(BUILTIN):
+        from asyncrl_cli.models.build import built_tiny
+
+        return built_tiny(profile, task, progress=progress)
+    return _from_hub(profile.model.path, trust_remote_code=profile.model.trust_remote_code)
+
+
+def model_here(profile: Profile) -> Path | None:
+    """The directory that `model.path` names; None if it has to be made or fetched. Raises as `resolve_model` does."""
     path = profile.model.path
     if path.startswith(BUILTIN):
         if path != "builtin:tiny":
             raise ConfigError(f'model.path: there is no "{path}"', hint='the only built-in model is "builtin:tiny"')
-        return built_tiny(profile, task, progress=progress)
+        check_positions(profile, MAX_POSITIONS)
+        return None
     local = expand(path)
     if os.path.isdir(local):
         check_model_directory(local)
@@ -49,7 +66,7 @@ def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *
         raise PreflightError(f"model.path: {path} is a file", hint="name the directory that holds config.json")
     if _looks_like_a_path(path):
         raise PreflightError(f"model.path: directory {path} does not exist", hint=f"paths are relative to {Path.cwd()}")
-    return _from_hub(path, trust_remote_code=profile.model.trust_remote_code)
+    return None
 
 
 def check_model_directory(directory: Path) -> None:

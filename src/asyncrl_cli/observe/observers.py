@@ -9,6 +9,7 @@ loop --Snapshot----> LiveStatus --status-+
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.checkpoint.files import storage_error
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
@@ -45,6 +47,7 @@ class Observers:
         self._clock = clock or asyncio.get_running_loop().time
         self._time_before_s = -self._clock()
         self._sinks = list(sinks)
+        self._left_out: list[Sink] = []
         self._closed = False
         self.metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock())
         self.live = LiveStatus(facts, self.metrics)
@@ -86,6 +89,9 @@ class Observers:
         if not self._closed:
             self._closed = True
             self._each("close", status)
+            for sink in self._left_out:  # its last word may find the room again that a failed checkpoint has left
+                with contextlib.suppress(OSError):
+                    sink.close(status)
         return status
 
     def _align(self, time_s: float) -> None:
@@ -108,7 +114,8 @@ class Observers:
                 getattr(sink, call)(content)
             except OSError as error:
                 self._sinks.remove(sink)
-                self.warning(f"{type(sink).__name__} is left out from now on: {error}")
+                self._left_out.append(sink)
+                self.warning(f"{type(sink).__name__} is left out from now on: {storage_error(error).message}")
 
 
 def read_state(content: Mapping[str, Any]) -> ObserversState:

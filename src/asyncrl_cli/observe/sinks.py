@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl_cli.checkpoint.files import repair_lines, replace_text
+from asyncrl_cli.checkpoint.files import naming, repair_lines, replace_text
 
 
 class Sink(Protocol):
@@ -114,7 +114,8 @@ class LineFile:
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, content: Mapping[str, Any]) -> None:
-        self._file.write(to_json(content) + "\n")
+        with naming(self._path):
+            self._file.write(to_json(content) + "\n")
 
     def cut_after_step(self, step: int) -> None:
         kept_bytes = 0

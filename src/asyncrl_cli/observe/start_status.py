@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import socket
@@ -17,6 +16,8 @@ from asyncrl_cli.checkpoint.run_directory import STARTING
 from asyncrl_cli.observe.live_status import SCHEMA_VERSION, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import to_json
+from asyncrl_cli.observe.status_file import Head, Status
+from asyncrl_cli.safe_files import parse_json
 
 log = logging.getLogger("asyncrl")
 
@@ -32,7 +33,7 @@ class StartStatus:
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
         self._path = path
-        self._before = path.read_text(encoding="utf-8") if path.exists() else None
+        self._before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
         metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=0.0)
         self._base = _known(self._before) or LiveStatus(facts, metrics).picture()
         self._started_at = time.time()
@@ -48,10 +49,11 @@ class StartStatus:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def __call__(self, text: str, done: int = 0, total: int = 0) -> None:
-        if text != self._doing.partition(" (")[0]:
-            log.info("%s", text)
-        self._doing = f"{text} ({done}/{total})" if total else text
+    def __call__(self, line: str) -> None:
+        """`line`: as people are told."""
+        if line.partition("  ")[0] != self._doing.partition("  ")[0]:
+            log.info("%s", line)
+        self._doing = line
 
     def close(self) -> None:
         """Nothing is written after it: the next status is the loop's."""
@@ -88,9 +90,8 @@ class StartStatus:
 
 
 def _known(text: str | None) -> dict[str, Any] | None:
-    """The status of an earlier attempt, if it is one of this version."""
+    """The status of an earlier attempt, if a reader would take it."""
     try:
-        content = json.loads(text or "null")
+        return {**parse_json(text or "", Status)} if parse_json(text or "", Head)["schema_version"] == SCHEMA_VERSION else None
     except ValueError:
         return None
-    return content if isinstance(content, dict) and content.get("schema_version") == SCHEMA_VERSION else None

@@ -35,6 +35,7 @@ class Starting:
         self._text = ""
         self._said_s = 0.0
         self._pace = _Pace()
+        self.line = ""
 
     def __enter__(self) -> Starting:
         if self._progress is not None:
@@ -53,10 +54,11 @@ class Starting:
         if is_new:
             self._pace = _Pace()
         how_far = self._how_far(done, total, figures)
+        self.line = "  ".join(part for part in (text, how_far) if part)
         if self._progress is not None:
             self._draw(self._progress, is_new, done, total, how_far)
         elif not self._silent:
-            self._print(is_new, how_far)
+            self._print(is_new)
 
     def _how_far(self, done: int, total: int, figures: str) -> str:
         """ "120/300  40%  loss 0.61  0:00:25 left"; no more may be said of a short part, and 0 of 3 is not its end."""
@@ -72,12 +74,12 @@ class Starting:
             self._task = progress.add_task(self._text, how_far="")
         progress.update(self._task, completed=done, total=total or None, how_far=how_far)
 
-    def _print(self, is_new: bool, how_far: str) -> None:
+    def _print(self, is_new: bool) -> None:
         now_s = self._now()
         if not is_new and now_s - self._said_s < _PLAIN_EVERY_S:
             return
         self._said_s = now_s
-        print(neutral("  ".join(part for part in (self._text, how_far) if part)), file=self._console.file, flush=True)
+        print(neutral(self.line), file=self._console.file, flush=True)
 
     def _make_progress(self) -> Progress:
         columns = (

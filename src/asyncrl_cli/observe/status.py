@@ -39,9 +39,8 @@ class RunStatus:
     def remark(self) -> str:
         """What a reader has to know beside the status; empty where the status says it all."""
         if self.liveness == "dead" and never_began(self.directory):
-            return (
-                f"killed {self.age_s:.0f} s ago, while it started: nothing was trained, and `train --name {self.name}` replaces it"
-            )
+            again = f"`asyncrl train --name {self.name}` replaces it"
+            return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
             return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
         if self.liveness == "live" and self.status["phase"] in ENDED:
@@ -147,5 +146,5 @@ def _directory(run: str, runs_dir: Path) -> Path:
     known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
     raise ConfigError(
         f"no run '{run}' in {runs_dir}",
-        hint=f"known runs: {known}" if names else "there are none yet; one that was just started is there in a few seconds",
+        hint=f"known runs: {known}" if names else "there are none yet",
     )

@@ -149,6 +149,7 @@ class Status(_Open):
     name: str
     profile: str
     phase: str
+    doing: NotRequired[str]
     error: str
     pid: Pid
     host: str

@@ -14,6 +14,7 @@ _SHOWN = {
     **{code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"},
     **{code: f"\\u{code:04x}" for code in (*_BIDI_AND_BREAKS, *range(0xD800, 0xE000))},
 }
+_IN_ASCII = str.maketrans("━─│·…█▉▊▋▌▍▎▏▁▂▃▄▅▆▇", "=-|-.########_.-=+*#")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 
 
@@ -28,11 +29,13 @@ def uncoloured(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """A console whose texts are neutral, and neither markup nor emoji codes: only our own styles become sequences."""
+    """A console whose texts are neutral, and neither markup nor emoji codes: only our own styles become sequences. Where it cannot
+    show bars and lines, it draws them in ASCII."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        shapes = {} if "utf" in self.encoding.lower() else _IN_ASCII
         for segment in super().render(renderable, options):
-            yield segment if segment.control else Segment(neutral(segment.text), segment.style)
+            yield segment if segment.control else Segment(neutral(segment.text.translate(shapes)), segment.style)

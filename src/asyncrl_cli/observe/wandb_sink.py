@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -58,6 +59,7 @@ class Wandb(NullSink):
         self._started = threading.Event()
         self._error: Exception | None = None
         self._dropped = 0
+        self._is_left = False
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
         if not self._started.wait(START_TIMEOUT_S):
@@ -81,10 +83,12 @@ class Wandb(NullSink):
         try:
             self._queue.put(None, timeout=limit_s)
         except queue.Full:
+            self._is_left = True
             log.warning("W&B takes nothing any more; it is left behind")
             return
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
+            self._is_left = True
             log.warning("W&B did not finish within %g s; it is left behind", limit_s)
 
     def _work(self) -> None:
@@ -102,18 +106,35 @@ class Wandb(NullSink):
                 run.summary.update(self._whole_run)
             run.finish()
         except Exception:  # a run never ends for W&B's sake
-            log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
+            if not self._is_left:  # else its processes are being ended, and nobody listens
+                log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
+        finally:
+            _end_service()
 
     def _start(self) -> Any:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        if self._settings["mode"] == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("nobody is logged in")
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S)
         run = wandb.init(**self._settings, resume="allow", settings=settings)
         run.define_metric("*", step_metric="step")
         return run
+
+
+def _end_service() -> None:
+    """W&B would end its process when Python ends: after ours have been ended, with a traceback."""
+    import wandb
+
+    with contextlib.suppress(Exception):  # it is gone already: then there is nothing to end
+        wandb.teardown()
+
+
+def check_login() -> None:
+    """PreflightError if nobody is logged in; the network is not asked."""
+    import wandb
+
+    if not wandb.login(prompt=False):
+        raise PreflightError("W&B did not start: nobody is logged in", hint=_OTHER_MODES)
 
 
 _OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --set logging.wandb=disabled"

@@ -1,0 +1,99 @@
+"""Streams, locales and directories that fail a command: one error or none, the right exit code, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ASCII = {"LANG": "C", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+NARROW = {"TERM": "dumb", "COLUMNS": "1"}
+COMMANDS = ["--help", "plan -p base", "plan -p base --json"]
+MISTAKE = "plan -p nope"
+
+
+def asyncrl(
+    command: str, redirections: str = "", cwd: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    line = f"{sys.executable} -m asyncrl_cli {command} {redirections}"
+    return subprocess.run(
+        line, shell=True, cwd=cwd, env=os.environ | environment, capture_output=True, timeout=60, check=False
+    )  # its arguments are written here
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_stdout_is_one_error(command: str) -> None:
+    done = asyncrl(command, ">/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines() == [
+        "error: stdout cannot be written: No space left on device",
+        "hint: look at what it was redirected to",
+    ]
+
+
+@pytest.mark.parametrize(("command", "code"), [("plan -p base", 0), (MISTAKE, 2)])
+@pytest.mark.parametrize("redirections", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code(command: str, code: int, redirections: str) -> None:
+    done = asyncrl(command, redirections)
+    assert done.returncode == code
+    assert b"Traceback" not in done.stderr
+
+
+def test_errors_that_nobody_can_read_are_still_exit_codes() -> None:
+    assert asyncrl(MISTAKE, "2>/dev/full").returncode == 2
+    assert asyncrl(f"{MISTAKE} --json", ">/dev/full 2>/dev/full").returncode == 2
+
+
+def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from asyncrl_cli.cli.console import open_streams; open_streams(); file = open('mine', 'w'); "
+        "os.write(1, b'x'); os.write(2, b'x'); print('y'); sys.stdout.flush(); assert file.fileno() > 2"
+    )
+    subprocess.run(f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / "mine").read_bytes() == b""
+
+
+@pytest.mark.parametrize("environment", [ASCII, NARROW], ids=["ascii", "narrow"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_any_locale_and_any_width_will_do(command: str, environment: dict[str, str]) -> None:
+    done = asyncrl(command, **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    if environment is ASCII:
+        done.stdout.decode("ascii")
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("train -p é.toml", 2), ("train -p base --name é", 2), ("train -p base --set model.path=/tmp/é --dry-run", 3)],
+)
+def test_arguments_that_the_locale_cannot_read_are_told(command: str, code: int) -> None:
+    done = asyncrl(command, **ASCII)
+    assert done.returncode == code
+    assert done.stderr.startswith(b"error: ")
+    assert b"this is a bug" not in done.stderr
+
+
+def test_a_directory_that_was_deleted_is_told(tmp_path: Path) -> None:
+    done = asyncrl(f"true; rmdir $PWD; {sys.executable} -m asyncrl_cli plan -p base --json", cwd=tmp_path)
+    assert done.returncode == 3
+    assert b"error: the working directory is not there any more" in done.stderr
+    assert json.loads(done.stdout)["exit_code"] == 3
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J\x1b]0;owned\x07", "\x9b31m", "\u202e", "[bold]x[/]", "a\rb"])
+@pytest.mark.parametrize(
+    "arguments", ["plan -p %s", "plan -p base --set %s=1", "plan -p base --set rollout.engine=%s", "%s", "status %s"]
+)
+def test_what_was_typed_comes_back_neutral(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from asyncrl_cli.cli.app import run
+
+    assert run([word.replace("%s", text) for word in arguments.split()]) == 2
+    said = capsys.readouterr().err
+    assert not set(said) & {"\x1b", "\x07", "\x9b", "\u202e", "\r"}
+    if text.startswith("["):
+        assert text in said

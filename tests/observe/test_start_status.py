@@ -1,0 +1,68 @@
+"""status.json from the moment that the command was typed."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.observe import start_status
+from asyncrl_cli.observe.screen import print_status
+from asyncrl_cli.observe.start_status import StartStatus
+from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.observe.terminal import SafeConsole
+
+
+def shown(run_dir):
+    stream = io.StringIO()
+    print_status(read_status(run_dir.name, run_dir.parent), SafeConsole(file=stream, width=120))
+    return stream.getvalue()
+
+
+def test_a_start_is_shown_with_what_it_does_before_anything_else_is_known(tmp_path, facts, monkeypatch):
+    monkeypatch.setattr(start_status, "EVERY_S", 0.01)
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    with StartStatus(run.status, facts) as doing:
+        assert read_status("first", tmp_path).liveness == "live"
+        doing("warm start  120/500  24%")
+        deadline_s = time.monotonic() + 10
+        while "starting: warm start  120/500  24%" not in shown(run.path):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    run.close()
+
+
+def test_a_start_that_was_killed_is_dead_and_says_how_to_begin_anew(tmp_path, facts):
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    with StartStatus(run.status, facts):
+        pass
+    status = json.loads(run.status.read_text())
+    run.status.write_text(json.dumps({**status, "pid": 2**22 + 1, "updated_at": time.time() - 60}))
+    run.close()
+    found = read_status("first", tmp_path)
+    assert found.liveness == "dead"
+    assert "nothing was trained" in found.remark
+    assert "`asyncrl train --name first` replaces it" in found.remark
+
+
+def test_a_resume_that_does_not_begin_takes_back_what_it_said(tmp_path, facts):
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    with StartStatus(run.status, facts):
+        pass
+    before = json.dumps({**json.loads(run.status.read_text()), "phase": "stopped", "checkpoint": "step-000040"})
+    run.status.write_text(before)
+    with StartStatus(run.status, facts) as resumed:
+        during = json.loads(run.status.read_text())
+        resumed.take_back()
+    assert (during["phase"], during["checkpoint"]) == ("starting", "step-000040")
+    assert run.status.read_text() == before
+    run.close()
+
+
+def test_a_status_that_nobody_can_read_is_no_reason_not_to_start(tmp_path, facts):
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    run.status.write_text("[1, 2")
+    with StartStatus(run.status, facts):
+        assert read_status("first", tmp_path).status["phase"] == "starting"
+    run.close()
