@@ -100,8 +100,28 @@ def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
 
+_pipe: int | None = None
+"""In the driver: to its reaper."""
+
+
+def speak_to(pipe: int | None) -> None:
+    global _pipe
+    _pipe = pipe
+
+
+def say_goodbye() -> None:
+    """In the driver, also from a signal's handler: what there was to say of its end has been said."""
+    if _pipe is not None:
+        with contextlib.suppress(OSError):  # the reaper is dead itself
+            os.write(_pipe, GOODBYE)
+
+
 def is_goodbye() -> bool:
-    return os.read(sys.stdin.fileno(), 1) == GOODBYE
+    """After it the driver closes the pipe, or ends."""
+    said = os.read(sys.stdin.fileno(), 1) == GOODBYE
+    if said:
+        select.select([sys.stdin], [], [], GRACE_S)
+    return said
 
 
 def tell() -> None:

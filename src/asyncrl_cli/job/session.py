@@ -206,9 +206,8 @@ class Reaper:
             shutil.rmtree(self._directory, ignore_errors=True)
             return
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has just died, and leaves what there is to the next `end`
-            self._process.stdin.write(reaper.GOODBYE)
-            self._process.stdin.flush()
+        reaper.say_goodbye()
+        reaper.speak_to(None)
         self._process.stdin.close()
         try:
             self._process.wait(END_TIMEOUT_S)
@@ -217,12 +216,15 @@ class Reaper:
             self._process.wait()
 
     def _start(self, since: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), since],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+        assert process.stdin is not None
+        reaper.speak_to(process.stdin.fileno())
+        return process
 
 
 @contextlib.contextmanager
