@@ -11,12 +11,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import MOST, Profile
 
 if TYPE_CHECKING:
     from asyncrl_cli.tasks.task import Task
 
 T = TypeVar("T")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Of a configuration, as most families name them."""
 
 
 class Say(Protocol):
@@ -124,7 +134,7 @@ def check_model_type(model_dir: Path, *, trust_remote_code: bool) -> None:
     try:
         config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-        vocab_size = config.get_text_config().vocab_size if known else 1
+        sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
     except Exception as error:  # of values that are no configuration's, transformers raises anything
         why = f"{model_dir}/config.json is no configuration that transformers {_version()} reads: {_first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="copy or download it again") from error
@@ -133,8 +143,9 @@ def check_model_type(model_dir: Path, *, trust_remote_code: bool) -> None:
             f'model.path: {model_dir} is a model of type "{config.model_type}", which is no causal language model',
             hint="asyncrl trains what AutoModelForCausalLM opens",
         )
-    if vocab_size < 1:
-        raise PreflightError(f"model.path: {model_dir}/config.json: vocab_size = {vocab_size}", hint="copy or download it again")
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
+    if wrong:
+        raise PreflightError(f"model.path: {model_dir}/config.json: {wrong[0]:.100}", hint="copy or download it again")
 
 
 def _version() -> str:

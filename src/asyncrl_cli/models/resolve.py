@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 BUILTIN = "builtin:"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 WEIGHTS = "model.safetensors"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
@@ -74,6 +75,9 @@ def check_model_directory(directory: Path) -> None:
     config = _read_json(directory / "config.json", _Config)
     if not config.get("model_type"):
         raise PreflightError(f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained")
+    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
+        if os.path.lexists(directory / name) and not os.path.isfile(directory / name):
+            raise PreflightError(f"model.path: {directory / name} is no file", hint="copy or download it again")
     _check_weights(directory)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise PreflightError(

@@ -1,0 +1,111 @@
+"""One JSON node of a run changed at random, with all checksums right: who reads it refuses it, or goes on to the run's end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.job.run import Run
+from asyncrl_cli.job.wiring import loop_settings, run_facts
+from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.tasks.feed import PromptFeed
+from asyncrl_cli.tasks.task import load_task
+from tests.bad_input.made import NAME, Place, make_place, reseal
+from tests.loop.worlds import worker_times
+
+FILES = ("loop_state.json", "payloads.json", "config.resolved.json")
+VALUES = (None, True, 0, 1, -1, 2, 7, 10**6, 2**70, 0.5, "", "x", "nan", [], [1], {}, {"a": 1}, [[]], "\ud800")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return make_place(tmp_path_factory.mktemp("made"))
+
+
+def nodes(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of everything inside."""
+    entries = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return [found for key, value in entries for found in ((*path, key), *nodes(value, (*path, key)))]
+
+
+def mutated(path: Path, data: st.DataObject) -> None:
+    content = json.loads(path.read_text())
+    *above, last = data.draw(st.sampled_from(nodes(content)), label="node")
+    parent = content
+    for part in above:
+        parent = parent[part]
+    if data.draw(st.booleans(), label="removed"):
+        del parent[last]
+    else:
+        parent[last] = data.draw(st.sampled_from(VALUES), label="value")
+    path.write_text(json.dumps(content))
+
+
+def resume_and_go_on(place: Place) -> None:
+    """All that a resume does with a checkpoint but Ray: and then the whole rest of the run, on the virtual clock."""
+    resumed = Run.resume(NAME, runs_dir=place.runs)
+    assert resumed.checkpoint is not None
+    profile, task = resumed.profile, load_task(resumed.profile)
+    resumed._refuse_other_prompts(task)
+    payloads = [None] * len(resumed.checkpoint.loop_state["groups"]["finished"])
+
+    async def main() -> None:
+        world = World(
+            feed=PromptFeed(task.train, seed=profile.run.seed),
+            trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7)),
+            workers=[SimulatedWorker(f"rollout-{i}", 8, worker_times(), 0, None) for i in range(2)],
+            eval_items=task.eval,
+            observers=[Observers(run_facts(profile, place.run, 2), [])],
+            resume_from=ResumeFrom(loop_state=resumed.checkpoint.loop_state, payloads=payloads),
+        )
+        await Pipeline(loop_settings(profile), world).run()
+
+    run_virtual(main())
+
+
+@pytest.mark.slow
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_checkpoint_is_refused_or_resumed_to_its_end(place: Place, data: st.DataObject, tmp_path_factory: Any) -> None:
+    kept = tmp_path_factory.mktemp("kept") / "checkpoint"
+    shutil.copytree(place.newest, kept)
+    try:
+        mutated(place.newest / data.draw(st.sampled_from(FILES), label="file"), data)
+        reseal(place.newest)
+        resume_and_go_on(place)
+    except (ConfigError, RefusedError):
+        pass
+    finally:
+        shutil.rmtree(place.newest)
+        kept.rename(place.newest)
+
+
+def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
+    resume_and_go_on(place)
+
+
+@given(data=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_status_is_refused_or_shown(place: Place, data: st.DataObject, capsys: pytest.CaptureFixture[str]) -> None:
+    path = place.run / "status.json"
+    kept = path.read_text()
+    try:
+        mutated(path, data)
+        code = run(["status", NAME, "--runs-dir", str(place.runs)])
+    finally:
+        path.write_text(kept)
+    said = capsys.readouterr().err
+    assert code in (0, 4), said
+    assert "this is a bug" not in said
