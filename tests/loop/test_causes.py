@@ -60,7 +60,7 @@ class Watching(Invariants):
 
     def check_claim(self, claim: str) -> None:
         books, workers = self.books, self.books.workers
-        running = sum(sum(book.unfinished.values()) + book.eval_sequences for book in workers.values() if not book.down)
+        used = [(sum(book.unfinished.values()) + book.eval_sequences, book.slots) for book in workers.values() if not book.down]
         slots = sum(book.slots for book in workers.values() if not book.down)
         evals = sum(book.eval_sequences for book in workers.values())
         if found := re.fullmatch(r"the eval of version (\d+) holds (rollout-\d+) for \d+ s so far", claim):
@@ -78,7 +78,9 @@ class Watching(Invariants):
         elif found := re.fullmatch(r"version (\d+) is being published", claim):
             holds = self.published < int(found[1]) <= books.version
         elif found := re.fullmatch(r"(\d+) of (\d+) in use", claim):
-            holds = (running, slots) == (int(found[1]), int(found[2]))
+            holds = (sum(min(pair) for pair in used), slots) == (int(found[1]), int(found[2]))
+        elif found := re.fullmatch(r"(\d+) sequences queue", claim):
+            holds = sum(max(0, running - own) for running, own in used) == int(found[1])
         elif found := re.fullmatch(r"(\d+) by the eval of version (\d+)", claim):
             holds = evals == int(found[1])
         elif found := re.fullmatch(r"all (\d+) groups of the window have started", claim):

@@ -236,3 +236,18 @@ def test_every_status_that_is_written_can_be_read_back(facts):
     assert statuses[0]["tokens_discarded"] is None
     for status in statuses:
         assert parse_json(to_json(status).encode(), Status)["periods"] == status["periods"]
+
+
+def test_a_period_begins_where_the_line_before_it_ends(facts, make):
+    """The run's time is told anew with every tick, and a little later each time: as much as the driver is late."""
+    now_s, kept = [0.0], Kept()
+    observers = Observers(facts, [kept], clock=lambda: now_s[0])
+    for step in range(1, 31):
+        now_s[0] = 5.0 * step
+        made = make["full_record"](step)
+        observers.step(replace(made, ended_s=now_s[0], timing_s=dict(made.timing_s) | {"step": 5.0}))
+        now_s[0] += 0.01
+        observers.tick(replace(make["full_snapshot"](made), time_s=5.0 * step + 0.02 * step))
+        period = kept.statuses[-1]["periods"]["steps"]
+        covered = [line for line in kept.lines if period["from_s"] < line["time_s"] <= period["to_s"]]
+        assert len(covered) == period["steps"]

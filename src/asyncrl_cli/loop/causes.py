@@ -122,7 +122,8 @@ def _slots_in_use(board: Board) -> str:
     evals = sum(worker.eval_sequences for worker in up)
     running = board.evaluator.running
     by_eval = f", {evals} by the eval of version {running.version}" if running is not None and evals else ""
-    return f"{sum(worker.used for worker in up)} of {sum(worker.slots for worker in up)} in use{by_eval}"
+    in_use, queued = sum(min(worker.used, worker.slots) for worker in up), sum(max(0, worker.used - worker.slots) for worker in up)
+    return f"{in_use} of {sum(worker.slots for worker in up)} in use" + (f", {queued} sequences queue" if queued else "") + by_eval
 
 
 def _with_admission(board: Board, text: str) -> str:

@@ -46,7 +46,8 @@ class RecentSteps:
         self._steps: deque[tuple[float, float, Mapping[str, Value]]] = deque(maxlen=RECENT_STEPS)
 
     def add(self, from_s: float, to_s: float, values: Mapping[str, Value]) -> None:
-        self._steps.append((from_s, to_s, values))
+        """A step begins where the line before it ends, whatever a clock's second reading says."""
+        self._steps.append((self._steps[-1][1] if self._steps else from_s, to_s, values))
         while self._steps[0][1] <= to_s - RECENT_S:
             self._steps.popleft()
 
