@@ -16,6 +16,7 @@ from asyncrl_cli.export.directory import Read, Written, check_target, write_dire
 from asyncrl_cli.export.model_files import check_fit, find_model_files
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source, find_source
+from asyncrl_cli.models.resolve import check_config
 
 if TYPE_CHECKING:
     from asyncrl_cli.models.saved_form import SavedForm
@@ -73,6 +74,7 @@ def export(
     check_target(target)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
+    check_config(model_files)
     from asyncrl_cli.models.saved_form import SavedForm  # imports transformers: seconds that an error above does not cost
     from asyncrl_cli.models.skeleton import skeleton
 

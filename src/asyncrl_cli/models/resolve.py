@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypeVar
+from typing import TYPE_CHECKING, Annotated, NotRequired, TypeVar
 
+from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError, PreflightError
@@ -26,10 +27,17 @@ WEIGHTS = "model.safetensors"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 
 
-class _Config(TypedDict):
+class _Sizes(TypedDict):
+    """transformers makes a list of as many entries as there are layers."""
+
+    num_hidden_layers: NotRequired[Annotated[int, Interval(ge=1, le=100_000)] | None]
+
+
+class _Config(_Sizes):
     """What is read here of config.json; the rest is its model's."""
 
     model_type: NotRequired[str | None]
+    text_config: NotRequired[_Sizes | None]
 
 
 class _Index(TypedDict):
@@ -72,9 +80,7 @@ def model_here(profile: Profile) -> Path | None:
 
 def check_model_directory(directory: Path) -> None:
     """PreflightError naming what is missing or damaged: configuration, weights (every shard), tokenizer."""
-    config = _read_json(directory / "config.json", _Config)
-    if not config.get("model_type"):
-        raise PreflightError(f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained")
+    check_config(directory)
     for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
         if os.path.lexists(directory / name) and not os.path.isfile(directory / name):
             raise PreflightError(f"model.path: {directory / name} is no file", hint="copy or download it again")
@@ -84,6 +90,12 @@ def check_model_directory(directory: Path) -> None:
             f"model.path: {directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})",
             hint=f"save one beside the weights: tokenizer.save_pretrained({str(directory)!r})",
         )
+
+
+def check_config(directory: Path) -> None:
+    """PreflightError for a config.json that transformers must not be given."""
+    if not _read_json(directory / "config.json", _Config).get("model_type"):
+        raise PreflightError(f"model.path: {directory}/config.json names no model_type", hint="save the model with save_pretrained")
 
 
 def _check_weights(directory: Path) -> None:
