@@ -18,13 +18,16 @@ PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
 
 def test_the_public_names_are_these() -> None:
     assert asyncrl_cli.__all__ == ["Run", "__version__"]
-    assert {name for name in vars(errors) if name.endswith(("Error", "Failed", "Interrupted"))} == {
+    assert {name for name, value in vars(errors).items() if isinstance(value, type)} == {
         "AsyncrlError",
         "ConfigError",
         "PreflightError",
         "RefusedError",
         "ExecutorFailed",
+        "ExecutorLost",
+        "SessionLost",
         "StallError",
+        "StorageError",
         "Interrupted",
     }
 
