@@ -51,11 +51,13 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
     assert (tmp_path / "runs" / ".otter-failed-start" / "attempt-1" / "driver.log").exists()
 
 
-def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
     async def main() -> None:
-        trainer = object.__new__(RayTrainer)
-        trainer.actors, trainer._weights_timeout_s = [], 60.0
-        trainer._dumping = asyncio.get_running_loop().create_future()
+        trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
+        await trainer.dumps.begin(1, hang)
         await trainer.stop(0.01)
 
     asyncio.run(main())
