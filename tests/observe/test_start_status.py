@@ -6,6 +6,8 @@ import io
 import json
 import time
 
+import pytest
+
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.observe import start_status
 from asyncrl_cli.observe.screen import print_status
@@ -65,4 +67,17 @@ def test_a_status_that_nobody_can_read_is_no_reason_not_to_start(tmp_path, facts
     run.status.write_text("[1, 2")
     with StartStatus(run.status, facts):
         assert read_status("first", tmp_path).status["phase"] == "starting"
+    run.close()
+
+
+def test_a_first_status_that_the_disk_refuses_is_the_error_also_after_it_is_taken_back(tmp_path, facts, monkeypatch):
+    def full(path, text, **how):
+        raise OSError(28, "No space left on device", str(path))
+
+    run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
+    monkeypatch.setattr(start_status, "replace_text", full)
+    status = StartStatus(run.status, facts)
+    with pytest.raises(OSError, match="No space left"), status:
+        pass
+    status.take_back()
     run.close()

@@ -139,6 +139,10 @@ def test_weights_that_did_not_change_cannot_be_told_apart() -> None:
     assert (judged.verdict, judged.share) == ("unclear", None)
 
 
-def test_what_is_not_finite_is_not_loaded() -> None:
-    judged = judge([[-1.0, float("nan")]], [[-1.0, -2.0]], [[-1.1, -2.2]])
-    assert (judged.verdict, judged.share) == ("not loaded", None)
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_figures_that_are_not_finite_have_no_share_and_are_left_to_the_alarm_by_difference(bad: float) -> None:
+    finite, spoilt = [[-1.0, -2.0, -3.0]], [[-1.1, bad, -3.3]]
+    for worker, new, old in ((spoilt, finite, [[-1.2, -2.2, -3.1]]), (finite, [[-1.2, -2.2, -3.1]], spoilt)):
+        judged = judge(worker, new, old)
+        assert (judged.verdict, judged.share) == ("unclear", None)
+    assert mean_abs_diff(spoilt, finite) == float("inf")

@@ -42,15 +42,15 @@ async def answer(
     try:
         async with asyncio.timeout(timeout_s if since is None else None) as limit:
             with session_wait(limit, patient=patient):
-                return await (ref if since is None or timeout_s is None else _extended(ref, timeout_s, since))
+                return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
         raise lost_session(patient=patient) or _failure(executor, call, error) from error
     except TimeoutError:
         if (lost := lost_session(patient=patient)) is not None:
             raise lost from None
-        limit = f"{key} = {timeout_s:g} s" if key and key_s is None else f"{timeout_s:g} s"
+        longest = f"{key} = {timeout_s:g} s" if key and key_s is None else f"{timeout_s:g} s"
         raise ExecutorLost(
-            f"{executor} failed: {call} took longer than {limit}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
+            f"{executor} failed: {call} took longer than {longest}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
             hint=f"its log may say why; if it only needs longer, --set {key}=..." if key else "",
         ) from None
 

@@ -78,7 +78,8 @@ class Lifeline:
 
     def _watch(self) -> None:
         while self.error() is None:
-            self._mend()
+            with contextlib.suppress(OSError):  # no process can be started now: the next look tries again
+                self._mend()
             if self._ended.wait(LOOK_EVERY_S):
                 return
         self._wake()

@@ -196,6 +196,7 @@ class Reaper:
         """Another in its place, if it is dead, which also knows what the first was to look after."""
         if self._process is not None and self._process.poll() is not None:
             assert self._process.stdin is not None
+            reaper.speak_to(None)  # soon the pipe's number may be another file's
             self._process.stdin.close()
             self._process = self._start(str(self._since))
 

@@ -84,7 +84,7 @@ def _wrong_step(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     }
     if step > settings.train_steps:
         yield f"step {step} of {settings.train_steps}"
-    found = {"version": groups["version"], "taken_in_window": groups["taken_in_window"], "trained_groups": groups["trained_groups"]}
+    found = {name: amount for name, amount in groups.items() if name in expected}
     yield from (f"{name} is {found[name]} at step {step}, not {value}" for name, value in expected.items() if found[name] != value)
     if (state["last_eval_version"] or 0) > groups["version"]:
         yield f"last_eval_version is {state['last_eval_version']}, of version {groups['version']}"
@@ -104,8 +104,8 @@ def _wrong_accounts(groups: GroupsState) -> Iterator[str]:
         yield f"admitted_total is {ledger['admitted_total']}, accounted for {accounted}"
     if trained != groups["trained_groups"]:
         yield f"trained_groups is {groups['trained_groups']}, the ledger has {trained}"
-    again = [(uid, epoch, attempt + 1) for uid, epoch, attempt in running] + [entry["key"] for entry in groups["again"]]
-    prompts = Counter((uid, epoch) for uid, epoch, _ in [*again, *finished])
+    again = [entry["key"] for entry in groups["again"]]
+    prompts = Counter((uid, epoch) for uid, epoch, _ in [*running, *again, *finished])
     if prompts.total() != len(prompts):
         yield f"prompt {prompts.most_common(1)[0][0][0]:.40} is there more than once"
 

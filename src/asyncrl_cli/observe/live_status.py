@@ -13,13 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import (
-    Any,
-    NotRequired,  # pydantic reads typing's own from Python 3.12 on
-    cast,
-)
+from typing import Any, NotRequired, cast
 
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.loop.ports import Snapshot

@@ -58,7 +58,8 @@ class StartStatus:
     def close(self) -> None:
         """Nothing is written after it: the next status is the loop's."""
         self._ended.set()
-        self._thread.join()
+        if self._thread.is_alive():  # it never began, if the first status could not be written
+            self._thread.join()
 
     def take_back(self) -> None:
         """The run has not begun: what stood there before stands there again."""

@@ -63,8 +63,8 @@ def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old
     if max(c * c for c in change) == size:  # none, or of one token
         return Judgement(verdict="unclear", share=None)
     share = math.fsum(m * c for m, c in zip(moved, change, strict=True)) / size
-    if not math.isfinite(share):
-        return Judgement(verdict="not loaded", share=None)
+    if not math.isfinite(share):  # `mean_abs_diff` finds what the worker or the new version has that is not
+        return Judgement(verdict="unclear", share=None)
     off = [(m - share * c) / (1 - c * c / size) for m, c in zip(moved, change, strict=True)]
     noise = math.sqrt(math.fsum(e * e for e in off) / size)
     error = ERRORS * math.sqrt(math.fsum((e * c) ** 2 for e, c in zip(off, change, strict=True))) / size
