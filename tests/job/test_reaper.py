@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -68,7 +71,7 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
         memory = f"/dev/shm/{driver.stdout.readline().strip()}"
         with open(os.devnull) as closed:  # its end is there at once: no look comes before the last one
             monkeypatch.setattr(sys, "stdin", closed)
-            seen, told = reaper.watch(driver.pid)
+            _, seen, told = reaper.watch(driver.pid)
     finally:
         children = psutil.Process(driver.pid).children()
         for process in (*children, driver):
@@ -164,3 +167,37 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: P
         error, hint = told.splitlines()
         assert error.startswith("error: ")
         assert "asyncrl resume" in hint
+
+
+DEAF = """
+import subprocess, sys, time
+daemon = subprocess.Popen([sys.argv[1], "60"])
+print(daemon.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("word", [b"", reaper.AWAKE])
+def test_a_driver_that_does_not_hear_of_a_daemons_end_is_ended_and_one_that_does_is_not(
+    word: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver in a call of Ray's that blocks would wait for a gcs_server for a minute."""
+    daemon = shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
+    monkeypatch.setattr(reaper, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(reaper, "DEAF_S", 0.5)
+    reading, writing = os.pipe()
+    with os.fdopen(reading) as pipe, subprocess.Popen([sys.executable, "-c", DEAF, daemon], stdout=subprocess.PIPE) as driver:
+        monkeypatch.setattr(sys, "stdin", pipe)
+        assert driver.stdout is not None
+        daemon_pid = int(driver.stdout.readline())
+        timers = [threading.Timer(0.5, os.kill, (daemon_pid, signal.SIGKILL)), threading.Timer(3.0, os.close, (writing,))]
+        for timer in timers:
+            timer.start()
+        os.write(writing, word)
+        said_goodbye, _, _ = reaper.watch(driver.pid)
+        ended = driver.poll()
+        driver.kill()
+        for timer in timers:
+            timer.join()
+    assert not said_goodbye
+    assert ended == (None if word else -signal.SIGKILL)

@@ -7,8 +7,8 @@ Ray itself goes on for a minute without its gcs_server, and then exits in the mi
     raylet dies       its workers die with it: everybody fails at once
     reaper dies       nobody fails: another takes its place
 
-A driver that is then in a call of Ray's that blocks (it makes an actor, say) holds Python's lock and hears nothing. Ray ends it
-`ENDS_DRIVER_S` after the gcs_server, without a word, and the reaper has the last one.
+A driver that is then in a call of Ray's that blocks (it makes an actor, say) hears nothing for a minute: the reaper, which is not
+told that it is awake, ends it after `reaper.DEAF_S` and says so.
 
 There is one session per process, as there is one Ray.
 """
@@ -21,11 +21,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 from asyncrl_cli.errors import SessionLost
+from asyncrl_cli.job import reaper
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
 """For the checkpoint of a run whose gcs_server is gone."""
-ENDS_DRIVER_S = 12
 HINT = "a run that has begun goes on with `asyncrl resume`; if this machine was out of memory, `dmesg` says so"
 OUTLIVED = "gcs_server"
 
@@ -94,6 +94,7 @@ class Lifeline:
                 self._loop.call_soon_threadsafe(self._expire)
 
     def _expire(self) -> None:
+        reaper.say(reaper.AWAKE)
         for limit, patient in self._waits.items():
             if self.error(patient=patient) is not None and not limit.expired():
                 limit.reschedule(0.0)

@@ -25,9 +25,9 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
+from asyncrl_cli.job import reaper
 from asyncrl_cli.job.cluster import LOOPBACK
-from asyncrl_cli.job.lifeline import ENDS_DRIVER_S
-from asyncrl_cli.job.reaper import children, started_at
+from asyncrl_cli.job.reaper import children, name_of, started_at
 from asyncrl_cli.tasks.child import how_it_ended
 
 RAY_DIRECTORY, TOKEN = "ray", "token"
@@ -110,28 +110,20 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:
-            # In the driver alone: after a connection over loopback is refused, not while the gcs_server is slow.
-            with _environment({"RAY_gcs_rpc_server_reconnect_timeout_s": str(ENDS_DRIVER_S)}):
-                yield node
+            yield node
         finally:
+            reaper.say(reaper.AWAKE)
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 def daemons(node: LocalNode) -> dict[str, Callable[[], str | None]]:
     """By name: how it has ended, None while it runs. The raylet's end ends its agents, so that it comes first."""
     processes = {name: started[0].process for name, started in node.all_processes.items()}
-    agents = [pid for pid in children(processes["raylet"].pid) if _name(pid) in AGENT_NAMES]
+    agents = [pid for pid in children(processes["raylet"].pid) if name_of(pid) in AGENT_NAMES]
     return {
         **{name: partial(_how_it_ended, process) for name, process in processes.items()},
         **{f"agent {pid}": partial(_gone, pid, started_at(pid)) for pid in agents},
     }
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str | None:

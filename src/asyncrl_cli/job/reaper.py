@@ -24,9 +24,13 @@ from pathlib import Path
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
-GOODBYE = b"."
+DEAF_S = 10.0
+"""How long a driver may take to hear of a daemon's end. In a call of Ray's that blocks it would take a minute."""
+DAEMONS = ("gcs_server", "raylet")
+GOODBYE, AWAKE = b".", b"!"
+"""What the driver says through the pipe: that it has said all there was to say, and that a daemon's end is no news to it."""
 LAST_WORD = """\
-error: this run's process has ended without a word: it was killed, or Ray ended it for the death of a daemon
+error: this run's process has ended without a word: it was killed, or a daemon of Ray's had died and it could not hear of it
 hint: `asyncrl resume RUN` continues from the last checkpoint; if memory was short, `dmesg` says so
 """
 SHARED_MEMORY = "/dev/shm/psm_"
@@ -42,6 +46,13 @@ def started_at(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def children(pid: int) -> list[int]:
@@ -109,29 +120,26 @@ def speak_to(pipe: int | None) -> None:
     _pipe = pipe
 
 
-def say_goodbye() -> None:
-    """In the driver, also from a signal's handler: what there was to say of its end has been said."""
+def say(word: bytes) -> None:
+    """In the driver, also from a signal's handler."""
     if _pipe is not None:
         with contextlib.suppress(OSError):  # the reaper is dead itself
-            os.write(_pipe, GOODBYE)
+            os.write(_pipe, word)
 
 
-def is_goodbye() -> bool:
-    """After it the driver closes the pipe, or ends."""
-    said = os.read(sys.stdin.fileno(), 1) == GOODBYE
-    if said:
-        select.select([sys.stdin], [], [], GRACE_S)
-    return said
+def heard(seconds: float) -> bytes | None:
+    """The driver's next word; empty if it has ended, None if it says nothing for so long."""
+    return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
 def tell() -> None:
-    """For a driver that can not: killed, or ended by Ray in the middle of a call because the gcs_server or the raylet had died."""
+    """For a driver that can not: killed, by whomever, or ended by Ray in the middle of a call because a daemon had died."""
     sys.stderr.write(LAST_WORD)
     sys.stderr.flush()
 
 
-def watch(driver_pid: int, since: int = 0) -> tuple[Seen, set[str]]:
-    """Look until the pipe on stdin closes; returns everything seen that still lives, and all shared memory seen.
+def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
+    """Look until the driver ends. Returns whether it said goodbye, what was seen and still lives, and all shared memory seen.
 
     We, or the first of us, which started at `since`, are the session's first process: what the driver had before (Python's resource
     tracker, say) is not the session's, and a driver that lives on needs it.
@@ -139,14 +147,24 @@ def watch(driver_pid: int, since: int = 0) -> tuple[Seen, set[str]]:
     since = since or started_at(os.getpid()) or 0
     seen: Seen = {}
     memory: set[str] = set()
-    while not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
+    daemons: Seen = {}
+    lost_s: float | None = None
+    is_awake = False
+    while (word := heard(LOOK_EVERY_S)) in (None, AWAKE):
+        is_awake |= word == AWAKE
         seen = living(seen)
         look(driver_pid, seen, since)
         memory.update(*map(shared_memory_of, seen))
+        daemons |= {pid: start for pid, start in seen.items() if name_of(pid) in DAEMONS}
+        if lost_s is None and living(daemons) != daemons:
+            lost_s = time.monotonic()
+        if lost_s is not None and not is_awake and time.monotonic() - lost_s > DEAF_S:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(driver_pid, signal.SIGKILL)
     if started_at(driver_pid) is not None:
         look(driver_pid, seen, since)
     memory.update(*map(shared_memory_of, seen))
-    return living(seen), memory
+    return word == GOODBYE, living(seen), memory
 
 
 def reap(seen: Seen) -> None:
@@ -180,8 +198,10 @@ def main(driver_pid: int, directory: str, since: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver_started_at = started_at(driver_pid)
-    seen, memory = watch(driver_pid, since)
-    if not is_goodbye():
+    said_goodbye, seen, memory = watch(driver_pid, since)
+    if said_goodbye:
+        heard(GRACE_S)  # it closes the pipe, or ends
+    else:
         with contextlib.suppress(OSError):  # nobody reads it any more
             tell()
     if driver_started_at is None or started_at(driver_pid) != driver_started_at:

@@ -207,7 +207,7 @@ class Reaper:
             shutil.rmtree(self._directory, ignore_errors=True)
             return
         assert self._process.stdin is not None
-        reaper.say_goodbye()
+        reaper.say(reaper.GOODBYE)
         reaper.speak_to(None)
         self._process.stdin.close()
         try:

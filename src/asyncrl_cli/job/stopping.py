@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from asyncrl_cli.checkpoint.files import remove_unfinished
-from asyncrl_cli.job.reaper import say_goodbye
+from asyncrl_cli.job import reaper
 
 log = logging.getLogger("asyncrl")
 
@@ -122,7 +122,7 @@ def end_descendants() -> None:
 def leave(exit_code: int = INTERRUPTED) -> NoReturn:
     """End this process now. Python would wait for threads that nobody can interrupt: an import, a download, a stuck terminal."""
     remove_unfinished()
-    say_goodbye()
+    reaper.say(reaper.GOODBYE)
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)
