@@ -39,7 +39,9 @@ SETS = (*SMALL, f"run.train_steps={STEPS}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same."""
+    """`is_victim(pid, process id of the driver)`; `goes_on`: the run ends in order all the same; `codes`: else one of these.
+
+    A driver that waits for a gcs_server while it starts can only be killed."""
 
     name: str
     is_victim: Callable[[int, int], bool]
@@ -47,6 +49,7 @@ class Kind:
     goes_on: bool = False
     while_starting: bool = False
     needs_worker: bool = False
+    codes: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,7 @@ class Row:
         if kind.goes_on:
             told = self.code == 0 and self.errors == 0
         else:
-            code = -signal.SIGKILL if kind.name == "driver" else 1
-            told = self.code == code and self.errors == 1 and bool(self.hint) and self.ended_s <= ENDS_WITHIN_S
+            told = self.code in kind.codes and self.errors == 1 and bool(self.hint) and self.ended_s <= ENDS_WITHIN_S
         return told and not self.left and self.resumed.startswith("ok")
 
 
@@ -86,7 +88,7 @@ def called(name: str) -> Callable[[int, int], bool]:
 
 RESTARTS = ("rollout.max_restarts=1",)
 KINDS = (
-    Kind(name="driver", is_victim=lambda pid, driver: pid == driver),
+    Kind(name="driver", is_victim=lambda pid, driver: pid == driver, codes=(-signal.SIGKILL,)),
     Kind(name="trainer", is_victim=named(b"ray::TrainerActor")),
     Kind(name="rollout", is_victim=named(b"ray::RolloutActor")),
     Kind(name="rollout, restarts", is_victim=named(b"ray::RolloutActor"), sets=RESTARTS, goes_on=True),
@@ -94,7 +96,13 @@ KINDS = (
     Kind(name="gym", is_victim=named(b"gym_worker"), while_starting=True),
     Kind(name="gcs_server", is_victim=called("gcs_server")),
     Kind(name="gcs_server, restarts", is_victim=called("gcs_server"), sets=RESTARTS),
-    Kind(name="gcs_server, starting", is_victim=called("gcs_server"), while_starting=True, needs_worker=True),
+    Kind(
+        name="gcs_server, starting",
+        is_victim=called("gcs_server"),
+        while_starting=True,
+        needs_worker=True,
+        codes=(1, -signal.SIGKILL),
+    ),
     Kind(name="raylet", is_victim=called("raylet")),
     Kind(name="raylet, restarts", is_victim=called("raylet"), sets=RESTARTS),
     Kind(name="raylet, starting", is_victim=called("raylet"), while_starting=True, needs_worker=True),

@@ -71,15 +71,15 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
         memory = f"/dev/shm/{driver.stdout.readline().strip()}"
         with open(os.devnull) as closed:  # its end is there at once: no look comes before the last one
             monkeypatch.setattr(sys, "stdin", closed)
-            _, seen, told = reaper.watch(driver.pid)
+            watched = reaper.watch(driver.pid)
     finally:
         children = psutil.Process(driver.pid).children()
         for process in (*children, driver):
             process.kill()
         driver.communicate(timeout=ENDS_WITHIN_S)
         Path(memory).unlink()
-    assert children[0].pid in seen  # Python's resource tracker may be another
-    assert told == {memory, f"/dev/shm/{foreign.name}"}
+    assert children[0].pid in watched.seen  # Python's resource tracker may be another
+    assert watched.memory == {memory, f"/dev/shm/{foreign.name}"}
 
 
 def start_reaper(driver_pid: int, directory: Path, since: int = 0) -> subprocess.Popen[bytes]:
@@ -194,10 +194,10 @@ def test_a_driver_that_does_not_hear_of_a_daemons_end_is_ended_and_one_that_does
         for timer in timers:
             timer.start()
         os.write(writing, word)
-        said_goodbye, _, _ = reaper.watch(driver.pid)
+        watched = reaper.watch(driver.pid)
         ended = driver.poll()
         driver.kill()
         for timer in timers:
             timer.join()
-    assert not said_goodbye
+    assert (watched.said_goodbye, watched.dead) == (False, "gcs_server")
     assert ended == (None if word else -signal.SIGKILL)

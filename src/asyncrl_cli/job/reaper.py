@@ -13,6 +13,7 @@ Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PI
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import shutil
@@ -24,14 +25,14 @@ from pathlib import Path
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
-DEAF_S = 10.0
+DEAF_S = 8.0
 """How long a driver may take to hear of a daemon's end. In a call of Ray's that blocks it would take a minute."""
 DAEMONS = ("gcs_server", "raylet")
 GOODBYE, AWAKE = b".", b"!"
 """What the driver says through the pipe: that it has said all there was to say, and that a daemon's end is no news to it."""
 LAST_WORD = """\
-error: this run's process has ended without a word: it was killed, or a daemon of Ray's had died and it could not hear of it
-hint: `asyncrl resume RUN` continues from the last checkpoint; if memory was short, `dmesg` says so
+error: {who} has ended without a word: {how}
+hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had one; if memory was short, `dmesg` says so
 """
 SHARED_MEMORY = "/dev/shm/psm_"
 
@@ -132,14 +133,26 @@ def heard(seconds: float) -> bytes | None:
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
-def tell() -> None:
-    """For a driver that can not: killed, by whomever, or ended by Ray in the middle of a call because a daemon had died."""
-    sys.stderr.write(LAST_WORD)
-    sys.stderr.flush()
+def tell(dead: str | None) -> None:
+    """For a driver that can not. `dead`: the daemon that died before it."""
+    ended = (f"ray's {dead}", "this run's process waited for it") if dead else ("this run's process", "it was killed")
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stderr.write(LAST_WORD.format(who=ended[0], how=ended[1]))
+        sys.stderr.flush()
 
 
-def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
-    """Look until the driver ends. Returns whether it said goodbye, what was seen and still lives, and all shared memory seen.
+@dataclasses.dataclass
+class Watched:
+    """`said_goodbye`: the driver did; `dead`: the first daemon to die; `seen`: what lives on; `memory`: all shared memory seen."""
+
+    said_goodbye: bool
+    dead: str | None
+    seen: Seen
+    memory: set[str]
+
+
+def watch(driver_pid: int, since: int = 0) -> Watched:
+    """Look until the driver ends, and end it if it does not hear that a daemon has.
 
     We, or the first of us, which started at `since`, are the session's first process: what the driver had before (Python's resource
     tracker, say) is not the session's, and a driver that lives on needs it.
@@ -147,24 +160,26 @@ def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
     since = since or started_at(os.getpid()) or 0
     seen: Seen = {}
     memory: set[str] = set()
-    daemons: Seen = {}
-    lost_s: float | None = None
+    daemons: dict[int, tuple[int, str]] = {}
+    dead: str | None = None
+    lost_s = 0.0
     is_awake = False
     while (word := heard(LOOK_EVERY_S)) in (None, AWAKE):
         is_awake |= word == AWAKE
         seen = living(seen)
         look(driver_pid, seen, since)
         memory.update(*map(shared_memory_of, seen))
-        daemons |= {pid: start for pid, start in seen.items() if name_of(pid) in DAEMONS}
-        if lost_s is None and living(daemons) != daemons:
+        daemons |= {pid: (start, name) for pid, start in seen.items() if (name := name_of(pid)) in DAEMONS}
+        if dead is None:
+            dead = next((name for pid, (start, name) in daemons.items() if started_at(pid) != start), None)
             lost_s = time.monotonic()
-        if lost_s is not None and not is_awake and time.monotonic() - lost_s > DEAF_S:
+        elif not is_awake and time.monotonic() - lost_s > DEAF_S:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(driver_pid, signal.SIGKILL)
     if started_at(driver_pid) is not None:
         look(driver_pid, seen, since)
     memory.update(*map(shared_memory_of, seen))
-    return word == GOODBYE, living(seen), memory
+    return Watched(word == GOODBYE, dead, living(seen), memory)
 
 
 def reap(seen: Seen) -> None:
@@ -198,16 +213,16 @@ def main(driver_pid: int, directory: str, since: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     driver_started_at = started_at(driver_pid)
-    said_goodbye, seen, memory = watch(driver_pid, since)
-    if said_goodbye:
+    watched = watch(driver_pid, since)
+    seen = watched.seen
+    if watched.said_goodbye:
         heard(GRACE_S)  # it closes the pipe, or ends
     else:
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            tell()
+        tell(watched.dead)
     if driver_started_at is None or started_at(driver_pid) != driver_started_at:
         seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
     reap(seen)
-    remove_shared_memory(memory)
+    remove_shared_memory(watched.memory)
     shutil.rmtree(directory, ignore_errors=True)
 
 
