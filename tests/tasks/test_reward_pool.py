@@ -19,6 +19,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks import reward_child
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
@@ -507,6 +508,11 @@ def test_each_of_several_children_killed_from_outside_is_replaced(functions):
     assert len(killed) == num_restarts == 3
     assert len(pids) == 12
     assert not set(pids) & set(killed)
+
+
+def test_a_process_may_start_for_as_long_as_a_reward_may_take(functions, monkeypatch):
+    monkeypatch.setattr(reward_child, "START_TIMEOUT_S", 0.0)
+    assert score(spec_of(functions, "length"), ["four"]) == [4.0]
 
 
 def test_one_of_several_processes_that_cannot_start_again_fails_all_with_the_reason(functions):

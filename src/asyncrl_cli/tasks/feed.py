@@ -26,9 +26,9 @@ class PromptFeed:
         if not items:
             raise ValueError("a feed needs at least one item")
         self._items = tuple(items)
-        self._by_uid = {item["uid"]: item for item in self._items}
-        if len(self._by_uid) != len(self._items):
-            raise ValueError(f"{len(self._items)} items have only {len(self._by_uid)} different uids")
+        self._index_of = {item["uid"]: index for index, item in enumerate(self._items)}
+        if len(self._index_of) != len(self._items):
+            raise ValueError(f"{len(self._items)} items have only {len(self._index_of)} different uids")
         self._fingerprint = fingerprint(self._items)
         self._seed = seed
         self._enter(epoch=0, cursor=0)
@@ -41,13 +41,14 @@ class PromptFeed:
         return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
 
     def find(self, uid: str, epoch: int) -> Prompt:
-        if uid not in self._by_uid:
+        index = self._index_of.get(uid)
+        if index is None:
             raise RefusedError(
                 f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task", hint=SAME_DATA
             )
-        if epoch > self._epoch or (epoch == self._epoch and uid not in self._given()):
+        if epoch > self._epoch or (epoch == self._epoch and self._order.index(index) >= self._cursor):
             raise RefusedError(f"the checkpoint names prompt {uid} of epoch {epoch}, which has not been given yet", hint=SAME_DATA)
-        return Prompt(uid=uid, epoch=epoch, item=self._by_uid[uid])
+        return Prompt(uid=uid, epoch=epoch, item=self._items[index])
 
     def state(self) -> dict[str, Any]:
         return {
@@ -68,10 +69,6 @@ class PromptFeed:
         if epoch < 0 or not 0 <= cursor <= len(self._items):
             raise RefusedError(f"the prompt feed's state is damaged: epoch {epoch}, cursor {cursor} of {len(self._items)} items")
         self._enter(epoch=epoch, cursor=cursor)
-
-    def _given(self) -> set[str]:
-        """Of this epoch."""
-        return {self._items[index]["uid"] for index in self._order[: self._cursor]}
 
     def _refuse_foreign(self, state: Mapping[str, Any]) -> None:
         if state["fingerprint"] != self._fingerprint:

@@ -28,7 +28,8 @@ Row = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The items of a file, with how many rows were left out: for repeating a prompt, and behind the last one that was wanted."""
+    """The items of a file, and how many rows were left out: `num_repeated` because their prompt is an earlier row's, `num_behind`
+    because they come after the last row that was wanted."""
 
     items: list[Item]
     num_repeated: int
@@ -80,16 +81,9 @@ def _readable(path: Path, key: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise ConfigError(f"{key}: {path} does not exist", hint=_where_paths_begin()) from error
+        raise ConfigError(f"{key}: {path} does not exist", hint=f"paths are relative to {os.getcwd()}") from error
     except (OSError, UnsafeFile) as error:
         raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}") from error
-
-
-def _where_paths_begin() -> str:
-    try:
-        return f"paths are relative to {os.getcwd()}"
-    except OSError:
-        return "paths are relative to the working directory, which was deleted"
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
@@ -162,7 +156,7 @@ def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool)
         return None
     value = _column(row, column, place, "task.answer_column")
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if not isinstance(value, int) and not math.isfinite(value):
             raise ConfigError(f'{place}: column "{column}" is {value}, which is no answer')
         value = str(value)
     if not isinstance(value, str):

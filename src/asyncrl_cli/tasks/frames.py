@@ -85,6 +85,3 @@ class Board:
         """(id, seconds it has run). A read may fall between the two halves of a write: read twice, then act."""
         request_id, since_s = _ENTRY.unpack_from(self._memory, 0)
         return request_id, time.monotonic() - since_s
-
-    def close(self) -> None:
-        self._memory.close()

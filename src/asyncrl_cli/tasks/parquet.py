@@ -60,7 +60,7 @@ def _named(batch: Any) -> Iterator[tuple[str, Any]]:
 def _values(column: Any, where: str) -> list[Any]:
     try:
         values: list[Any] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
-    except (ValueError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
+    except (ValueError, TypeError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
         raise ConfigError(
             f"{where} of type {column.type!s:.80} holds what Python has no value for: {_first_line(error)}",
             hint="leave the column out of the file, or write it as text",

@@ -151,11 +151,12 @@ class RewardChildren:
         assert child.process.stdin is not None
         assert child.process.stdout is not None
         child.process.stdin.write(pack(Hello(spec=self._spec, timeout_s=self._timeout_s)))
+        limit_s = max(START_TIMEOUT_S, self._timeout_s)  # an import may take as long as a reward
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(limit_s):
                 ready: Ready | None = await read_frame_async(child.process.stdout)
         except TimeoutError:
-            raise CannotScore(f"the reward process did not start within {START_TIMEOUT_S:g} s") from None
+            raise CannotScore(f"the reward process did not start within {limit_s:g} s") from None
         if ready is None or ready.failure:
             raise CannotScore("the reward process ended while it started" if ready is None else ready.failure)
         child.at_once = ready.at_once

@@ -10,11 +10,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import UnsafeFile, load_json, read_bytes, reason
+from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
 
 RECORD = "reward.json"
 SCHEMA_VERSION = 1
-MAX_MODULE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,4 +74,5 @@ def _still_there(file: str, record: Path) -> str:
 
 
 def _sha256(file: Path) -> str:
-    return hashlib.sha256(read_bytes(file, max_bytes=MAX_MODULE_BYTES)).hexdigest()
+    with open_regular(file) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

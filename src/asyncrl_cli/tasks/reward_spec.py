@@ -47,7 +47,8 @@ def resolve_reward(
 ) -> RewardSpec:
     """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried in a process of its own.
 
-    `timeout_s`: of one reward; an import may take as long, and never less than START_LIMIT_S. `only_file`: that the module must be.
+    `timeout_s` is that of one reward; the module's import may take as long, and at least START_LIMIT_S. `only_file`: the module is
+    imported from this file or not at all.
     """
     if reward == "auto":
         reward = "dataset" if dataset and adapter == "plain" else "exact-match"
@@ -74,22 +75,15 @@ def resolve_reward(
         params=params,
         adapter=adapter,
         function=reward,
-        import_path=_working_directory() if only_file is None else import_root(reward, only_file),
+        import_path=os.getcwd() if only_file is None else import_root(reward, only_file),
         module_file=only_file or "",
         only_there=only_file is not None,
     )
     return replace(spec, module_file=_tried(spec, max(START_LIMIT_S, timeout_s)))
 
 
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("task.reward: the working directory was deleted, and modules are looked up there") from None
-
-
 def _tried(spec: RewardSpec, limit_s: float) -> str:
-    """The file of the function's module, as a reward process of its own has found it. ConfigError if it could not start."""
+    """The file of the function's module, as a process that does nothing else has found it. ConfigError if it cannot be used."""
     try:
         ready: Ready = call_once(WORKER, Hello(spec=spec, timeout_s=limit_s), "-", timeout_s=limit_s)
     except ChildTimedOut:

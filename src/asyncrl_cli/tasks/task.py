@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
 from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
@@ -72,13 +72,13 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
         )
     if kind == "reasoning-gym":
         return _gym_task(profile, name, run_dir)
-    return _file_task(profile, Path(os.path.expanduser(name)), run_dir)
+    return _file_task(profile, expand(name), run_dir)
 
 
 def _reward(
     profile: Profile, run_dir: Path | None, dataset: str, params: Mapping[str, Any], adapter: Adapter
 ) -> tuple[RewardSpec, tuple[str, ...]]:
-    """And what there is to say about it."""
+    """The reward, and notes for the user about it."""
     reward, file, note = profile.task.reward, None, ""
     if run_dir is not None and reward not in BUILT_IN:
         file, note = recorded_module(run_dir, reward)
@@ -144,7 +144,7 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, reward)
     else:
-        train, held_out, notes = _two_files(profile, path, Path(os.path.expanduser(profile.task.eval_path)), reward)
+        train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), reward)
     return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=(*said, *notes))
 
 
