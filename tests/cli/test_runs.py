@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,13 @@ def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(di
 
     lines = follow_lines(directory.path, [path], follow=True, wait=write_on)
     assert [line for _, line in lines] == ["one", "two", "three", "four"]
+
+
+def test_following_goes_on_behind_a_line_without_end(directory: RunDirectory) -> None:
+    path = directory.start_attempt() / "driver.log"
+    path.write_text("x" * 3 * 2**19 + "\nnext\n")
+    lines = follow_lines(directory.path, [path], follow=True, wait=lambda: pytest.fail("waits for the end of a line"))
+    assert [len(line) for _, line in islice(lines, 3)] == [2**20, 2**19, 4]
 
 
 def test_following_takes_in_the_logs_that_come_while_a_run_starts(directory: RunDirectory) -> None:

@@ -51,7 +51,8 @@ def test_errors_that_nobody_can_read_are_still_exit_codes() -> None:
 def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path: Path) -> None:
     code = (
         "import os, sys; from asyncrl_cli.cli.console import open_streams; open_streams(); file = open('mine', 'w'); "
-        "os.write(1, b'x'); os.write(2, b'x'); print('y'); sys.stdout.flush(); assert file.fileno() > 2"
+        "os.write(1, b'x'); os.write(2, b'x'); print('y'); sys.stdout.flush(); assert file.fileno() > 2; "
+        "import subprocess; subprocess.run([sys.executable, '-c', 'import os; assert os.dup(2) > 2'], check=True)"
     )
     subprocess.run(f'{sys.executable} -c "{code}" <&- >&- 2>&-', shell=True, cwd=tmp_path, check=True, timeout=60)
     assert (tmp_path / "mine").read_bytes() == b""

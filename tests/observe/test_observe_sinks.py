@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
+from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import AttemptKey, Event
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, NullSink, StatusFile
@@ -40,6 +42,12 @@ def test_a_file_that_is_only_a_half_line_becomes_empty(tmp_path):
     path.write_text('{"event": "run')
     EventsFile(path).close({})
     assert path.read_text() == ""
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RefusedError, match=r"metrics.jsonl cannot be continued: it is a pipe, not a file"):
+        MetricsFile(tmp_path / "metrics.jsonl")
 
 
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):

@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl_cli.errors import StorageError
+from asyncrl_cli.errors import RefusedError, StorageError
+from asyncrl_cli.safe_files import MIB, UnsafeFile, open_regular, reason
 
 CHUNK_BYTES = 1 << 20
-MIB = 2**20
 HINTS = {
     errno.ENOSPC: "look at the free space there, or name another place; older checkpoints are as they were",
     errno.EDQUOT: "your quota there is used up: look at it, or name another place; older checkpoints are as they were",
@@ -68,14 +68,14 @@ def system_error(error: BaseException) -> OSError | None:
 
 def storage_error(error: OSError) -> StorageError:
     """The error for people: path, reason and, where it matters, the space that is left."""
-    reason = error.strerror or str(error)
+    why, hint = error.strerror or str(error), HINTS.get(error.errno or 0, "")
     path = error.filename2 or error.filename
     if isinstance(path, bytes):
         path = os.fsdecode(path)
-    if not isinstance(path, str):
-        return StorageError(f"a file cannot be written or read: {reason}", hint=HINTS.get(error.errno or 0, ""))
+    if not isinstance(path, str):  # nor need it be about a file at all
+        return StorageError(f"the system refused something: {why}", hint=hint)
     space = _space(Path(path)) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return StorageError(f"{path} cannot be {_verb(error)}: {reason}{space}", hint=HINTS.get(error.errno or 0, ""))
+    return StorageError(f"{path} cannot be {_verb(error)}: {why}{space}", hint=hint)
 
 
 @contextlib.contextmanager
@@ -162,9 +162,16 @@ def remove(path: Path) -> None:
 
 
 def repair_lines(path: Path) -> int:
-    """Cut a half last line (a writer was killed) off a jsonl file. Returns the number of bytes cut."""
-    if not path.exists():
+    """Cut a half last line (a writer was killed) off a jsonl file. Returns the number of bytes cut.
+
+    Raises RefusedError if it is no file.
+    """
+    try:
+        open_regular(path).close()
+    except FileNotFoundError:
         return 0
+    except UnsafeFile as error:
+        raise RefusedError(f"{path} cannot be continued: {reason(error)}", hint="move it away: the run begins it anew") from None
     with path.open("rb+") as file:
         size = file.seek(0, os.SEEK_END)
         whole = _end_of_last_newline(file.fileno(), size)

@@ -42,10 +42,10 @@ class _Stderr(io.FileIO):
 
 
 def open_streams() -> None:
-    """For the whole process: nothing that can be told is an error for an encoding's sake, and no file of ours gets the number of a
-    stream that was closed."""
+    """For the whole process: characters that an encoding lacks are written as escapes, and no file of ours or of our children gets
+    the number of a stream that was closed."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(free, True)
     os.close(free)
     sys.stdout, sys.stderr = _stream(_Stdout(1, "w", closefd=False)), _stream(_Stderr(2, "w", closefd=False))
 

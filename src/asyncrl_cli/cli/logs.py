@@ -58,13 +58,13 @@ def run_directory(run: str, runs_dir: Path) -> Path:
 
 
 def logs_of(directory: Path, role: str | None) -> list[Path]:
-    """`trainer` is all of its ranks, `trainer-0` one."""
+    """The logs of a role: `trainer` is all of its ranks, `trainer-0` one; None is every role."""
     paths = sorted(directory.glob("*.log"))
     return [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
 
 
 def select(directory: Path, role: str | None) -> list[Path]:
-    """The logs of a role. ConfigError if there are none."""
+    """Like `logs_of`. ConfigError if there are none."""
     chosen = logs_of(directory, role)
     if not chosen:
         known = ", ".join(path.stem for path in logs_of(directory, None)) or "none yet"
@@ -80,8 +80,8 @@ def follow_lines(
     wait: Callable[[], None],
     more: Callable[[], Sequence[Path]] = lambda: (),
 ) -> Iterator[tuple[str, str]]:
-    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `more`: the logs that
-    there are now, for a run that starts has its driver's only."""
+    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `more` names logs that
+    have come since: a run that starts has only its driver's."""
     from asyncrl_cli.checkpoint.lock import is_locked
 
     with ExitStack() as stack:
@@ -112,7 +112,8 @@ def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:
     while True:
         position = file.tell()
         line = file.readline(MAX_LINE_CHARACTERS)
-        if not line or (live and not line.endswith("\n")):
+        is_half = not line.endswith("\n") and len(line) < MAX_LINE_CHARACTERS
+        if not line or (live and is_half):
             file.seek(position)
             return
         yield line.rstrip("\n")
