@@ -25,6 +25,8 @@ Count = Annotated[int, Interval(ge=0, le=2**53)]
 """Steps, versions, tokens: what JSON readers everywhere hold exactly."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
+"""What Linux takes as the name of a file, and as a path."""
 _KINDS = {
     stat.S_ISDIR: "a directory",
     stat.S_ISFIFO: "a pipe",
@@ -34,16 +36,12 @@ _KINDS = {
 }
 
 
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
-"""What Linux takes as the name of a file, and as a path."""
-
-
 class UnsafeFile(ValueError):
     """The file is of a kind or a size that is not read; the text says which, without the path."""
 
 
 def expand(text: str | Path) -> Path:
-    """With `~` and `~user` written out, where there is such a user."""
+    """`~` and `~user` written out. Where there is no such user they stay, unlike with `Path.expanduser`, which raises."""
     return Path(os.path.expanduser(text))
 
 
@@ -134,7 +132,7 @@ def reason(error: Exception) -> str:
 
 
 def first_of(error: Any) -> str:
-    """The first complaint of a pydantic ValidationError: key and reason."""
+    """The first complaint of a pydantic ValidationError, with its key, and how many more there are."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""

@@ -1,6 +1,6 @@
 """Files that are either whole or not there: atomic replacement, fsync, links, append-only lines after a crash.
 
-And what is said where the system refuses one: its path, why, how much space is left, what to do.
+And the error for people where the system refuses one: its path, the reason, how much space is left, what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _unfinished: set[Path] = set()
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of an open file does not know its path: within the block it does. What safetensors raises instead becomes one."""
+    """Within the block an OSError has `path` as its file name if it has none: those of open files have none. Errors that a library
+    (safetensors) raises in place of an OSError become one."""
     try:
         yield
     except Exception as error:
@@ -53,7 +54,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """What the system refused, if that is what `error` says: libraries have errors of their own, with its number in their text."""
+    """The OSError behind `error`; None if there is none. Libraries raise errors of their own, with the errno in their text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
     path = None
@@ -80,7 +81,7 @@ def storage_error(error: OSError) -> StorageError:
 
 @contextlib.contextmanager
 def telling_storage() -> Iterator[None]:
-    """An OSError becomes a StorageError: for where it would travel between processes, or be taken for a bug."""
+    """An OSError within the block becomes a StorageError: for where it would travel between processes."""
     try:
         yield
     except OSError as error:

@@ -44,7 +44,7 @@ class _File(TypedDict):
 
 
 class _ManifestFile(TypedDict):
-    """`manifest.json`, besides its own checksum."""
+    """`manifest.json` without its own checksum."""
 
     schema_version: Literal[1]
     kind: Literal["asyncrl-checkpoint"]

@@ -180,7 +180,7 @@ class RunDirectory:
 
 
 def request_stop(run_dir: Path) -> int:
-    """Ask the driver of a run to stop (from any process). Returns the how-manieth request of this attempt it is."""
+    """Ask the driver of a run to stop (from any process). Returns how many requests this attempt has had, this one included."""
     path = run_dir / STOP_REQUEST
     _requests_in(path)
     with path.open("a", encoding="utf-8") as file:
@@ -205,7 +205,7 @@ def check_free(runs_dir: Path, name: str) -> None:
 
 
 def never_began(run_dir: Path) -> bool:
-    """Whether this is what a run leaves that was killed while it started: nobody holds it, and nothing was trained."""
+    """Whether this is the directory of a run that was killed while it started: nobody holds it, and nothing was trained."""
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
     with contextlib.suppress(FileNotFoundError):
@@ -221,7 +221,7 @@ def is_of_a_start(name: str) -> bool:
 
 
 def _says_starting(status: Path) -> bool:
-    """The loop's first status has the same phase, and says nothing of what is being done."""
+    """Whether a start has written it: the loop's first status has the same phase, but no `doing`."""
     try:
         content = json.loads(read_bytes(status, max_bytes=MAX_JSON_BYTES))
         return content["phase"] == STARTING and "doing" in content

@@ -61,7 +61,7 @@ def _check_config(directory: Path, *, trust_remote_code: bool) -> None:
 
 
 def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
-    """`num_tokens`: of the tokenizer."""
+    """PreflightError if the tokenizer has more tokens than the model."""
     if num_tokens > vocab_size:
         raise PreflightError(
             f"model.path: the tokenizer in {directory} has {num_tokens} tokens, the model {vocab_size}",
@@ -70,7 +70,7 @@ def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
 
 
 def check_positions(profile: Profile, positions: int | None) -> None:
-    """`positions`: of the model; None: as many as one likes. ConfigError if a prompt and its response may have more."""
+    """ConfigError if a prompt and its response may have more tokens than the model has `positions`; None is no limit."""
     rollout = profile.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     if positions is not None and longest > positions:
@@ -89,7 +89,7 @@ def _positions(config: Any) -> int | None:
 
 
 def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
-    """Of what has the same name in file and model: a model of another size under this configuration."""
+    """PreflightError if a tensor has another shape in its file than in the model: the files are of a model of another size."""
     from safetensors import safe_open
 
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

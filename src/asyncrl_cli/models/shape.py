@@ -24,7 +24,7 @@ from asyncrl_cli.safe_files import MAX_JSON_BYTES, expand, load_json, open_regul
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters follow from the configuration; others are counted in their weights' files."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-"""In a tensor's name: up to its end it says which layer's."""
+"""Matches a tensor's name up to the number of its layer."""
 QWEN3_HEAD_DIM = 128
 TINY_VOCABULARY = 64
 """Characters of most tasks, and three special tokens; the real number is known when the task has been read."""

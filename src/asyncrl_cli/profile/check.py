@@ -44,7 +44,8 @@ def _length(profile: Profile) -> Iterator[ConfigError]:
 
 def _name(profile: Profile) -> Iterator[ConfigError]:
     try:
-        check_name(profile.run.name or "named-when-it-starts")
+        if profile.run.name is not None:
+            check_name(profile.run.name)
     except ConfigError as error:
         yield error
 
