@@ -30,6 +30,11 @@ class AsyncrlError(Exception):
         return (_rebuild, (type(self), self.message, self.hint))
 
 
+def first_line(error: Exception) -> str:
+    """What a library's error says, without the rest of it; its type if it says nothing."""
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
+
+
 def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:
     return kind(message, hint=hint)
 

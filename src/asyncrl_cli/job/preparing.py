@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError
+from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
@@ -105,7 +105,6 @@ def _tokenizer(profile: Profile, model_dir: Path) -> Any:
     """PreflightError for one that cannot be loaded, or does not even tokenize an x."""
     from transformers import AutoTokenizer
 
-    from asyncrl_cli.models.check import first_line
     from asyncrl_cli.rollout.prompts import tokenize_prompts
 
     try:

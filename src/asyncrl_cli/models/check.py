@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.profile.schema import MOST, Profile
 
 if TYPE_CHECKING:
@@ -102,7 +102,3 @@ def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
                         f"model.path: {path}: {name} has shape {found}; by config.json it is {wanted[name]}",
                         hint="weights and config.json are of different models: copy or download both again",
                     )
-
-
-def first_line(error: Exception) -> str:
-    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"

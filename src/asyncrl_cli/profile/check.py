@@ -16,6 +16,8 @@ from asyncrl_cli.rollout.vllm_arguments import not_yours
 from asyncrl_cli.weights.probes import PROBE_TOKENS
 
 VLLM_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
+MOST_PROBLEMS = 20
+"""Told in one error."""
 
 
 def check(profile: Profile) -> list[str]:
@@ -31,7 +33,8 @@ def combine(problems: Sequence[ConfigError]) -> ConfigError:
     assert problems
     if len(problems) == 1:
         return problems[0]
-    lines = "".join(f"\n  - {problem.message}" for problem in problems[:20]) + ("\n  - ..." if len(problems) > 20 else "")
+    more = "\n  - ..." if len(problems) > MOST_PROBLEMS else ""
+    lines = "".join(f"\n  - {problem.message}" for problem in problems[:MOST_PROBLEMS]) + more
     return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=problems[0].hint)
 
 

@@ -19,7 +19,7 @@ from pydantic import create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.check import check, combine
+from asyncrl_cli.profile.check import MOST_PROBLEMS, check, combine
 from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sources import MAX_DEPTH, ProfileFile, chain, shortened
@@ -28,8 +28,6 @@ from asyncrl_cli.safe_files import expand
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
-MOST_PROBLEMS = 20
-"""Unknown names that are told: for each the nearest one is looked for."""
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {

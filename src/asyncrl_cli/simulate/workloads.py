@@ -18,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.check import combine
+from asyncrl_cli.profile.check import MOST_PROBLEMS, combine
 from asyncrl_cli.profile.keys import keys, nearest
-from asyncrl_cli.profile.layers import MOST_PROBLEMS, Layer, Loaded, file_layer, flatten, load, set_layer
+from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
 from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles, shortened
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.workload import Workload
