@@ -68,3 +68,9 @@ class StorageError(AsyncrlError):
 
 class Interrupted(AsyncrlError):
     exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says of its error, without the rest of a long text; the error's class if it says nothing."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{line:.300}" if line else type(error).__name__

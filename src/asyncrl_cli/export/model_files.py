@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
+from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError, first_line
 from asyncrl_cli.models.names import first_names
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
 from asyncrl_cli.profile.schema import Profile
@@ -94,8 +94,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
         except LocalEntryNotFoundError:
             directory = Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise _gone(name, f"the hub cannot be asked: {reason}") from error
+        raise _gone(name, f"the hub cannot be asked: {first_line(error)}") from error
     if not has_model_files(directory):
         raise _gone(name, missing_files(directory))
     return directory

@@ -10,23 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError
-from asyncrl_cli.profile.schema import MOST, Profile
+from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
     from asyncrl_cli.tasks.task import Task
 
 T = TypeVar("T")
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-"""Of a configuration, as most families name them."""
 
 
 class Say(Protocol):
@@ -105,7 +95,6 @@ def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
     """The model and its tokenizer, and the task's prompts in its tokens."""
     from asyncrl_cli.models.check import check_model, check_vocabulary
 
-    check_model_type(model_dir, trust_remote_code=profile.model.trust_remote_code)
     vocab_size = check_model(profile, model_dir)
     tokenizer = _tokenizer(profile, model_dir)
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
@@ -122,41 +111,9 @@ def _tokenizer(profile: Profile, model_dir: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
         tokenize_prompts(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
-        why = f"the tokenizer in {model_dir} cannot be loaded: {_first_line(error)}"
+        why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     return tokenizer
-
-
-def check_model_type(model_dir: Path, *, trust_remote_code: bool) -> None:
-    """PreflightError unless its configuration is that of a causal language model that transformers knows."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
-        sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
-    except Exception as error:  # of values that are no configuration's, transformers raises anything
-        why = f"{model_dir}/config.json is no configuration that transformers {_version()} reads: {_first_line(error)}"
-        raise PreflightError(f"model.path: {why}", hint="copy or download it again") from error
-    if not known:
-        raise PreflightError(
-            f'model.path: {model_dir} is a model of type "{config.model_type}", which is no causal language model',
-            hint="asyncrl trains what AutoModelForCausalLM opens",
-        )
-    wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
-    if wrong:
-        raise PreflightError(f"model.path: {model_dir}/config.json: {wrong[0]:.100}", hint="copy or download it again")
-
-
-def _version() -> str:
-    from transformers import __version__
-
-    return __version__
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{lines[0]:.300}" if lines else type(error).__name__
 
 
 def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:

@@ -5,27 +5,60 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.profile.schema import MOST, Profile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WAY_OUT = "asyncrl trains causal language models that this transformers knows, as written by save_pretrained"
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""Of a configuration, as most families name them."""
 
 
 def check_model(profile: Profile, directory: Path) -> int:
     """Returns its vocabulary's size. Raises PreflightError, or ConfigError for responses that are longer than its positions."""
     from asyncrl_cli.models.skeleton import skeleton
 
+    _check_configuration(directory, trust_remote_code=profile.model.trust_remote_code)
     try:
         model = skeleton(directory, trust_remote_code=profile.model.trust_remote_code)
     except Exception as error:  # whatever a configuration of another kind makes a library raise
-        raise PreflightError(f"model.path: {directory} cannot be opened: {_first_sentence(error)}", hint=WAY_OUT) from error
+        why = first_line(error).partition(". ")[0].rstrip(".")
+        raise PreflightError(f"model.path: {directory} cannot be opened: {why}", hint=WAY_OUT) from error
     config = model.config.get_text_config()
     check_positions(profile, _positions(config))
     _check_shapes(directory, model)
     return int(config.vocab_size)
+
+
+def _check_configuration(directory: Path, *, trust_remote_code: bool) -> None:
+    """PreflightError unless its configuration is that of a causal language model that transformers knows."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
+
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+        known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
+        sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
+    except Exception as error:  # of values that are no configuration's, transformers raises anything
+        why = f"{directory}/config.json is no configuration that transformers {__version__} reads: {first_line(error)}"
+        raise PreflightError(f"model.path: {why}", hint="copy or download it again") from error
+    if not known:
+        raise PreflightError(
+            f'model.path: {directory} is a model of type "{config.model_type}", which is no causal language model',
+            hint="asyncrl trains what AutoModelForCausalLM opens",
+        )
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
+    if wrong:
+        raise PreflightError(f"model.path: {directory}/config.json: {wrong[0]:.100}", hint="copy or download it again")
 
 
 def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
@@ -70,8 +103,3 @@ def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
                         f"model.path: {path}: {name} has shape {found}; by config.json it is {wanted[name]}",
                         hint="weights and config.json are of different models: copy or download both again",
                     )
-
-
-def _first_sentence(error: Exception) -> str:
-    line = str(error).strip().partition("\n")[0] or type(error).__name__
-    return line.partition(". ")[0].rstrip(".")

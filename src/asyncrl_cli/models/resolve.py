@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NotRequired, TypeVar
 from annotated_types import Interval
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.check import check_positions
 from asyncrl_cli.models.tiny import MAX_POSITIONS
 from asyncrl_cli.profile.schema import Profile
@@ -161,9 +161,8 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
             hint='a hub name is like "Qwen/Qwen3-0.6B"',
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise PreflightError(
-            f'model.path: "{name}" is not a directory here, and the hub cannot be asked for it: {reason}',
+            f'model.path: "{name}" is not a directory here, and the hub cannot be asked for it: {first_line(error)}',
             hint="check the name and the network, or give the path of a local directory",
         ) from error
     check_model_directory(directory)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, BinaryIO
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 
 ROWS_PER_BATCH = 1024
 
@@ -37,7 +37,7 @@ def _reader(file: BinaryIO, name: str) -> Any:
     try:
         parquet = pyarrow.parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{name} is not a whole parquet file: {_first_line(error)}") from error
+        raise ConfigError(f"{name} is not a whole parquet file: {first_line(error)}") from error
     twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
     if twice:
         raise ConfigError(f'{name}: column "{twice[0]}" is there twice', hint="write the file anew with distinct names")
@@ -50,7 +50,7 @@ def _batches(parquet: Any, name: str) -> Iterator[Any]:
     try:
         yield from parquet.iter_batches(batch_size=ROWS_PER_BATCH)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{name} is damaged: {_first_line(error)}", hint="write or download it again") from error
+        raise ConfigError(f"{name} is damaged: {first_line(error)}", hint="write or download it again") from error
 
 
 def _named(batch: Any) -> Iterator[tuple[str, Any]]:
@@ -62,7 +62,7 @@ def _values(column: Any, where: str) -> list[Any]:
         values: list[Any] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
     except (ValueError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
         raise ConfigError(
-            f"{where} of type {column.type!s:.80} holds what Python has no value for: {_first_line(error)}",
+            f"{where} of type {column.type!s:.80} holds what Python has no value for: {first_line(error)}",
             hint="leave the column out of the file, or write it as text",
         ) from error
     return values
@@ -90,7 +90,3 @@ def _without_nanoseconds(kind: Any) -> Any:
     if types.is_large_list(kind):
         return large_list(element())
     return list_(element()) if types.is_list(kind) else kind
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
