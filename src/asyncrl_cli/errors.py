@@ -30,7 +30,7 @@ class AsyncrlError(Exception):
         return (_rebuild, (type(self), self.message, self.hint))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """What a library's error says, without the rest of it; its type if it says nothing."""
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 

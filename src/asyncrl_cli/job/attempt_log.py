@@ -10,7 +10,7 @@ from pathlib import Path
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A line that a full disk does not take is lost. Python would print a traceback for each; who needs the disk tells why."""
+        """On a full disk lines are lost in silence: Python would print a traceback for each. A run's own files report the disk."""
 
 
 @contextlib.contextmanager

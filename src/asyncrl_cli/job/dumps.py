@@ -22,7 +22,7 @@ class SampleDumps:
         self._dumping: asyncio.Task[None] | None = None
 
     async def begin(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`dump()` writes one; it is bounded."""
+        """`dump()` writes one, and has a time limit of its own."""
         await self.finish()
         self._step, self._dumping = step, asyncio.create_task(dump(), name=f"samples of step {step}")
 

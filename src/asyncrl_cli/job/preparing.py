@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Say(Protocol):
-    """Told what is being done, and where it can be counted how much of how much, and what has come of it so far."""
+    """Told what is being done: `done` of `total` where that can be counted, and its `figures` so far (a loss, say)."""
 
     def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None: ...
 
@@ -72,8 +72,8 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """The place, the engine, who shall be told. Before anything imports transformers: what is wrong with the engine's packages may
-    break that, too."""
+    """Whether the job fits here (or the cluster answers), the engine is installed, and W&B has a login. Called before anything
+    imports transformers: what is wrong with the engine's packages may break that, too."""
     from asyncrl_cli.job.cluster import local_cluster
     from asyncrl_cli.job.engines import check_engine
     from asyncrl_cli.job.plan import compile_job, device_of

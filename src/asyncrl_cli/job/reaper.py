@@ -3,7 +3,7 @@
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
-closes, because the session ended (it says goodbye first) or the driver died (its last word is ours, then), it lets them go for
+closes, because the session ended (it says goodbye first) or the driver died (we print the error then), it lets them go for
 `GRACE_S`, kills the rest, and removes the directory, and what they have left of Python's shared memory (vLLM's processes talk
 through it; who would tidy up after them, Python's resource tracker, is one of the killed).
 

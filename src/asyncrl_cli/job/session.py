@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.job import reaper
 from asyncrl_cli.job.cluster import ClusterResources, local_cluster
 from asyncrl_cli.job.lifeline import lifeline
@@ -100,7 +100,7 @@ def _connected(address: str) -> Iterator[None]:
         try:
             _init(address=address)
         except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
-            raise _unreachable(address, str(error)) from error
+            raise _unreachable(address, error) from error
         with _shut_down_at_the_end():
             yield
 
@@ -161,13 +161,12 @@ def check_reachable(address: str) -> None:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S):
             return
     except (OSError, OverflowError) as error:
-        raise _unreachable(address, str(error)) from error
+        raise _unreachable(address, error) from error
 
 
-def _unreachable(address: str, why: str) -> PreflightError:
-    first_line = why.strip().partition("\n")[0]
+def _unreachable(address: str, error: Exception) -> PreflightError:
     return PreflightError(
-        f"no ray cluster answers at {address}: {first_line}",
+        f"no ray cluster answers at {address}: {first_line(error)}",
         hint="check `ray status` on that node, or leave --address out to start one here",
     )
 

@@ -110,7 +110,7 @@ def tell(text: str) -> None:
 
 
 def end_descendants() -> None:
-    """Kill what this process has started, but for the reaper: so nobody writes on where we clean up. It looks after the rest."""
+    """Kill what this process has started, so that nothing writes where we clean up. Only the reaper lives on, and ends the rest."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):

@@ -104,26 +104,27 @@ class Board:
         what they wait for, is taken from here. Times in states stay their own."""
         admission = self.groups.admission
         running_eval = self.evaluator.running
+        closed = causes.closed_by(self)
         return Snapshot(
             phase="stopping" if self.stopping and self.phase not in ENDED else self.phase,
             time_s=self.time_before_s + self.now_s(),
             step=self.step,
             version=self.version,
             groups_trained=admission.trained_groups,
-            admission=causes.closed_by(self),
+            admission=closed,
             admission_cause=causes.behind_closed(self),
             window_taken=admission.taken_in_window,
             window_groups=admission.window_groups,
             window_budget=admission.budget,
             ledger=self.groups.ledger.totals(),
-            reports={name: self._as_known(report) for name, report in self.reports.latest.items()},
+            reports={name: self._as_known(report, closed) for name, report in self.reports.latest.items()},
             worker_versions=dict(self.sync.held),
             eval_running=str(running_eval) if running_eval else "",
             checkpoint=self.checkpoint,
             restarting={} if self.stopping or self.phase in ENDED else dict(self.restarting),
         )
 
-    def _as_known(self, report: ExecutorReport) -> ExecutorReport:
+    def _as_known(self, report: ExecutorReport, closed: str) -> ExecutorReport:
         if self.phase in ENDED:
             return report
         if report.role == "trainer":
@@ -133,7 +134,7 @@ class Board:
         if report.role == "feed":
             wait = causes.admission_wait(self)
             return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
-        if report.role == "rollout" and report.state is State.STARVED and (closed := causes.closed_by(self)):
+        if report.role == "rollout" and report.state is State.STARVED and closed:
             return replace(report, waiting_for=f"admission: {closed}")
         return report
 

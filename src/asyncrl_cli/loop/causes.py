@@ -58,9 +58,10 @@ def groups_wait(board: Board) -> str:
     """What the trainer waits for when it waits for a step's groups."""
     admission, needed = board.groups.admission, board.settings.step_groups
     finished, running = len(admission.finished), len(admission.running)
-    text = f"{needed} takeable groups: {finished} finished, {running} running"
-    if finished >= needed:
-        text += f", {len(admission.takeable(needed))} takeable before those that are due first"
+    takeable = (
+        f" (only {len(admission.takeable(needed))} takeable before groups that are due earlier)" if finished >= needed else ""
+    )
+    text = f"{needed} takeable groups: {finished} finished{takeable}, {running} running"
     return _with_admission(board, text)
 
 

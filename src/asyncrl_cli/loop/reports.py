@@ -43,7 +43,7 @@ class ReportBook:
         if previous is None:
             self._leave_out_the_start(report, arrived_s)
         elif name not in self._awaited and report.now_s < previous.now_s:
-            # A newer one has overtaken it, and has the sums of both; only its spans are its own.
+            # A later report has arrived first. Its sums include those of this one, its spans do not.
             self._spans[name] += _moved(report.spans, self._offset_s[name], self.began_s)
             self._spans[name].sort(key=lambda span: span.start_s)
             return False

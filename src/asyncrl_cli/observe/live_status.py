@@ -142,7 +142,8 @@ class LiveStatus:
     def picture(self) -> dict[str, Any]:
         """The whole status; JSON."""
         snapshot = self._snapshot
-        steps, using = self._steps(), self._using()
+        steps = self._steps()
+        using = self._using(steps)
         return {
             "schema_version": SCHEMA_VERSION,
             **asdict(self._facts),
@@ -210,9 +211,9 @@ class LiveStatus:
         """The period of figures that whole steps have: the recent ones, or all of a run that has ended."""
         return self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent()
 
-    def _using(self) -> Period | None:
-        """The period of what executors integrate: also the step under way, once it is longer than the recent ones together."""
-        steps, snapshot = self._steps(), self._snapshot
+    def _using(self, steps: Period | None) -> Period | None:
+        """The period of what executors integrate: `steps`, or the step under way once it is longer than these together."""
+        snapshot = self._snapshot
         if snapshot is None or self._phase in ENDED:
             return steps
         from_s = steps.to_s if steps else self._began_s or 0.0

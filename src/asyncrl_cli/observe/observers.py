@@ -89,7 +89,7 @@ class Observers:
         if not self._closed:
             self._closed = True
             self._each("close", status)
-            for sink in self._left_out:  # its last word may find the room again that a failed checkpoint has left
+            for sink in self._left_out:  # a disk that was full may have room again: a failed checkpoint was removed
                 with contextlib.suppress(OSError):
                     sink.close(status)
         return status

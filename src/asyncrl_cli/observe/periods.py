@@ -44,16 +44,22 @@ class RecentSteps:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, Mapping[str, Value]]] = deque(maxlen=RECENT_STEPS)
+        self._joined: Period | None = None
 
     def add(self, from_s: float, to_s: float, values: Mapping[str, Value]) -> None:
         """A step begins where the line before it ends, whatever a clock's second reading says."""
         self._steps.append((self._steps[-1][1] if self._steps else from_s, to_s, values))
         while self._steps[0][1] <= to_s - RECENT_S:
             self._steps.popleft()
+        self._joined = None
 
     def period(self) -> Period | None:
-        if not self._steps:
-            return None
+        """Joined once per step: a status is made every second, and there are values of every executor."""
+        if self._joined is None and self._steps:
+            self._joined = self._join()
+        return self._joined
+
+    def _join(self) -> Period:
         joined: dict[str, Value] = {}
         for _, _, values in self._steps:
             merge_into(joined, values)

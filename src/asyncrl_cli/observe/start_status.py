@@ -42,7 +42,7 @@ class StartStatus:
         self._thread = threading.Thread(target=self._work, name="start-status", daemon=True)
 
     def __enter__(self) -> StartStatus:
-        self._write()  # here: whoever cannot write it is told so
+        self._write()  # in this thread, so that an error is raised
         self._thread.start()
         return self
 

@@ -61,7 +61,7 @@ class Starting:
             self._print(is_new)
 
     def _how_far(self, done: int, total: int, figures: str) -> str:
-        """ "120/300  40%  loss 0.61  0:00:25 left"; no more may be said of a short part, and 0 of 3 is not its end."""
+        """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known; nothing is counted before the first of them is done."""
         left_s = self._pace.left_s(self._now(), done, total)
         left = "" if left_s is None or done == total else f"{clock(left_s)} left"
         counted = (f"{done}/{total}", f"{done / total:.0%}") if done and total else ()

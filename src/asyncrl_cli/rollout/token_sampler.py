@@ -85,7 +85,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         self._rows: list[Track | None] = []
 
     def forget_counts(self) -> None:
-        """What was sampled until now is no one's work."""
+        """Count from here: what was sampled so far was no work of a run."""
         self.sampled_tokens = self.decode_steps = 0
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:

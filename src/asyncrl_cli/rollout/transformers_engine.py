@@ -34,7 +34,7 @@ from transformers.utils import logging
 
 from asyncrl_cli.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.models.attention import choose_attention, takes_attention
+from asyncrl_cli.models.attention import MAX_LOGPROB_DIFF, choose_attention, takes_attention
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.rollout import batching, scoring
@@ -58,8 +58,6 @@ from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 CLOSE_TIMEOUT_S = 30.0
 SELF_CHECK_PROMPT_TOKENS = 256
 SELF_CHECK_TOKENS = 8
-MAX_SELF_CHECK_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Mean |difference| of logprobs: rounding, in this dtype."""
 
 
 class TransformersEngine:
@@ -101,7 +99,7 @@ class TransformersEngine:
         self._tracks: dict[str, Track] = {}
         self._weights_lock = asyncio.Lock()
         self._requests_lock = threading.Lock()
-        """Submitting, withdrawing and interrupting are whole to each other: an interrupt comes from a load's thread."""
+        """Held while requests are submitted, withdrawn or interrupted: an interrupt comes from a load's thread."""
         self._started = False
         self._closed = False
         self._failure = ""
@@ -144,7 +142,7 @@ class TransformersEngine:
         answer = await self.generate("self-check", list(prompt), how, seed=0)
         scores = await self.score([[*prompt, *answer.tokens]], 1.0)
         diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
-        if not diff < MAX_SELF_CHECK_DIFF[self._dtype]:
+        if not diff < MAX_LOGPROB_DIFF[self._dtype]:
             raise _unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
         self._sampler.forget_counts()
 

@@ -101,8 +101,8 @@ class PolicyModel:
         return self._specs
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
-        """What `specs` lists, whole and on the device, some at a time; `form.to_files` makes it that. A collective, all of it. May
-        alias live memory: copy it."""
+        """Whole tensors on the device, by their names in memory, a part of the model at a time: `form.to_files` of the parts has
+        what `specs` lists. A collective: every rank goes through all parts. May alias live memory: copy it."""
         for names in self._parts:
             yield {name: self._full(name) for name in names}
 

@@ -94,7 +94,9 @@ class PolicyTrainer:
         packing = Packing(self._layout) if self.ranks.rank == 0 else None
         with torch.no_grad():
             for part in self.model.full():
-                for name, tensor in self.model.form.to_files(part).items() if packing is not None else ():
+                if packing is None:
+                    continue
+                for name, tensor in self.model.form.to_files(part).items():
                     if (index := packing.put(name, tensor)) is not None:
                         on_full(packing, index)
         probe_logprobs = tuple(tuple(row) for row in self.score(self._probes))

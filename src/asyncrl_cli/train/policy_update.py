@@ -42,7 +42,7 @@ class RankBatch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
     """Seconds are this rank's; `tokens` (sampled tokens trained, also by skipped steps) and `metrics` are of all ranks together.
-    Of metrics only finite ones: with a skipped step, those that it spoils are absent. See `TrainReport` for the skipped."""
+    `metrics` has finite values only: those that a skipped step spoils are absent. `skipped_*` are as in `TrainReport`."""
 
     train_s: float
     old_logprob_s: float
