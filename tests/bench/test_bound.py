@@ -24,7 +24,7 @@ FULL = 0.9
 def drawn(rng: random.Random) -> Workload:
     return Workload.model_validate(
         {
-            "windows": rng.choice([9, 12, 16, 24]),
+            "windows": rng.choice([12, 15, 16, 24]),
             "profile": {
                 "placement": {"gpus": rng.choice([2, 4, 8])},
                 "trainer": {"ppo_mini_batch_size": rng.choice([2, 4])},
