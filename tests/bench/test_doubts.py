@@ -63,7 +63,7 @@ def test_less_than_three_windows_are_refused_before_anything_runs(groups: int, h
 def test_one_measured_window_is_told_as_short_and_the_default_is_not() -> None:
     same = {"step_s": 1.0, "tokens": 10}
     (remark,) = compared(192, same, same).remarks
-    assert remark.startswith("Short: 64 groups are measured, 1 of the longest window.")
+    assert remark.startswith("Short: 64 groups are measured, and the longest window has 64.")
     enough = int(remark.partition("--groups ")[2].split()[0])
     assert compared(enough, same, same).remarks == compared(384, same, same).remarks == ()
 

@@ -237,8 +237,8 @@ def _doubts(entries: Sequence[Entry], results: Sequence[Result], runs: Sequence[
     if measured < ENOUGH_WINDOWS * longest:
         enough = groups_for_all(entries, (ENOUGH_WINDOWS + 2) * longest)
         doubts.append(
-            f"Short: {measured} groups are measured, {measured / longest:.2g} of the longest window. A speedup of so few says "
-            f"little: --groups {enough} measures {ENOUGH_WINDOWS} windows."
+            f"Short: {measured} groups are measured, and the longest window has {longest}. A speedup of so few says little: "
+            f"--groups {enough} measures {ENOUGH_WINDOWS} windows."
         )
     if is_uneven(results):
         doubts.append(
