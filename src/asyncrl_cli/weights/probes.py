@@ -16,14 +16,12 @@ from asyncrl_cli.loop.ports import LoadVerdict
 
 PROBE_TOKENS = 32
 """Length of a probe: long enough to reach every layer and position encoding, short enough to cost nothing."""
-
-
 ERRORS = 5.0
-"""Standard errors between what is said and what would be chance: noise of neighbouring tokens is alike, and syncs are many."""
+"""How many standard errors a verdict needs: the noise of neighbouring tokens is alike, and a run has many syncs."""
 OUTLIER = 5.0
-"""Median changes above which a token is left out: one for which the trainer chose another expert, say, between the versions."""
+"""A token that has changed by more than so many medians is left out: the trainer chose another expert for it, say."""
 SLACK = 0.05
-"""How far from 1 the share of a loaded version may be for reasons that no noise shows."""
+"""How far from 1 the share of a loaded version may be, beside what noise explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
