@@ -61,6 +61,7 @@ class Lifeline:
     def waiting(self, limit: asyncio.Timeout, *, patient: bool) -> Iterator[None]:
         """`limit` runs out when a daemon dies. Raises SessionLost if one has."""
         if self._first is not None and (error := self.error(patient=patient)) is not None:  # a look would take longer than a call
+            reaper.say(reaper.AWAKE)
             raise error
         self._loop = asyncio.get_running_loop()
         self._waits[limit] = patient
