@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -69,7 +70,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_long_names(args: Sequence[str]) -> None:
-    """Whatever is no `--set` is an option, a name, a number or a path, and the last ones end at the file system's limits."""
+    """All but the values of `--set` are options, names, numbers or paths: none is longer than what a file system takes."""
     for before, argument in zip(("", *args), args, strict=False):
         if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
             raise ConfigError(
@@ -105,7 +106,8 @@ def _answer(args: Sequence[str]) -> int:
 def _fail(args: Sequence[str], told: tuple[str, str, int]) -> int:
     message, hint, code = told
     if message and "--json" in args:
-        print_json_error(message, hint, code)
+        with suppress(OSError):  # whoever cannot read it has the exit code
+            print_json_error(message, hint, code)
     return code
 
 

@@ -139,10 +139,9 @@ def _cpu() -> Finding:
     features = matrix_features()
     if features is None:
         return Finding(what="CPU", found="its instructions are not known on this system")
-    meaning = {
-        True: "computes in bfloat16 as well as in float32",
-        False: "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower than float32",
-    }[bool(computes_bfloat16())]
+    meaning = "computes in bfloat16 as well as in float32"
+    if not computes_bfloat16():
+        meaning = "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower than float32"
     name = cpu_facts().get("model name", "CPU")
     return Finding(what="CPU", found=f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}")
 
