@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.settings import TrainerSettings
-from asyncrl_cli.train.state_reader import StateReader, read_tensors
+from asyncrl_cli.train.state_reader import METADATA, StateReader, read_tensors
 from asyncrl_cli.train.trainer_state import saved_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -54,7 +54,7 @@ def load(directory):
 def change(directory, edit):
     metadata = FileSystemReader(directory).read_metadata()
     edit(metadata)
-    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def test_tensors_of_every_dtype_are_read_back(directory):
@@ -87,6 +87,16 @@ def test_metadata_that_would_run_code_are_refused_and_do_not(tmp_path, tiny_mode
     assert marker.exists()
 
 
+@pytest.mark.parametrize("named", ["pathlib PosixPath", "torch.distributed.checkpoint.metadata Metadata", "torch Size"])
+def test_metadata_that_would_change_a_class_are_refused_and_do_not(directory, named):
+    found = b"c" + named.replace(" ", "\n").encode() + b"\n"
+    slots = b"N}X\x06\0\0\0spoiltX\x01\0\0\0xs\x86"  # (None, {"spoilt": "x"}), as for an object with slots
+    (directory / METADATA).write_bytes(b"\x80\x02" + found + slots + b"b.")
+    with pytest.raises(RefusedError, match="it would change the class"):
+        StateReader(directory).read_metadata()
+    assert not any(hasattr(kind, "spoilt") for kind in (PosixPath, Metadata, torch.Size))
+
+
 def test_items_that_torch_would_unpickle_in_full_are_refused(tmp_path, directory):
     """A key that should be a tensor says that it is bytes, of a tensor's shape: torch would load these with everything allowed."""
     marker = tmp_path / "marker"
@@ -115,7 +125,7 @@ GARBAGE = (b"", b"\x80\x04.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(l
 
 @pytest.mark.parametrize("content", GARBAGE, ids=range(len(GARBAGE)))
 def test_what_is_no_metadata_is_refused(directory, content):
-    (directory / ".metadata").write_bytes(content)
+    (directory / METADATA).write_bytes(content)
     with pytest.raises(RefusedError, match=r"\.metadata cannot be read"):
         load(directory)
 

@@ -33,14 +33,26 @@ def _layout(name: str) -> torch.layout:
     return layout
 
 
+class _Frozen(type):
+    """A pickle may set attributes of whatever it has, also of a class, and so for the whole process. Not of these."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise pickle.UnpicklingError(f"it would change the class {cls.__name__}")
+
+
+def _maker(kind: Any) -> type:
+    """What a pickle gets in place of the class `kind`: a class whose instances are those of `kind`."""
+    return _Frozen(kind.__name__, (), {"__new__": lambda cls, *args: kind(*args) if args else kind.__new__(kind)})
+
+
 WRITTEN: Mapping[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
-    ("pathlib", "PosixPath"): PosixPath,
-    ("pathlib._local", "PosixPath"): PosixPath,  # Python 3.13's name of it
+    ("pathlib", "PosixPath"): _maker(PosixPath),
+    ("pathlib._local", "PosixPath"): _maker(PosixPath),  # its name in Python 3.13
     **{
-        (kind.__module__, kind.__name__): kind
+        (kind.__module__, kind.__name__): _maker(kind)
         for kind in (
+            torch.Size,
             Metadata,
             MetadataIndex,
             TensorStorageMetadata,
