@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from annotated_types import Interval
+from annotated_types import Interval, IsFinite
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 
@@ -23,6 +23,8 @@ T = TypeVar("T")
 MIB = 2**20
 Count = Annotated[int, Interval(ge=0, le=2**53)]
 """Steps, versions, tokens: what JSON readers everywhere hold exactly."""
+Finite = IsFinite[float]
+"""What is trained on: JSON as Python writes and reads it has NaN and Infinity, too."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095

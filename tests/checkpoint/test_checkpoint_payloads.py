@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -64,4 +66,12 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path):
     structure["groups"][0]["trajectories"].pop()
     (tmp_path / "payloads.json").write_text(json.dumps(structure))
     with pytest.raises(RefusedError, match="5 tokens expected"):
+        read_payloads(tmp_path)
+
+
+def test_a_reward_that_is_no_finite_number_is_refused(tmp_path):
+    group = payload("p", [[5]])
+    spoilt = replace(group.trajectories[0], reward=math.nan)
+    write_payloads(tmp_path, [replace(group, trajectories=(spoilt,))])
+    with pytest.raises(RefusedError, match=r"groups\.0\.trajectories\.0\.reward: .*isfinite"):
         read_payloads(tmp_path)

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.checkpoint.files import naming
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import Count, load_json, open_regular, reason
+from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, reason
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 
 SCHEMA_VERSION = 1
@@ -29,7 +29,7 @@ DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mas
 
 
 class _Trajectory(TypedDict):
-    reward: float
+    reward: Finite
     finish_reason: str
     segment_lengths: list[Count]
 

@@ -8,7 +8,7 @@ from annotated_types import Len
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.safe_files import Count
+from asyncrl_cli.safe_files import Count, Finite
 
 Key = tuple[str, Count, Count]
 """uid, epoch, attempt."""
@@ -17,7 +17,7 @@ Key = tuple[str, Count, Count]
 class TrajectoryState(TypedDict):
     prompt_tokens: Count
     response_tokens: Count
-    reward: float
+    reward: Finite
     finish_reason: str
     version_tokens: Annotated[list[tuple[Count, Count]], Len(1)]
 
