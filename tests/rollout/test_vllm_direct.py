@@ -20,6 +20,7 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.rollout import vllm_direct
 from asyncrl_cli.rollout.vllm_direct import NcclWay, nccl_init_info, nccl_update_info
@@ -213,7 +214,7 @@ class Direct:
 
     def _engine(self, setup: VllmSetup, llm: InProcessLlm) -> VllmEngine:
         engine = VllmEngine(setup)
-        engine._llm, engine._shape = llm, self.shape  # type: ignore[assignment]
+        engine._llm, engine._form = llm, SavedForm(self.shape)  # type: ignore[assignment]
         return engine
 
     def restarted(self) -> None:
