@@ -1,4 +1,4 @@
-"""What every test has: one compute thread, no hub, no telemetry, and no ASYNCRL_* names of whoever runs it.
+"""What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored hangups of whoever runs it.
 
 pytest runs two processes (pyproject.toml): the slow files come first, so that neither is left alone with one; and a test that
 measures the machine, marked `alone`, has it to itself.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ for name, value in {
     "WANDB_SILENT": "true",
 }.items():
     os.environ.setdefault(name, value)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and so would every run of ours
 
 
 @pytest.fixture(autouse=True)
