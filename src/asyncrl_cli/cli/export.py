@@ -50,8 +50,10 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's weights as an ordinary Hugging Face directory."""
+    from asyncrl_cli.checkpoint.find import resolve
     from asyncrl_cli.observe.starting import Starting
 
+    resolve(source, runs_dir)  # a wrong name is told before torch is imported
     with Starting("auto") as progress:
         progress("looking for the weights")
         from asyncrl_cli.export.export import export

@@ -62,7 +62,7 @@ async def run_to_the_end(
         error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
         log.error("asyncrl itself failed", exc_info=failure)
     finally:
-        requests.mean(partial(tell, "shutting down"), lambda: None)
+        requests.mean(lambda: None, lambda: None)
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
     summary = observers.close(phase, "" if phase != "failed" else str(error))
     exit_code = 0 if error is None else error.exit_code

@@ -170,7 +170,10 @@ class Run:
                 observers.warning(warning)
             trainer.dumps.warn = observers.warning
             self._unbegun = None
-            return await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
+            result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
+            if self.ui != "none":
+                tell("shutting down")  # Ray and the workers take seconds to end
+            return result
 
     def _pipeline(
         self,
