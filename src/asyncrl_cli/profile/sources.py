@@ -58,7 +58,8 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         path = relative_to / expand(reference)
         if os.path.isfile(path):
             return path.resolve()
-        raise ConfigError(f"{asked_by}: there is no file {shortened(path)}", hint="`asyncrl profiles` lists the profiles by name")
+        wrong = "is no file" if os.path.exists(path) else "does not exist"
+        raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint="`asyncrl profiles` lists the profiles by name")
     known = shipped_profiles()
     if reference in known:
         return known[reference].resolve()
