@@ -1,4 +1,4 @@
-"""What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored hangups of whoever runs it.
+"""What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored signals of whoever runs it.
 
 pytest runs two processes (pyproject.toml): the slow files come first, so that neither is left alone with one; and a test that
 measures the machine, marked `alone`, has it to itself.
@@ -23,7 +23,9 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup pytest` ignores it, and so would every run of ours
+# `nohup pytest` and `pytest &` in a script ignore them, and so would every run of ours.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
