@@ -51,6 +51,8 @@ PATIENT = {
     "grpc_client_keepalive_timeout_ms": 300_000,
 }
 SYSTEM_CONFIG = PATIENT | {
+    # By default 15: beside two busy processes on two cores the workers got a twentieth of one, and a run did not start in minutes.
+    "worker_niceness": 0,
     "enable_metrics_collection": False,
     # Nobody looks at them; and without a gcs_server Ray waits 5 s at the end for somebody to take them.
     "task_events_report_interval_ms": 0,
