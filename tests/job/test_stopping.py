@@ -66,7 +66,7 @@ def test_what_is_started_while_hangups_are_blocked_survives_one_and_we_hear_it_a
     with StopRequests(lambda: heard.append(1)).on_signals():
         with hangups_blocked():
             child = subprocess.Popen(["sleep", "100"])
-            # To this thread: a signal to the process may go to any thread that has it not blocked, and tests before may have left one.
+            # To this thread: any other that a test before has left may take a signal to the process.
             signal.pthread_kill(threading.get_ident(), signal.SIGHUP)
             assert heard == []
         assert heard == [1]
