@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.job.plan import TRAINER, compile_job
+from asyncrl_cli.plan.job_plan import TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.lengths import mean_tokens
 from asyncrl_cli.simulate.references import WINDOW, Residual, reference_sets, residuals

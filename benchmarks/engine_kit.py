@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from asyncrl_cli.rollout.engine import Completion, Sampling
+from asyncrl_cli.engines.port import Completion, Sampling
 
 if TYPE_CHECKING:
-    from asyncrl_cli.rollout.transformers_engine import TransformersEngine
-    from asyncrl_cli.rollout.vllm_engine import VllmEngine
+    from asyncrl_cli.engines.transformers.engine import TransformersEngine
+    from asyncrl_cli.engines.vllm.engine import VllmEngine
 
     AnyEngine = TransformersEngine | VllmEngine
 
@@ -119,7 +119,7 @@ def make_builtin_model(directory: Path) -> RandomModel:
 
 
 def vllm_setup(model: RandomModel, slots: int, response_tokens: int, device: str = "cpu", **engine_args: Any) -> Any:
-    from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup
+    from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup
 
     return VllmSetup(
         model_dir=model.directory,
@@ -140,11 +140,11 @@ async def running_engine(
     torch.set_num_threads(THREADS)
     engine: AnyEngine
     if name == "vllm":
-        from asyncrl_cli.rollout.vllm_engine import VllmEngine
+        from asyncrl_cli.engines.vllm.engine import VllmEngine
 
         engine = VllmEngine(vllm_setup(model, slots, response_tokens, **engine_args))
     else:
-        from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+        from asyncrl_cli.engines.transformers.engine import TransformersEngine
 
         engine = TransformersEngine(
             model.directory, slots=slots, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=response_tokens, threads=THREADS

@@ -82,7 +82,7 @@ class Ceiling:
     """vLLM's offline engine, started with the very arguments of ours."""
 
     def __init__(self, model: RandomModel, slots: int, tokens: int) -> None:
-        from asyncrl_cli.rollout import vllm_settings
+        from asyncrl_cli.engines.vllm import settings as vllm_settings
 
         setup = vllm_setup(model, slots, tokens)
         vllm_settings.set_environment(setup)

@@ -15,11 +15,11 @@ from gpu_smoke_engine import LOAD_BUCKET_BYTES, engine_on_gpu, load_in_flight
 from gpu_smoke_kit import DEVICE, Skipped
 from gpu_smoke_trainer import trained
 
+from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
+from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting
 from asyncrl_cli.weights.transports import send
-from asyncrl_cli.weights.vllm_ipc import IpcExports, produce_on
-from asyncrl_cli.weights.vllm_nccl import NcclGroup, NcclLinks
 
 WORKER = "smoke"
 TIMEOUT_S = 60.0

@@ -14,13 +14,13 @@ from engine_kit import MB, PROMPT_TOKENS, RandomModel, prompts_of
 from gpu_smoke_kit import DEVICE, GPU_SHARE, RESPONSE_TOKENS, Wrong
 from gpu_smoke_trainer import trained
 
-from asyncrl_cli.rollout.engine import Sampling
+from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.engines.vllm.plugin import BACKEND
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 from asyncrl_cli.weights.probes import mean_abs_diff
-from asyncrl_cli.weights.vllm_plugin import BACKEND
 
 if TYPE_CHECKING:
-    from asyncrl_cli.rollout.vllm_engine import VllmEngine
+    from asyncrl_cli.engines.vllm.engine import VllmEngine
 
 SLOTS = 32
 LARGEST_DIFFERENCE = 0.05
@@ -30,8 +30,8 @@ LOAD_BUCKET_BYTES = 128 * MB
 
 @asynccontextmanager
 async def engine_on_gpu(model: RandomModel, weight_backend: str = BACKEND, **engine_args: Any) -> AsyncIterator[VllmEngine]:
-    from asyncrl_cli.rollout.vllm_engine import VllmEngine
-    from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup
+    from asyncrl_cli.engines.vllm.engine import VllmEngine
+    from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup
 
     setup = VllmSetup(
         model_dir=model.directory,

@@ -47,8 +47,8 @@ from engine_kit import (
     table,
 )
 
+from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.rollout.engine import Sampling
 from asyncrl_cli.weights.buckets import Bucket, pack
 
 INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)

@@ -19,7 +19,7 @@ class ReloadTimes:
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-        from asyncrl_cli.weights.vllm_bucket_engine import BucketEngine
+        from asyncrl_cli.engines.vllm.bucket_engine import BucketEngine
 
         for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             _time(method, "process_weights_after_loading", "packing")

@@ -25,7 +25,7 @@ from typing import Any
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of
 from asyncrl_cli.bench.real import read_lines
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Workload

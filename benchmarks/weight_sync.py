@@ -44,7 +44,7 @@ import psutil
 import torch
 from engine_kit import MB, THREADS, RandomModel, beside, conditions, make_random_model, need_vllm, prompts_of, running_engine, table
 
-from asyncrl_cli.rollout.engine import Sampling
+from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import verify
@@ -95,7 +95,7 @@ async def zero_byte_pause_s(engine: Any) -> float:
     """What the engine needs to stop and go on, with nothing between."""
     began_s = time.perf_counter()
     if hasattr(engine, "_llm"):
-        from asyncrl_cli.rollout.vllm_weights import paused
+        from asyncrl_cli.engines.vllm.weights import paused
 
         async with paused(engine._llm, "keep-kv"):
             pass

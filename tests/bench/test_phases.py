@@ -21,9 +21,9 @@ from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
 from asyncrl_cli.bench.phase_processes import CpuTime, Processes
 from asyncrl_cli.bench.phases import lengths_of, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.models.resolve import resolve_model
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.tasks.task import load_task
 

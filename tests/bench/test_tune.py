@@ -25,8 +25,8 @@ from asyncrl_cli.bench.settings import (
 )
 from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.plan import compile_job
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.schema import Profile
 

@@ -171,7 +171,7 @@ def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, named: str, meaning: str
 ) -> None:
     from asyncrl_cli.cli.doctor import _cpu
-    from asyncrl_cli.job import cpu
+    from asyncrl_cli.plan import cpu
 
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
@@ -214,7 +214,7 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     version: str | None, fails: str, found: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncrl_cli.cli.doctor as doctor
-    from asyncrl_cli.rollout import vllm_preflight
+    from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 
     monkeypatch.setattr(doctor, "_importable", lambda what, module: doctor.Finding(what=what, found=module, ok=True))
     monkeypatch.setattr(doctor, "_import_fails", lambda module: fails)
@@ -241,7 +241,7 @@ def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
 
 def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncrl_cli.cli.doctor as doctor
-    from asyncrl_cli.rollout import vllm_preflight
+    from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 
     ran: list[list[str]] = []
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.plan import JobPlan, compile_job
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.schema import (
     AlgorithmSection,
     AsyncTrainingSection,

@@ -10,8 +10,8 @@ import signal
 import sys
 import time
 
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
 from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.profile.schema import Profile
 
 

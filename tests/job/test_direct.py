@@ -17,13 +17,13 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError
 
+from asyncrl_cli.engines.registry import make_engine
+from asyncrl_cli.engines.vllm.nccl import NcclLinks
+from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
+from asyncrl_cli.engines.vllm.settings import set_environment
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import direct, ports
-from asyncrl_cli.job.counts import cuda_counts
 from asyncrl_cli.job.direct import DirectTransport, RayRankZero
-from asyncrl_cli.job.engines import make_engine
-from asyncrl_cli.job.memory import estimate_memory
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.sending import Sending
@@ -33,16 +33,16 @@ from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.models.shape import shape_of_directory
+from asyncrl_cli.plan.counts import cuda_counts
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout.vllm_processes import END_TIMEOUT_S
-from asyncrl_cli.rollout.vllm_settings import set_environment
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting, loaded_as
 from asyncrl_cli.weights.limits import WORKER_MARGIN_S
-from asyncrl_cli.weights.vllm_nccl import NcclLinks
 from tests.job.crew import REWARD, make_model, nodes, small_profile
 from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup
 

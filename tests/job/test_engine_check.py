@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.engines.registry import check_engine, make_engine
+from asyncrl_cli.engines.vllm import arguments as vllm_arguments
+from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.engines import check_engine, make_engine
-from asyncrl_cli.job.plan import compile_job
 from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout import vllm_arguments, vllm_preflight
 
 from .crew import REWARD, nodes
 

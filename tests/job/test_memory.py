@@ -11,8 +11,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.memory import (
+from asyncrl_cli.models.shape import shape_of, shape_of_config
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.plan.memory import (
     CACHE_SHARE_OF_MEMORY,
     PAGE_TOKENS,
     PREFILL_TOKENS,
@@ -21,9 +23,7 @@ from asyncrl_cli.job.memory import (
     estimate_memory,
     kv_cache_bytes,
 )
-from asyncrl_cli.job.memory_fit import device_needs, memory_warnings
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
-from asyncrl_cli.models.shape import shape_of, shape_of_config
+from asyncrl_cli.plan.memory_fit import device_needs, memory_warnings
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.schema import Profile
 
@@ -222,7 +222,7 @@ def test_a_tensor_parallel_worker_shares_weights_and_cache() -> None:
 
 
 def test_the_engines_own_numbers_are_meant() -> None:
-    from asyncrl_cli.rollout import batching
+    from asyncrl_cli.engines.transformers import batching
 
     assert PAGE_TOKENS == batching.PAGE_TOKENS
     assert PREFILL_TOKENS == batching.PREFILL_TOKENS_PACKED

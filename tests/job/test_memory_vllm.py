@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.cli.app import run
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.memory import estimate_memory
-from asyncrl_cli.job.memory_fit import cannot_fit, device_needs, memory_warnings
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.models.shape import shape_of
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
+from asyncrl_cli.plan.memory import estimate_memory
+from asyncrl_cli.plan.memory_fit import cannot_fit, device_needs, memory_warnings
 from asyncrl_cli.profile.layers import load
 from tests.llama import LLAMA_7B
 
@@ -114,7 +114,7 @@ def test_slots_that_the_share_has_no_room_for_are_warned_of_with_the_number_that
 def test_the_plan_names_the_engine_and_an_engine_that_is_missing_here(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from asyncrl_cli.rollout import vllm_preflight
+    from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 
     monkeypatch.setattr(vllm_preflight, "installed_version", lambda: None)
     monkeypatch.setenv("COLUMNS", "200")

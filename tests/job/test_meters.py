@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.rollout.engine import EngineCounters
 from asyncrl_cli.simulate.clock import run_virtual
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 
 from .crew import nodes, placed, small_profile, witnesses
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.engines.port import OneBufferEngine, PauseReport, Scores
+from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import rollout_actor
 from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.job.rollout_actor import GETS_AHEAD, Received, RolloutActor
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.rollout.engine import OneBufferEngine, PauseReport, Scores
-from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack
 from tests.rollout import tiny
 

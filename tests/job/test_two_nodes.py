@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER
 from asyncrl_cli.job.session import ray_session
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 
 from .crew import nodes, placed, small_profile, witnesses
 

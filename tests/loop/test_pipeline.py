@@ -9,10 +9,10 @@ from fractions import Fraction
 
 import pytest
 
+from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.loop.pipeline import ResumeFrom
-from asyncrl_cli.rollout.engine import EngineCounters
 from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
 from asyncrl_cli.simulate.trainer import SimulatedTrainer
 from tests.loop.worlds import MODES, run_world, settings

@@ -16,10 +16,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention
-from asyncrl_cli.rollout.engine import Sampling
-from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 from asyncrl_cli.train.settings import TrainerSettings
 from tests.rollout import tiny
 from tests.train.conftest import make_trainer as make_trainer

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job.transports import sender_for
-from asyncrl_cli.rollout.engine import Sampling
-from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
 from asyncrl_cli.train.settings import TrainerSettings

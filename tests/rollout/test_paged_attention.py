@@ -7,7 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 
-from asyncrl_cli.rollout.paged_attention import _make_plan
+from asyncrl_cli.engines.transformers.paged_attention import _make_plan
 
 NEW, LATER = "new", "later"
 

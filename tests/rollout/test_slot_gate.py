@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.rollout.slot_gate import SlotGate
+from asyncrl_cli.engines.transformers.slot_gate import SlotGate
 
 
 def test_slots_are_given_first_come_first_served() -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncrl_cli.rollout.engine import Sampling
-from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
+from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
 
 PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.engines.transformers import engine as transformers_engine
+from asyncrl_cli.engines.transformers import paged_attention
+from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.rollout import paged_attention, transformers_engine
-from asyncrl_cli.rollout.engine import Completion, Sampling
-from asyncrl_cli.rollout.transformers_engine import TransformersEngine
 from asyncrl_cli.weights.buckets import Bucket, pack
 from asyncrl_cli.weights.in_place import copy_into
 from tests.products import counted_products
@@ -110,7 +111,7 @@ def test_logprobs_are_of_the_scaled_untruncated_distribution(
 def test_logprobs_are_the_same_when(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: object
 ) -> None:
-    monkeypatch.setattr(f"asyncrl_cli.rollout.{setting}", value)
+    monkeypatch.setattr(f"asyncrl_cli.engines.transformers.{setting}", value)
 
     async def body() -> None:
         async with engine_of(model_dir, slots=16) as engine:

@@ -16,8 +16,8 @@ import psutil
 import pytest
 from transformers import Qwen3ForCausalLM
 
+from asyncrl_cli.engines.vllm.settings import VllmOptions
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from tests.engines import needs_vllm
 from tests.rollout.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, replace, sampling, world
 
@@ -33,9 +33,9 @@ GONE_WITHIN_S = 20.0
 
 HOLD_AN_ENGINE = """
 import asyncio, sys
-from asyncrl_cli.rollout.engine import Sampling
-from asyncrl_cli.rollout.vllm_engine import VllmEngine
-from asyncrl_cli.rollout.vllm_settings import VllmSetup
+from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.engines.vllm.engine import VllmEngine
+from asyncrl_cli.engines.vllm.settings import VllmSetup
 
 async def main():
     engine = VllmEngine(VllmSetup(model_dir=sys.argv[1], slots=2, max_prompt_tokens=8, max_response_tokens=900))

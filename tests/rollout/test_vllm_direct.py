@@ -18,19 +18,19 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from asyncrl_cli.engines.vllm import direct as vllm_direct
+from asyncrl_cli.engines.vllm.direct import NcclWay, nccl_init_info, nccl_update_info
+from asyncrl_cli.engines.vllm.engine import VllmEngine
+from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on, update_info
+from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
+from asyncrl_cli.engines.vllm.settings import VllmSetup
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
-from asyncrl_cli.rollout import vllm_direct
-from asyncrl_cli.rollout.vllm_direct import NcclWay, nccl_init_info, nccl_update_info
-from asyncrl_cli.rollout.vllm_engine import VllmEngine
-from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from asyncrl_cli.weights.buckets import Manifest, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting, loaded_as
 from asyncrl_cli.weights.transports import send
-from asyncrl_cli.weights.vllm_ipc import IpcExports, produce_on, update_info
-from asyncrl_cli.weights.vllm_nccl import NcclGroup, NcclLinks
 from tests.engines import needs_vllm
 from tests.rollout import tiny
 from tests.rollout.vllm_world import sampling, world

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
+from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.engines.vllm import requests as vllm_requests
+from asyncrl_cli.engines.vllm.settings import VllmOptions
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.rollout import vllm_requests
-from asyncrl_cli.rollout.engine import Completion
-from asyncrl_cli.rollout.vllm_settings import VllmOptions
 from asyncrl_cli.weights.buckets import pack
 from tests.engines import needs_vllm
 from tests.rollout import tiny

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+from asyncrl_cli.engines.vllm.preflight import check_vllm
+from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup, engine_arguments
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.rollout import vllm_preflight
-from asyncrl_cli.rollout.vllm_preflight import check_vllm
-from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup, engine_arguments
 from tests.rollout import tiny
 
 

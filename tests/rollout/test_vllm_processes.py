@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.engines.vllm import processes as vllm_processes
+from asyncrl_cli.engines.vllm.engine import VllmEngine
+from asyncrl_cli.engines.vllm.processes import end_processes
+from asyncrl_cli.engines.vllm.settings import VllmSetup
+from asyncrl_cli.engines.vllm.weights import Updates, paused
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.rollout import vllm_processes
-from asyncrl_cli.rollout.vllm_engine import VllmEngine
-from asyncrl_cli.rollout.vllm_processes import end_processes
-from asyncrl_cli.rollout.vllm_settings import VllmSetup
-from asyncrl_cli.rollout.vllm_weights import Updates, paused
 
 
 class Process:

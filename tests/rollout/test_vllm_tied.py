@@ -77,7 +77,7 @@ def packed_matrices(worker: Any) -> tuple[int, int]:
 def keep_loaders(worker: Any) -> None:
     """For `in_engine`. A model that is loaded in place keeps loaders that lead to its own layers: no twin can have them, which no
     engine of one kind ever sees, and the next test would."""
-    from asyncrl_cli.weights import vllm_twin
+    from asyncrl_cli.engines.vllm import twin as vllm_twin
 
     kept = []
     for layer in worker.get_model().modules():
@@ -88,7 +88,7 @@ def keep_loaders(worker: Any) -> None:
 
 
 def put_loaders_back(worker: Any) -> None:
-    from asyncrl_cli.weights import vllm_twin
+    from asyncrl_cli.engines.vllm import twin as vllm_twin
 
     for info, metadata in vars(vllm_twin).pop("kept_loaders"):
         info.restore_metadata = metadata

@@ -15,10 +15,10 @@ from typing import Any
 
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.rollout.engine import Completion, Sampling
-from asyncrl_cli.rollout.vllm_engine import VllmEngine
-from asyncrl_cli.rollout.vllm_processes import answer
-from asyncrl_cli.rollout.vllm_settings import VllmSetup
+from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.engines.vllm.engine import VllmEngine
+from asyncrl_cli.engines.vllm.processes import answer
+from asyncrl_cli.engines.vllm.settings import VllmSetup
 from tests.rollout import tiny
 
 DEADLINE_S = 120.0
@@ -81,7 +81,7 @@ class World:
 
     @asynccontextmanager
     async def replaced(self, name: str, how: str) -> AsyncIterator[None]:
-        """A function of `weights/vllm_twin.py` does otherwise in the block."""
+        """A function of `engines/vllm/twin.py` does otherwise in the block."""
         await self.in_engine(replace, name, how)
         try:
             yield
@@ -95,8 +95,8 @@ class World:
 
 
 def replace(worker: Any, name: str, how: str) -> None:
-    """For `in_engine`: a function of `weights/vllm_twin.py` does otherwise from here on."""
-    from asyncrl_cli.weights import vllm_twin
+    """For `in_engine`: a function of `engines/vllm/twin.py` does otherwise from here on."""
+    from asyncrl_cli.engines.vllm import twin as vllm_twin
 
     def fails(*args: Any) -> None:
         raise MemoryError("no memory for packing")

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.engines.vllm.ipc import Chunk, IpcExports
+from asyncrl_cli.engines.vllm.nccl import LOOK_S, NcclLinks
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.buckets import Manifest, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting, loaded_as
 from asyncrl_cli.weights.shared import SharedWeights
 from asyncrl_cli.weights.transports import send
-from asyncrl_cli.weights.vllm_ipc import Chunk, IpcExports
-from asyncrl_cli.weights.vllm_nccl import LOOK_S, NcclLinks
 from tests.rollout import tiny
 from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
 

@@ -12,7 +12,7 @@ PARENT = """
 import multiprocessing, os, threading, time
 
 def child(told):
-    from asyncrl_cli.weights.vllm_plugin import end_with_parent
+    from asyncrl_cli.engines.vllm.plugin import end_with_parent
     end_with_parent()
     told.send(os.getpid())
     time.sleep(60)

@@ -14,7 +14,7 @@ pytestmark = [needs_vllm, pytest.mark.filterwarnings("default")]  # vLLM's impor
 def test_only_a_rotary_embedding_that_gets_no_tensor_is_not_worth_a_warning() -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from asyncrl_cli.weights.vllm_plugin import register
+    from asyncrl_cli.engines.vllm.plugin import register
 
     register()  # as vLLM does in each of its processes, whichever engine receives the weights
     heard: list[str] = []

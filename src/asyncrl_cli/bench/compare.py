@@ -17,9 +17,9 @@ from asyncrl_cli.bench.real import RealRun, Told, make_run, runs_of, terminating
 from asyncrl_cli.bench.results import Comparison, Result, RunKey, RunLines, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.timeline import Timeline, timeline_of_run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
-from asyncrl_cli.job.cluster import local_cluster
 from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.observe.lines import spent_s
+from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.simulate.workload import Workload
 

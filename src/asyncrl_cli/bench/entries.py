@@ -10,8 +10,8 @@ from typing import Any
 
 from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.job.cluster import ClusterResources
-from asyncrl_cli.job.plan import JobPlan, compile_job
+from asyncrl_cli.plan.cluster import ClusterResources
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.layers import Loaded
 from asyncrl_cli.profile.resolved import toml_value

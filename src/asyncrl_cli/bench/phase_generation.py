@@ -19,7 +19,7 @@ from asyncrl_cli.bench.phase_processes import ANSWER_TIMEOUT_S, Barrier, CpuTime
 from asyncrl_cli.job.settings import RolloutSettings
 
 if TYPE_CHECKING:
-    from asyncrl_cli.rollout.engine import Completion, Sampling
+    from asyncrl_cli.engines.port import Completion, Sampling
     from asyncrl_cli.samples.trajectory import GroupPayload
 
 GENERATION_CONFIG = "generation_config.json"
@@ -69,7 +69,7 @@ class GenerationPhase:
     def __init__(self, index: int, order: GenerationOrder, barrier: Barrier) -> None:
         from transformers import AutoTokenizer
 
-        from asyncrl_cli.job.engines import make_engine, sampling_of
+        from asyncrl_cli.engines.registry import make_engine, sampling_of
         from asyncrl_cli.rollout.prompts import tokenize_prompts
 
         settings = order.settings

@@ -28,9 +28,9 @@ from asyncrl_cli.bench.phase_figures import PhaseFigures, Repeats, phase_figures
 from asyncrl_cli.bench.phase_generation import GenerationOrder, endless_model, make_generation
 from asyncrl_cli.bench.phase_processes import Processes
 from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_training
-from asyncrl_cli.job.cluster import ClusterResources, local_cluster
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.train.settings import TrainerSettings

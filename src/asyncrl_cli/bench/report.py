@@ -14,7 +14,7 @@ from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.bench.timeline import Timeline
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.job.cluster import usable_cores
+from asyncrl_cli.plan.cluster import usable_cores
 
 PICTURES = ("speedup.png", "timeline.png")
 

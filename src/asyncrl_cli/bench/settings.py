@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import TypeVar
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.job.plan import JobPlan
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.arithmetic import staleness_bound
 from asyncrl_cli.profile.schema import Profile
 

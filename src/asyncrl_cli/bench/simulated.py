@@ -20,8 +20,8 @@ from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.reference_rows import ReferenceRow, rows_of
 from asyncrl_cli.bench.results import RunLines
 from asyncrl_cli.bench.timeline import KeptTimeline, Timeline
-from asyncrl_cli.job.cluster import usable_cores
 from asyncrl_cli.observe.bound import Capacities
+from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Alone
 from asyncrl_cli.simulate.references import Residual, residuals, window_parts

@@ -23,8 +23,8 @@ from asyncrl_cli.bench.search import Effort, Evaluate, Found, search
 from asyncrl_cli.bench.settings import Setting, on_split_of, space_of
 from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
 from asyncrl_cli.errors import AsyncrlError, ConfigError
-from asyncrl_cli.job.cluster import usable_cores
-from asyncrl_cli.job.plan import compile_job
+from asyncrl_cli.plan.cluster import usable_cores
+from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.references import reference_sets

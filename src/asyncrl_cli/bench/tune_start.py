@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.job.cluster import counted
+from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.layers import set_layer
 from asyncrl_cli.profile.schema import Profile
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from asyncrl_cli import __version__
 from asyncrl_cli.bench.tune import Tuned
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.job.cluster import counted
+from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.keys import PARAMS
 from asyncrl_cli.profile.layers import set_layer
 from asyncrl_cli.profile.resolved import toml_key, toml_value

@@ -72,7 +72,7 @@ def command(
 
 def _remove_broken_packages() -> bool:
     """Whether there were any."""
-    from asyncrl_cli.rollout.vllm_preflight import broken_packages
+    from asyncrl_cli.engines.vllm.preflight import broken_packages
 
     broken = broken_packages()
     if not broken:
@@ -102,7 +102,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _stray_packages() -> Iterator[Finding]:
-    from asyncrl_cli.rollout.vllm_preflight import broken_packages
+    from asyncrl_cli.engines.vllm.preflight import broken_packages
 
     hint = "asyncrl doctor --fix removes what vLLM does not need"
     yield from (Finding(what=name, found="does not load beside this torch", ok=False, hint=hint) for name in broken_packages())
@@ -126,7 +126,7 @@ def _package(name: str, start: str) -> Finding:
 def _machine() -> Finding:
     import shutil
 
-    from asyncrl_cli.job.cluster import usable_cores
+    from asyncrl_cli.plan.cluster import usable_cores
 
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
@@ -134,7 +134,7 @@ def _machine() -> Finding:
 
 
 def _cpu() -> Finding:
-    from asyncrl_cli.job.cpu import computes_bfloat16, cpu_facts, matrix_features
+    from asyncrl_cli.plan.cpu import computes_bfloat16, cpu_facts, matrix_features
 
     features = matrix_features()
     if features is None:
@@ -148,8 +148,8 @@ def _cpu() -> Finding:
 
 def _threads() -> Finding:
     """On CPUs; where there are GPUs, they compute."""
-    from asyncrl_cli.job.cluster import usable_cores
-    from asyncrl_cli.job.counts import cpu_counts
+    from asyncrl_cli.plan.cluster import usable_cores
+    from asyncrl_cli.plan.counts import cpu_counts
     from asyncrl_cli.profile.schema import Profile
 
     cores, load, threads = usable_cores(), os.getloadavg()[0], cpu_counts(Profile()).cpus
@@ -174,7 +174,7 @@ def _shared_memory() -> Finding:
 
 
 def _gpus() -> Finding:
-    from asyncrl_cli.job.cluster import local_cluster
+    from asyncrl_cli.plan.cluster import local_cluster
 
     count = local_cluster().gpus
     if not count:
@@ -199,8 +199,8 @@ def _importable(what: str, module: str) -> Finding:
 
 def _vllm() -> Finding:
     """Optional; but one that is installed has to work. A child imports it: here it would stay, with its warnings."""
-    from asyncrl_cli.job.cluster import local_cluster
-    from asyncrl_cli.rollout.vllm_preflight import VLLM_VERSION, install_command, installed_version
+    from asyncrl_cli.engines.vllm.preflight import VLLM_VERSION, install_command, installed_version
+    from asyncrl_cli.plan.cluster import local_cluster
 
     found, line = installed_version(), install_command("cuda" if local_cluster().gpus else "cpu")
     if found is None:

@@ -13,7 +13,7 @@ from asyncrl_cli.errors import ConfigError, PreflightError
 
 if TYPE_CHECKING:
     from asyncrl_cli.cli.plan_memory import MemoryReport
-    from asyncrl_cli.job.plan import JobPlan
+    from asyncrl_cli.plan.job_plan import JobPlan
     from asyncrl_cli.profile.arithmetic import Schedule
     from asyncrl_cli.profile.layers import Loaded
     from asyncrl_cli.profile.schema import Profile
@@ -103,7 +103,7 @@ def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gi
     Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
     """
     from asyncrl_cli.cli.plan_memory import memory_report, print_memory
-    from asyncrl_cli.job.engines import check_arguments
+    from asyncrl_cli.engines.registry import check_arguments
     from asyncrl_cli.profile.arithmetic import Schedule
 
     profile = loaded.profile
@@ -127,8 +127,8 @@ def _planned(profile: Profile, gpus: int | None) -> JobPlan:
     """On this machine, or on one with `gpus` GPUs, whose cores nobody has counted: they are as many as the job computes with."""
     from dataclasses import replace
 
-    from asyncrl_cli.job.cluster import local_cluster
-    from asyncrl_cli.job.plan import compile_job
+    from asyncrl_cli.plan.cluster import local_cluster
+    from asyncrl_cli.plan.job_plan import compile_job
 
     here = local_cluster()
     if gpus is None:
@@ -142,7 +142,7 @@ def _planned(profile: Profile, gpus: int | None) -> JobPlan:
 
 def _missing_engine(job: JobPlan) -> list[str]:
     """A plan needs no vLLM; a run on this machine does."""
-    from asyncrl_cli.rollout.vllm_preflight import check_version
+    from asyncrl_cli.engines.vllm.preflight import check_version
 
     if job.engine == "vllm":
         try:
@@ -162,7 +162,7 @@ def _unused(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> lis
 
 def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:
     """What was said of the GPUs; else this machine's, unless the plan is for GPUs of another one."""
-    from asyncrl_cli.job.memory_fit import known_memory_bytes
+    from asyncrl_cli.plan.memory_fit import known_memory_bytes
 
     if job.device == "cuda" and gpu_memory_gib is not None:
         return int(gpu_memory_gib * GIB)
@@ -175,7 +175,7 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: Memory
     from dataclasses import asdict
 
     from asyncrl_cli.cli.plan_memory import memory_document
-    from asyncrl_cli.job.plan import plan_rows
+    from asyncrl_cli.plan.job_plan import plan_rows
 
     return {
         "profile": profile.name,
@@ -215,7 +215,7 @@ def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str
 def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
     from rich.table import Table
 
-    from asyncrl_cli.job.plan import plan_rows
+    from asyncrl_cli.plan.job_plan import plan_rows
 
     table = Table(title=f"{profile.name}: schedule", title_justify="left", box=None, pad_edge=False)
     for header, justify in (("", "left"), ("value", "right"), ("meaning", "left")):

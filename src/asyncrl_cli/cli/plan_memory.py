@@ -9,9 +9,9 @@ from asyncrl_cli.cli.console import stdout
 
 if TYPE_CHECKING:
     from asyncrl_cli.errors import PreflightError
-    from asyncrl_cli.job.memory import MemoryEstimate
-    from asyncrl_cli.job.memory_fit import DeviceNeed
-    from asyncrl_cli.job.plan import JobPlan
+    from asyncrl_cli.plan.job_plan import JobPlan
+    from asyncrl_cli.plan.memory import MemoryEstimate
+    from asyncrl_cli.plan.memory_fit import DeviceNeed
     from asyncrl_cli.profile.schema import Profile
 
 MIB = 2**20
@@ -31,9 +31,9 @@ class MemoryReport:
 
 def refuse_what_cannot_fit(profile: Profile) -> None:
     """Before a run on this machine: PreflightError if its GPUs are too small for what a process holds all the time."""
-    from asyncrl_cli.job.cluster import local_cluster
-    from asyncrl_cli.job.memory_fit import known_memory_bytes
-    from asyncrl_cli.job.plan import compile_job, device_of
+    from asyncrl_cli.plan.cluster import local_cluster
+    from asyncrl_cli.plan.job_plan import compile_job, device_of
+    from asyncrl_cli.plan.memory_fit import known_memory_bytes
 
     cluster = local_cluster()
     if device_of(profile, cluster) == "cpu":
@@ -44,9 +44,9 @@ def refuse_what_cannot_fit(profile: Profile) -> None:
 
 
 def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryReport:
-    from asyncrl_cli.job.memory import estimate_memory
-    from asyncrl_cli.job.memory_fit import cannot_fit, device_needs, memory_warnings
     from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+    from asyncrl_cli.plan.memory import estimate_memory
+    from asyncrl_cli.plan.memory_fit import cannot_fit, device_needs, memory_warnings
 
     try:
         shape = shape_of(profile.model.path)

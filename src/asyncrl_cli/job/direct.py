@@ -14,9 +14,9 @@ from asyncrl_cli.weights.limits import AT_ONCE_S, CALL_MARGIN_S, KEY, turn_s
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl_cli.engines.vllm.ipc import IpcExports
+    from asyncrl_cli.engines.vllm.nccl import NcclLinks
     from asyncrl_cli.weights.direct import HeldVersions, Meeting
-    from asyncrl_cli.weights.vllm_ipc import IpcExports
-    from asyncrl_cli.weights.vllm_nccl import NcclLinks
 
 
 class RayRankZero:
@@ -84,9 +84,9 @@ class DirectTransport:
 
     def end(self, held: HeldVersions, device: torch.device) -> NcclLinks | IpcExports:
         if self.name == "nccl":
-            from asyncrl_cli.weights.vllm_nccl import NcclGroup, NcclLinks
+            from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 
             return NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=self.timeout_s)
-        from asyncrl_cli.weights.vllm_ipc import IpcExports, produce_on
+        from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 
         return IpcExports(held, produce_on(device), buffer_bytes=self.wire_bytes)

@@ -26,8 +26,8 @@ from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
 from asyncrl_cli.job import reaper
-from asyncrl_cli.job.cluster import LOOPBACK
 from asyncrl_cli.job.reaper import children, name_of, started_at
+from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.tasks.child import how_it_ended
 
 RAY_DIRECTORY, TOKEN = "ray", "token"

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from asyncrl_cli.engines.port import NO_COUNTERS, EngineCounters
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
-from asyncrl_cli.rollout.engine import NO_COUNTERS, EngineCounters
 
 DEBOUNCE_S = 0.1
 POLL_S = 1.0

@@ -11,10 +11,10 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.fit import asked, check_fit, fitting_hint
 from asyncrl_cli.job.lifeline import lost_session
-from asyncrl_cli.job.plan import GroupPlan, JobPlan
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import GroupPlan, JobPlan
+from asyncrl_cli.plan.packing import asked, check_fit, fitting_hint
 
 RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""

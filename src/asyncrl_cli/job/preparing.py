@@ -74,9 +74,9 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Whether the job fits here (or the cluster answers), the engine is installed, and W&B has a login. Called before anything
     imports transformers: what is wrong with the engine's packages may break that, too."""
-    from asyncrl_cli.job.cluster import local_cluster
-    from asyncrl_cli.job.engines import check_engine
-    from asyncrl_cli.job.plan import compile_job, device_of
+    from asyncrl_cli.engines.registry import check_engine
+    from asyncrl_cli.plan.cluster import local_cluster
+    from asyncrl_cli.plan.job_plan import compile_job, device_of
 
     if address is None:
         compile_job(profile, local_cluster())

@@ -46,7 +46,7 @@ from asyncrl_cli.samples.trajectory import GroupPayload
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.rollout.engine import PauseReport
+    from asyncrl_cli.engines.port import PauseReport
     from asyncrl_cli.weights.buckets import Bucket, Manifest
 
 GETS_AHEAD = 2
@@ -90,7 +90,7 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Load the model and start the reward processes, side by side. May take minutes."""
-        from asyncrl_cli.job.engines import make_engine, make_runner
+        from asyncrl_cli.engines.registry import make_engine, make_runner
         from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 
         self._changes = Changes()
@@ -243,7 +243,7 @@ class RolloutActor:
         version, size_bytes = received.manifest.version, self._settings.load_bucket_size_bytes
         if self._settings.dual_buffer:
             return await self._engine.load(received.weights, version, interrupt)
-        from asyncrl_cli.rollout.engine import OneBufferEngine
+        from asyncrl_cli.engines.port import OneBufferEngine
 
         assert isinstance(self._engine, OneBufferEngine), "profile/check.py refuses other engines"
         fetch = partial(self._fetch, received.manifest, received.bucket_refs)
@@ -280,6 +280,6 @@ class RolloutActor:
         return receiver_for(self._settings.transport).get(manifest, bucket_ref)
 
     def _eval_sampling(self) -> Any:
-        from asyncrl_cli.job.engines import sampling_of
+        from asyncrl_cli.engines.registry import sampling_of
 
         return sampling_of(self._settings, self._settings.eval_temperature)

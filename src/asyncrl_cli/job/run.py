@@ -24,11 +24,11 @@ from asyncrl_cli.profile.schema import Profile
 if TYPE_CHECKING:
     from asyncrl_cli.checkpoint.find import Checkpoint
     from asyncrl_cli.checkpoint.run_directory import RunDirectory
-    from asyncrl_cli.job.plan import JobPlan
     from asyncrl_cli.loop.pipeline import Pipeline
     from asyncrl_cli.observe.observers import Observers
     from asyncrl_cli.observe.sinks import Sink
     from asyncrl_cli.observe.start_status import StartStatus
+    from asyncrl_cli.plan.job_plan import JobPlan
     from asyncrl_cli.tasks.task import Task
 
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"

@@ -25,10 +25,10 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.job import reaper
-from asyncrl_cli.job.cluster import ClusterResources, local_cluster
 from asyncrl_cli.job.lifeline import lifeline
-from asyncrl_cli.job.plan import JobPlan, compile_job
 from asyncrl_cli.job.reaper import started_at
+from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.schema import Profile
 
 OBJECT_STORE_BYTES = 256 * 2**20

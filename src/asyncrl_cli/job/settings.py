@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl_cli.job.plan import ROLLOUT, JobPlan, tensor_parallel_size
+from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup
+from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, tensor_parallel_size
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout.vllm_settings import VllmOptions, VllmSetup
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 BYTES_PER_MB = 2**20

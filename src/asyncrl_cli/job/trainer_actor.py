@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from asyncrl_cli.checkpoint.files import telling_storage
-from asyncrl_cli.job.cluster import LOOPBACK
 from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.plan.cluster import LOOPBACK
 
 if TYPE_CHECKING:
     from asyncrl_cli.samples.trajectory import GroupPayload
@@ -164,7 +164,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="direct")
     def direct(self, call: str, worker: str, *args: Any) -> Any:
-        """Rank 0: `join`, `turn`, `broadcast` or `export` of `weights/vllm_nccl.py` or `weights/vllm_ipc.py`, for that worker."""
+        """Rank 0: `join`, `turn`, `broadcast` or `export` of `engines/vllm/nccl.py` or `engines/vllm/ipc.py`, for that worker."""
         return getattr(self._end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")

@@ -18,12 +18,12 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.calls import all_of
 from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.placement import Placement, place
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer, put_payloads
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, KeptVersions, TrainerActor
 from asyncrl_cli.job.transports import clear
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.reward_spec import RewardSpec

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl_cli.checkpoint.run_directory import check_name
+from asyncrl_cli.engines.vllm.arguments import not_yours
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.rollout.vllm_arguments import not_yours
 from asyncrl_cli.weights.probes import PROBE_TOKENS
 
 VLLM_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")

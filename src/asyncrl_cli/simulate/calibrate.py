@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.observe.lines import EventLine, Line, read_events, read_metrics, spent_s
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Layer, load
 from asyncrl_cli.profile.resolved import read_document

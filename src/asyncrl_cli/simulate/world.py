@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.job.cluster import ClusterResources, NodeResources
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.pipeline import Pipeline, World
 from asyncrl_cli.loop.ports import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import DeadlockError, VirtualTimeLoop, run_virtual
 from asyncrl_cli.simulate.costs import Alone, Spent, TrainCosts, trainer_times, worker_times

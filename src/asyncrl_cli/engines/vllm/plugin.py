@@ -33,7 +33,7 @@ def register() -> None:
         return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl_cli.weights.vllm_bucket_engine", "BucketEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl_cli.engines.vllm.bucket_engine", "BucketEngine")
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_worth_a_warning)
     _registered = True
     if os.environ.get(OWNER_VARIABLE, str(os.getpid())) != str(os.getpid()):

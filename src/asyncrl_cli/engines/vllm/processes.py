@@ -3,7 +3,7 @@
     this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model (tensor_parallel_size > 1: worker processes)
 
 When an engine process dies, vLLM fails the requests that generate. What else it was asked (to pause, to load, to resume) is
-never answered: `answer` is how we wait for that. The other way round: a killed parent takes them along (weights/vllm_plugin.py).
+never answered: `answer` is how we wait for that. The other way round: a killed parent takes them along (engines/vllm/plugin.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
+from asyncrl_cli.engines.vllm.counters import VllmCounters, logger_into
+from asyncrl_cli.engines.vllm.log import EngineLog, how_it_ended
+from asyncrl_cli.engines.vllm.settings import VllmSetup, check_engine_args, engine_arguments
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.rollout.vllm_counters import VllmCounters, logger_into
-from asyncrl_cli.rollout.vllm_log import EngineLog, how_it_ended
-from asyncrl_cli.rollout.vllm_settings import VllmSetup, check_engine_args, engine_arguments
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from asyncrl_cli.rollout.engine import Completion, FinishReason, Sampling
+from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 

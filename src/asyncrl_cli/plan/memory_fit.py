@@ -7,9 +7,9 @@ import subprocess
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.job import memory_vllm
-from asyncrl_cli.job.memory import CACHE_SHARE_OF_MEMORY, MemoryEstimate, kv_cache_bytes
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan import memory_vllm
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.memory import CACHE_SHARE_OF_MEMORY, MemoryEstimate, kv_cache_bytes
 from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30

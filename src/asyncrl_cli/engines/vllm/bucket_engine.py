@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from asyncrl_cli.weights import vllm_twin
+from asyncrl_cli.engines.vllm import twin as vllm_twin
 from asyncrl_cli.weights.shared import attached, views
 
 MAX_TOLD_CHARS = 500

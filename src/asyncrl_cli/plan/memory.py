@@ -27,16 +27,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from asyncrl_cli.job import memory_vllm
-from asyncrl_cli.job.plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.models.shape import ModelShape
+from asyncrl_cli.plan import memory_vllm
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 BYTES_PER_MB = 2**20
 PAGE_TOKENS = 32
-"""As rollout/batching.py has it, which cannot be imported without torch; a test compares them. So with the next two."""
+"""As engines/transformers/batching.py has it, which needs torch; a test compares them. So with the next two."""
 PREFILL_TOKENS = 4096
 CACHE_SHARE_OF_MEMORY = 0.5
 LOGIT_BYTES = 12

@@ -32,13 +32,7 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
-from asyncrl_cli.errors import ExecutorFailed, PreflightError
-from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.models.attention import MAX_LOGPROB_DIFF, choose_attention, takes_attention
-from asyncrl_cli.models.saved_form import SavedForm
-from asyncrl_cli.models.skeleton import skeleton
-from asyncrl_cli.rollout import batching, scoring
-from asyncrl_cli.rollout.engine import (
+from asyncrl_cli.engines.port import (
     NO_COUNTERS,
     Completion,
     EngineCounters,
@@ -48,8 +42,15 @@ from asyncrl_cli.rollout.engine import (
     Scores,
     check_request,
 )
-from asyncrl_cli.rollout.slot_gate import SlotGate
-from asyncrl_cli.rollout.token_sampler import TokenSampler, Track, stream_of
+from asyncrl_cli.engines.transformers import batching
+from asyncrl_cli.engines.transformers.slot_gate import SlotGate
+from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
+from asyncrl_cli.errors import ExecutorFailed, PreflightError
+from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.models.attention import MAX_LOGPROB_DIFF, choose_attention, takes_attention
+from asyncrl_cli.models.saved_form import SavedForm
+from asyncrl_cli.models.skeleton import skeleton
+from asyncrl_cli.rollout import scoring
 from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket, split, unpack
 from asyncrl_cli.weights.in_place import announced, copy_into

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.job.cpu import computes_bfloat16
+from asyncrl_cli.plan.cpu import computes_bfloat16
 
 LOOPBACK = "127.0.0.1"
 """The address of a local session's node."""

@@ -8,9 +8,9 @@ import os
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.engines.vllm.processes import answer, told
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.rollout.vllm_processes import answer, told
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

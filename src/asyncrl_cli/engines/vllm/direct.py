@@ -15,8 +15,8 @@ from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncrl_cli.engines.vllm.processes import answer, told
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.rollout.vllm_processes import answer, told
 from asyncrl_cli.weights.buckets import Spec
 from asyncrl_cli.weights.direct import AnnouncedWeights, Meeting, RankZero, loaded_as
 from asyncrl_cli.weights.limits import KEY, WORKER_MARGIN_S

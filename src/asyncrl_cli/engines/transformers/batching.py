@@ -23,9 +23,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
+from asyncrl_cli.engines.transformers import paged_attention
+from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.models.attention import Attention
-from asyncrl_cli.rollout import paged_attention
-from asyncrl_cli.rollout.token_sampler import TokenSampler
 
 PAGE_TOKENS = 32
 PREFILL_TOKENS_PACKED = 4096

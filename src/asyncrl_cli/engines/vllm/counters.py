@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.rollout.engine import EngineCounters
+from asyncrl_cli.engines.port import EngineCounters
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.loggers import StatLoggerBase

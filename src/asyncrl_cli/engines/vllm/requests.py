@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.rollout.engine import Completion, FinishReason, Sampling
+from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

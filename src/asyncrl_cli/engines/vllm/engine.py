@@ -30,18 +30,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores, check_request
+from asyncrl_cli.engines.transformers.slot_gate import SlotGate
+from asyncrl_cli.engines.vllm import requests as vllm_requests
+from asyncrl_cli.engines.vllm import settings as vllm_settings
+from asyncrl_cli.engines.vllm import weights as vllm_weights
+from asyncrl_cli.engines.vllm.counters import SCORE_PREFIX, VllmCounters
+from asyncrl_cli.engines.vllm.direct import Incoming, Way, way_of
+from asyncrl_cli.engines.vllm.processes import answer, dead, end_processes, import_vllm, start_llm, told
+from asyncrl_cli.engines.vllm.requests import VllmTrack
+from asyncrl_cli.engines.vllm.settings import VllmSetup
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
-from asyncrl_cli.rollout import vllm_requests, vllm_settings, vllm_weights
-from asyncrl_cli.rollout.engine import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores, check_request
-from asyncrl_cli.rollout.slot_gate import SlotGate
-from asyncrl_cli.rollout.vllm_counters import SCORE_PREFIX, VllmCounters
-from asyncrl_cli.rollout.vllm_direct import Incoming, Way, way_of
-from asyncrl_cli.rollout.vllm_processes import answer, dead, end_processes, import_vllm, start_llm, told
-from asyncrl_cli.rollout.vllm_requests import VllmTrack
-from asyncrl_cli.rollout.vllm_settings import VllmSetup
 from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.direct import AnnouncedWeights, RankZero
@@ -175,7 +177,7 @@ class VllmEngine:
         return SharedWeights.of_buckets(buckets)
 
     async def prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """In vLLM's own processes; see weights/vllm_bucket_engine.py."""
+        """In vLLM's own processes; see engines/vllm/bucket_engine.py."""
         async with self._weights_lock:
             await self._prepare(weights, version)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.job.cluster import ClusterResources, counted
-from asyncrl_cli.job.counts import Counts
+from asyncrl_cli.plan.cluster import ClusterResources, counted
+from asyncrl_cli.plan.counts import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

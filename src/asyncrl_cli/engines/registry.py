@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.job.settings import RolloutSettings, planned_vllm
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.rollout.engine import Engine, Sampling
 
 
 def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -> None:
@@ -16,7 +16,7 @@ def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -
     `is_elsewhere`: the workers run on the nodes of a cluster, and each looks on its own node when it starts.
     """
     if profile.rollout.engine == "vllm":
-        from asyncrl_cli.rollout.vllm_preflight import check_stray_packages, check_vllm
+        from asyncrl_cli.engines.vllm.preflight import check_stray_packages, check_vllm
 
         if is_elsewhere:
             check_stray_packages()
@@ -27,8 +27,8 @@ def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -
 
 def check_arguments(profile: Profile, device: str) -> None:
     """ConfigError for arguments that vLLM would refuse, as far as that can be told without importing it."""
-    from asyncrl_cli.rollout.vllm_arguments import names_in_source
-    from asyncrl_cli.rollout.vllm_settings import check_engine_args
+    from asyncrl_cli.engines.vllm.arguments import names_in_source
+    from asyncrl_cli.engines.vllm.settings import check_engine_args
 
     if profile.rollout.engine == "vllm":
         setup = planned_vllm(profile, device)
@@ -48,12 +48,12 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
         "trust_remote_code": settings.trust_remote_code,
     }
     if settings.engine == "vllm":
-        from asyncrl_cli.rollout.vllm_preflight import check_vllm
+        from asyncrl_cli.engines.vllm.preflight import check_vllm
 
         check_vllm(settings.device)  # on this worker's own node
-        from asyncrl_cli.rollout.vllm_engine import VllmEngine
-        from asyncrl_cli.rollout.vllm_settings import VllmSetup
-        from asyncrl_cli.weights.vllm_plugin import BACKEND
+        from asyncrl_cli.engines.vllm.engine import VllmEngine
+        from asyncrl_cli.engines.vllm.plugin import BACKEND
+        from asyncrl_cli.engines.vllm.settings import VllmSetup
 
         setup = VllmSetup(
             model_dir=settings.model_dir,
@@ -64,7 +64,7 @@ def make_engine(settings: RolloutSettings, on_running: Callable[[int], None]) ->
             **sizes,
         )
         return VllmEngine(setup, version=settings.version, on_running=on_running)
-    from asyncrl_cli.rollout.transformers_engine import TransformersEngine
+    from asyncrl_cli.engines.transformers.engine import TransformersEngine
 
     return TransformersEngine(settings.model_dir, version=settings.version, on_running=on_running, **sizes)
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.job.cluster import ClusterResources, counted
-from asyncrl_cli.job.counts import Counts, cpu_counts, cuda_counts
-from asyncrl_cli.job.fit import Bundle, bundles_of, check_fit
+from asyncrl_cli.plan.cluster import ClusterResources, counted
+from asyncrl_cli.plan.counts import Counts, cpu_counts, cuda_counts
+from asyncrl_cli.plan.packing import Bundle, bundles_of, check_fit
 from asyncrl_cli.profile.schema import Profile
 
 TRAINER = "trainer"

@@ -1,0 +1,1 @@
+"""A job's counts, bundles and memory, worked out without Ray."""

@@ -1,0 +1,27 @@
+"""Implementations by name: ours from a table in the code, anybody's from the entry points of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from pkgutil import resolve_name
+from typing import Any
+
+from asyncrl_cli.errors import ConfigError, first_line
+
+
+def find(key: str, name: str, ours: Mapping[str, str], group: str) -> Any:
+    """What `key = name` in a profile stands for. `ours`: "module:attribute" by name; `group`: of the entry points.
+
+    Raises ConfigError for a name that nobody has, and for one whose package cannot be imported.
+    """
+    if name in ours:
+        return resolve_name(ours[name])
+    others = {point.name: point for point in entry_points(group=group)}
+    if name not in others:
+        known = ", ".join(sorted({*ours, *others}))
+        raise ConfigError(f'{key} = "{name}" is not known', hint=f"known: {known}; packages add theirs as entry points of {group}")
+    try:
+        return others[name].load()
+    except Exception as error:  # a package of the user's: whatever it raises on import
+        raise ConfigError(f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=f"see {others[name].value}") from error
