@@ -30,7 +30,7 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.lengths import mean_tokens
 from asyncrl_cli.simulate.references import WINDOW, Residual, reference_sets, residuals
 from asyncrl_cli.simulate.workload import Lengths, Workload
-from asyncrl_cli.simulate.workloads import load_workload, profile_for
+from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
 
 WORKLOAD = "verl-7b-math-128"

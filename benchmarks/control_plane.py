@@ -3,7 +3,7 @@
     python benchmarks/control_plane.py [--workers 64 128 256 512] [--windows 20] [--profile NUM_WORKERS]
 
 Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per worker: 512 workers have
-32,768 trajectories running at once. Workers report as often as real ones do (`job.meters`).
+32,768 trajectories running at once. Workers report as often as real ones do (`observe.meters`).
 
 How it is measured: one run, one thread. Every stretch of executor code (each resumption of a call to a port, each timer of an
 executor) is timed with `time.thread_time`; what is left of the run's CPU time is the driver's: the loop, its observers' metrics
@@ -30,21 +30,21 @@ import types
 from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextvars import Context
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
 from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.loop.pipeline import Pipeline, World
-from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import VirtualTimeLoop
-from asyncrl_cli.simulate.engine import DecodeTimes
-from asyncrl_cli.simulate.feed import NumberedFeed
+from asyncrl_cli.simulate.decoding import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths
-from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
 from asyncrl_cli.simulate.workload import Lengths
 
 SLOTS, N, WINDOW_STEPS = 64, 16, 4
@@ -165,18 +165,14 @@ class Measured:
 
 def settings(num_workers: int, windows: int) -> LoopSettings:
     """W is what all slots hold; half a window may be ahead, so that slots and not the window close admission."""
-    return LoopSettings(
-        seed=0,
-        step_groups=num_workers * SLOTS // N // WINDOW_STEPS,
-        window_steps=WINDOW_STEPS,
-        train_steps=WINDOW_STEPS * windows,
-        eta=Fraction(1, 2),
-        max_staleness=1,
-        n=N,
-        interrupt="keep-kv",
-        prefetch_groups=2,
-        checkpoint_every_steps=0,
-    )
+    tables = {
+        "run": {"train_steps": WINDOW_STEPS * windows},
+        "trainer": {"ppo_mini_batch_size": num_workers * SLOTS // N // WINDOW_STEPS},
+        "rollout": {"n": N, "prefetch_groups": 2},
+        "async_training": {"trigger_parameter_sync_step": WINDOW_STEPS, "staleness_threshold": 0.5, "partial_rollout": True},
+        "checkpoint": {"every_steps": 0},
+    }
+    return LoopSettings.of(Profile.model_validate(tables))
 
 
 def worker_times() -> WorkerTimes:
@@ -219,7 +215,7 @@ def measure(num_workers: int, windows: int) -> Measured:
     return Measured(
         workers=num_workers,
         running=watcher.most_running,
-        groups=settings(num_workers, windows).total_groups,
+        groups=settings(num_workers, windows).schedule.groups,
         total_s=total_s,
         executors_s=executors_s,
         driver_s=total_s - executors_s,
@@ -237,7 +233,7 @@ def calls_per_group(num_workers: int) -> float:
         runner.run(run_plain(num_workers, COUNTED_WINDOWS))
         profiler.disable()
     calls = sum(entry.callcount for entry in profiler.getstats())
-    return calls / settings(num_workers, COUNTED_WINDOWS).total_groups
+    return calls / settings(num_workers, COUNTED_WINDOWS).schedule.groups
 
 
 def cost_of_a_stretch(repeats: int = 200_000) -> tuple[float, float]:

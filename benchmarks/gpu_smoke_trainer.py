@@ -14,7 +14,7 @@ import torch
 from engine_kit import MB, PROMPT_TOKENS, RandomModel
 from gpu_smoke_kit import DEVICE, RESPONSE_TOKENS, TRAIN_STEPS, Wrong
 
-from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch

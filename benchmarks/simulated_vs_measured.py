@@ -29,7 +29,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 Lines = Sequence[Mapping[str, Any]]

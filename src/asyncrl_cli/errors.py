@@ -39,6 +39,10 @@ def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:
     return kind(message, hint=hint)
 
 
+def _rebuild_failed(kind: type[ExecutorFailed], cause: str, hint: str, executor: str) -> ExecutorFailed:
+    return kind(cause, hint=hint, executor=executor)
+
+
 class ConfigError(AsyncrlError):
     exit_code = 2
 
@@ -52,7 +56,16 @@ class RefusedError(AsyncrlError):
 
 
 class ExecutorFailed(AsyncrlError):
-    """`str(error)` names the executor and carries the error it failed with."""
+    """An error of `executor`, as `rollout-1`, which the message begins with. Raised inside of one it has no name yet: whoever calls
+    the executor adds it."""
+
+    def __init__(self, message: str, *, hint: str = "", executor: str = "") -> None:
+        super().__init__(f"{executor} failed: {message}" if executor else message, hint=hint)
+        self.executor = executor
+        self.cause = message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_failed, (type(self), self.cause, self.hint, self.executor))
 
 
 class ExecutorLost(ExecutorFailed):

@@ -18,8 +18,9 @@ import numpy as np
 from asyncrl_cli.checkpoint import manifest
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.job.wiring import loop_settings, run_facts
 from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.observe.timeline import TimelineFile
@@ -27,10 +28,11 @@ from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import load_task
+from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.worlds import worker_times
 
 NAME, STEP = "otter", 6
@@ -119,7 +121,7 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
             TimelineFile(place.run / "timeline.jsonl"),
             StatusFile(place.run / "status.json"),
         ]
-        observers = Observers(run_facts(profile, place.run, 1), sinks)
+        observers = Observers(RunFacts.of(profile, place.run, 1), sinks)
         world = World(
             feed=PromptFeed(task.train, seed=0),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=0.1, publish_s=0.05)),
@@ -128,7 +130,7 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
             observers=[observers],
             checkpoints=checkpoints,
         )
-        await Pipeline(loop_settings(profile), world).run()
+        await Pipeline(LoopSettings.of(profile), world).run()
         observers.close("stopped")
         return checkpoints.cuts
 

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.job.wiring import loop_settings, run_facts
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import load_task
 from tests.bad_input.made import NAME, Place, make_place, reseal
@@ -67,10 +68,10 @@ def resume_and_go_on(place: Place) -> None:
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, worker_times(), 0, None) for i in range(2)],
             eval_items=task.eval,
-            observers=[Observers(run_facts(profile, place.run, 2), [])],
+            observers=[Observers(RunFacts.of(profile, place.run, 2), [])],
             resume_from=ResumeFrom(loop_state=resumed.checkpoint.loop_state, payloads=payloads),
         )
-        await Pipeline(loop_settings(profile), world).run()
+        await Pipeline(LoopSettings.of(profile), world).run()
 
     run_virtual(main())
 

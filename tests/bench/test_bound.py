@@ -12,7 +12,7 @@ from asyncrl_cli.bench.measure import common_edges, stretch_of, work_of
 from asyncrl_cli.bench.results import RunLines, summarise
 from asyncrl_cli.bench.simulated import SimulatedResult
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
 from tests.bench.test_measure import line
 

@@ -16,7 +16,7 @@ from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.references import residuals
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 
 PROFILE = {"placement": {"gpus": 4}, "trainer": {"ppo_mini_batch_size": 4}, "rollout": {"n": 4, "slots": 64}}
 WINDOW_GROUPS = 4

@@ -30,7 +30,7 @@ from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.job.transports import HeldLayouts, held
-from asyncrl_cli.job.wiring import loop_settings
+from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.plan.counts import cuda_counts
@@ -42,7 +42,7 @@ from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting, loaded_as
-from asyncrl_cli.weights.limits import WORKER_MARGIN_S
+from asyncrl_cli.weights.limits import WORKER_MARGIN_S, all_loads_s
 from tests.job.crew import REWARD, make_model, nodes, small_profile
 from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup
 
@@ -217,7 +217,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
     assert limits["turn for rollout-0"] + own_s + after_s < limits["the load"]
     partial = {"partial_rollout": interrupt != "drain", "staleness_threshold": 0.5}
     changed = profile.model_copy(update={"async_training": profile.async_training.model_copy(update=partial)})
-    settings = loop_settings(changed, workers)
+    settings = LoopSettings.of(changed, all_loads_s(changed.weights, workers))
     assert settings.interrupt == interrupt
     assert limits["the load"] < settings.sync_timeout_s < settings.stall_timeout_s
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.transports import sender_for
+from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack
 from asyncrl_cli.weights.transports import send
 from tests.rollout import tiny

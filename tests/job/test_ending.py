@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.job.checkpoints import RunCheckpoints
 from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
 from asyncrl_cli.job.stopping import StopRequests
-from asyncrl_cli.job.wiring import RunCheckpoints
 from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.simulate.clock import run_virtual
 

@@ -16,11 +16,12 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.calls import answer
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, GroupExchange
-from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes
 from asyncrl_cli.job.ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, GroupResult, Progress
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import GroupRequest, Progress
 from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.simulate.clock import run_virtual
 
@@ -68,7 +69,7 @@ class Actor(RolloutActor):
     def __init__(self, runner: Any) -> None:
         self._name = "rollout-0"
         self._runner = runner
-        self._changes = Changes()
+        self._changes = LongPoll()
         self._desk = GroupDesk(runner.run, self._changes.note)
 
     def _progress(self, seen: int) -> Progress:

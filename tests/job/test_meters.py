@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from asyncrl_cli.engines.port import EngineCounters
-from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S, Changes, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.simulate.clock import run_virtual
 
 
@@ -123,7 +123,7 @@ def test_rewards_are_busy_while_one_is_pending_also_if_it_raises(clock: HandCloc
 def test_a_long_poll_answers_a_change_at_once_and_silence_after_a_second() -> None:
     async def main() -> list[float]:
         now = asyncio.get_running_loop().time
-        changes, began_s, answered = Changes(), now(), []
+        changes, began_s, answered = LongPoll(), now(), []
         asyncio.get_running_loop().call_later(0.3, changes.note)
         seen = await changes.after(0)
         answered.append(now() - began_s)
@@ -149,7 +149,7 @@ def test_an_engines_own_counters_travel_with_the_report(meter: RolloutMeter) -> 
 
 def test_an_urgent_change_is_told_before_the_debounce_is_over() -> None:
     async def main() -> list[float]:
-        loop, changes = asyncio.get_running_loop(), Changes()
+        loop, changes = asyncio.get_running_loop(), LongPoll()
         began_s, answered = loop.time(), []
         changes.note()
         seen = await changes.after(0)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, GroupRequest, GroupResult, TrainBatch
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import EvalRequest, GroupRequest, TrainBatch
 from asyncrl_cli.loop.states import State
 
 from .crew import REWARD, make_model, nodes, small_profile

@@ -20,10 +20,10 @@ from asyncrl_cli.engines.port import OneBufferEngine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import rollout_actor
-from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.job.rollout_actor import GETS_AHEAD, Received, RolloutActor
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
+from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack
 from tests.rollout import tiny
 

@@ -11,22 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
-from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.attempts import Attempt, Prompt, Stage
 from asyncrl_cli.loop.slots import WorkerSlots
+from tests.loop.keywords import loop_settings
 
 
 def admission(**changes):
-    workers = [WorkerSlots(name=f"rollout-{i}", slots=changes.pop("slots", 64)) for i in range(changes.pop("workers", 1))]
-    values = {"window_groups": 4, "total_groups": 100, "eta": Fraction(0), "max_staleness": 0, "n": 2} | changes
-    return Admission(workers=workers, **values)
+    slots, num_workers = changes.pop("slots", 64), changes.pop("workers", 1)
+    window_groups, total_groups = changes.pop("window_groups", 4), changes.pop("total_groups", 100)
+    values = {"eta": Fraction(0), "max_staleness": 0, "n": 2} | changes
+    settings = loop_settings(step_groups=window_groups, window_steps=1, train_steps=total_groups // window_groups, **values)
+    return Admission(settings, [WorkerSlots(name=f"rollout-{i}", slots=slots) for i in range(num_workers)])
 
 
 def start(machine, number):
     worker = machine.choose()
     assert worker is not None
-    key = AttemptKey(f"p{number}", 0, 0)
-    machine.admit(key, worker)
-    return key, worker
+    attempt = Attempt(prompt=Prompt(uid=f"p{number}", epoch=0, item={}))
+    machine.admit(attempt, worker)
+    return attempt, worker
 
 
 @given(
@@ -72,9 +75,9 @@ def test_a_sequence_that_ends_frees_its_slot_before_its_group_ends():
     machine = admission(slots=4, n=2)
     first, _ = start(machine, 0)
     start(machine, 1)
-    machine.sequences_finished("rollout-0", {first: 1})
+    machine.sequences_finished("rollout-0", {first.key: 1})
     assert machine.closed() is Closed.SLOTS
-    machine.sequences_finished("rollout-0", {first: 2})
+    machine.sequences_finished("rollout-0", {first.key: 2})
     assert machine.closed() is Closed.OPEN
 
 
@@ -101,9 +104,9 @@ def test_a_worker_that_loads_gets_nothing():
 
 def test_live_and_trained_groups_never_exceed_the_run():
     machine = admission(window_groups=4, total_groups=4, eta=Fraction(2), max_staleness=2)
-    keys = [start(machine, number)[0] for number in range(4)]
+    attempts = [start(machine, number)[0] for number in range(4)]
     assert machine.closed() is Closed.END
-    machine.discard(keys[0], "rollout-0")
+    machine.leave(attempts[0], Stage.DROPPED, "failed")
     assert machine.closed() is Closed.OPEN, "a dropped group is replaced"
 
 
@@ -118,21 +121,20 @@ def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, win
     """Finishes, takes and lagging loads in any order. Finished groups always suffice for the next take once all have finished."""
     bound = math.ceil(Fraction(eta))
     machine = admission(window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, total_groups=10_000)
-    sampled_by, number = {}, 0
+    number, began = 0, {}
 
     def admit_all():
         nonlocal number
-        while (worker := machine.choose()) is not None:
-            key = AttemptKey(f"p{number}", 0, 0)
-            sampled_by[key] = (worker.version, worker.name)
-            machine.admit(key, worker)
+        while machine.is_open():
+            _, worker = start(machine, number)
+            began[f"p{number}"] = worker.version
             number += 1
 
     def take_one():
-        for key in machine.takeable(1):
-            machine.take([key])
-            assert machine.version - sampled_by[key][0] <= bound
-            machine.trained([key])
+        for attempt in machine.takeable(1):
+            machine.take(attempt)
+            assert machine.version - began[attempt.prompt.uid] <= bound
+            machine.ledger.move(attempt, Stage.TRAINED)
             if machine.takes_left == 0:
                 assert machine.publish() == []
             return True
@@ -140,9 +142,9 @@ def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, win
 
     admit_all()
     for what, pick in choices:
-        if what == "finish" and machine.running:
-            key = list(machine.running)[pick % len(machine.running)]
-            machine.finish(key, sampled_by[key][1])
+        running = list(machine.ledger.running.values())
+        if what == "finish" and running:
+            machine.leave(running[pick % len(running)], Stage.FINISHED)
         elif what == "take":
             take_one()
         elif what == "load":
@@ -152,6 +154,6 @@ def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, win
     for worker in machine.workers.values():
         worker.end_load(machine.version)
     admit_all()
-    for key in list(machine.running):
-        machine.finish(key, sampled_by[key][1])
+    for attempt in list(machine.ledger.running.values()):
+        machine.leave(attempt, Stage.FINISHED)
     assert take_one(), "everything is loaded and finished, and the trainer would wait for ever"

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.simulate.trainer import SimulatedTrainer
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop import worlds
 from tests.loop.proof import scenarios
 from tests.loop.proof.drawing import draw

@@ -8,48 +8,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.ledger import Account, Ledger
-from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.attempts import Attempt, Prompt, Stage
+from asyncrl_cli.loop.ledger import Ledger
 
 
-def key(number):
-    return AttemptKey(f"p{number}", 0, 0)
+def admitted(ledger, num):
+    attempts = [Attempt(prompt=Prompt(uid=f"p{number}", epoch=0, item={}), deadline=number % 3) for number in range(num)]
+    for attempt in attempts:
+        ledger.admit(attempt)
+    return attempts
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Account))), max_size=60))
-def test_admitted_is_always_the_sum_of_the_six_states(moves):
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Stage))), max_size=60))
+def test_admitted_is_always_the_sum_of_the_six_stages(moves):
     ledger = Ledger()
-    for number in range(10):
-        ledger.admit(key(number))
+    attempts = admitted(ledger, 10)
     for number, to in moves:
-        before = ledger.totals()
+        before = ledger.totals(), ledger.deadlines.copy()
         try:
-            ledger.move(key(number), to, "because")
-        except (AssertionError, KeyError):
-            assert ledger.totals() == before, "a refused transition changes nothing"
+            ledger.move(attempts[number], to, "because")
+        except AssertionError:
+            assert (ledger.totals(), ledger.deadlines) == before, "a refused transition changes nothing"
         totals = ledger.totals()
         assert totals.pop("admitted_total") == sum(totals.values()) == 10
+        untaken = [attempt.deadline for attempt in attempts if attempt.stage in (Stage.RUNNING, Stage.FINISHED)]
+        assert sorted(ledger.deadlines.elements()) == sorted(untaken)
 
 
 def test_nothing_is_trained_twice_or_without_training():
     ledger = Ledger()
-    ledger.admit(key(0))
+    (attempt,) = admitted(ledger, 1)
     with pytest.raises(AssertionError, match="cannot go from running to trained"):
-        ledger.move(key(0), Account.TRAINED)
-    for account in (Account.FINISHED, Account.TRAINING, Account.TRAINED):
-        ledger.move(key(0), account)
-    with pytest.raises(KeyError):
-        ledger.move(key(0), Account.TRAINED)
+        ledger.move(attempt, Stage.TRAINED)
+    for stage in (Stage.FINISHED, Stage.TRAINING, Stage.TRAINED):
+        ledger.move(attempt, stage)
+    with pytest.raises(AssertionError, match="cannot go from trained to trained"):
+        ledger.move(attempt, Stage.TRAINED)
 
 
 def test_the_state_survives_json():
     ledger = Ledger()
-    for number in range(3):
-        ledger.admit(key(number))
-    ledger.move(key(0), Account.FINISHED)
-    ledger.move(key(1), Account.DROPPED, "failed")
+    attempts = admitted(ledger, 3)
+    ledger.move(attempts[0], Stage.FINISHED)
+    ledger.move(attempts[1], Stage.DROPPED, "failed")
     copy = Ledger()
-    copy.restore(json.loads(json.dumps(ledger.state())))
+    copy.restore(json.loads(json.dumps(ledger.state())), [attempts[0], attempts[2]])
     assert copy.totals() == ledger.totals()
-    copy.move(key(0), Account.TRAINING)
+    copy.move(attempts[0], Stage.TRAINING)
     assert copy.reasons == {"dropped: failed": 1}

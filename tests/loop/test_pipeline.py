@@ -11,10 +11,10 @@ import pytest
 
 from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
-from asyncrl_cli.job.meters import RolloutMeter
 from asyncrl_cli.loop.pipeline import ResumeFrom
-from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
-from asyncrl_cli.simulate.trainer import SimulatedTrainer
+from asyncrl_cli.observe.meters import RolloutMeter
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
+from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, run_world, settings
 
 SEEDS = range(8)
@@ -55,7 +55,7 @@ def test_no_trained_token_is_older_than_the_bound(eta, partial, workers):
         ran = run_world(loop_settings, seed=seed, workers=workers, times=lagging)
         assert ran.error is None
         worst.append(max(ran.staleness()))
-        assert worst[-1] <= loop_settings.max_staleness
+        assert worst[-1] <= loop_settings.schedule.max_staleness
         assert partial or set(ran.spans()) == {0}
     assert max(worst) >= 1, "a bound that is never approached proves nothing"
 
@@ -129,7 +129,7 @@ def test_a_resumed_run_trains_every_group_exactly_once(mode, cut):
     assert totals["trained"] == 14 * 4
     assert totals["running"] == totals["finished"] == totals["training"] == 0
     assert totals["admitted_total"] == totals["trained"] + totals["requeued"]
-    assert max(second.staleness(), default=0) <= loop_settings.max_staleness
+    assert max(second.staleness(), default=0) <= loop_settings.schedule.max_staleness
 
 
 def test_a_resumed_run_keeps_finished_groups_with_their_payloads():

@@ -17,9 +17,9 @@ from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.observe.metrics import StepMetrics
-from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
-from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, run_world, settings
 
 LONG = {"response_tokens": lambda rng: 60}
@@ -58,7 +58,7 @@ def assert_whole(ran, train_steps=12):
 def test_a_run_whose_worker_dies_or_hangs_trains_every_group_once_and_within_the_bound(mode, kind, at_s):
     ran = run_with([death(at_s, kind=kind)], mode, times={"call_timeout_s": 40.0, "weights_timeout_s": 30.0})
     assert_whole(ran)
-    assert max(ran.staleness()) <= settings(mode).max_staleness
+    assert max(ran.staleness()) <= settings(mode).schedule.max_staleness
     assert [event.fields["worker"] for event in ran.recorder.named("restarted")] == ["rollout-1"]
 
 
@@ -142,7 +142,8 @@ def test_a_worker_that_dies_more_often_than_allowed_fails_the_run_with_its_own_e
 
 def test_an_error_that_a_fresh_process_would_repeat_is_no_reason_for_one(monkeypatch):
     async def refuse(worker, version, interrupt):
-        raise ExecutorFailed(f"{worker.name} failed: ValueError: weights of version {version} do not fit the engine's model")
+        message = f"ValueError: weights of version {version} do not fit the engine's model"
+        raise ExecutorFailed(message, executor=worker.name)
 
     monkeypatch.setattr(SimulatedWorker, "load", refuse)
     ran = run_with([], max_restarts=3)
@@ -377,3 +378,13 @@ def test_the_time_before_the_loop_began_is_nobodys():
     book.add(report(112.0, state_s, sums={"idle_s": 7.0, "sampled_tokens": 80.0}), 12.0, "rollout-0")
     assert sum(book.latest["rollout-0"].state_s.values()) == 6.0
     assert book.latest["rollout-0"].sums == {"idle_s": 1.0, "sampled_tokens": 80.0}
+
+
+def test_only_the_executor_that_failed_is_marked_as_failed():
+    """rollout-1 too begins rollout-10's message."""
+    ran = run_with([death(3.0, "rollout-10")], workers=11, max_restarts=0)
+    assert isinstance(ran.error, ExecutorFailed)
+    assert (ran.error.executor, str(ran.error)) == ("rollout-10", "rollout-10 failed: simulated death at 3 s")
+    states = {name: report.state for name, report in ran.recorder.ticks[-1].reports.items()}
+    assert {name for name, state in states.items() if state is State.FAILED} == {"rollout-10"}
+    assert set(states.values()) == {State.FAILED, State.DONE}

@@ -8,22 +8,22 @@ from collections import Counter
 import pytest
 
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.attempts import Stage
+from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ledger import Account
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.reports import ReportBook
+from asyncrl_cli.loop.publishing import Publishing
+from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
 from asyncrl_cli.loop.restarts import Restarts
-from asyncrl_cli.loop.signal import Change, Changes
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.sync import WeightSync
-from asyncrl_cli.loop.training import Training
 from asyncrl_cli.simulate.clock import DeadlockError
-from asyncrl_cli.simulate.faults import FaultKind
-from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.proof.books import in_time
 from tests.loop.proof.drawing import MODES, draw
+from tests.loop.proof.faults import FaultKind
 from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.scenarios import Outcome, main, run
 
@@ -69,9 +69,9 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     trained = [outcome.scenario for outcome in ran if outcome.counts["trained"]]
     settings = [scenario.settings for scenario in trained]
     assert {scenario.mode for scenario in trained} == set(MODES)
-    assert {float(entry.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
-    assert {entry.on_stale for entry in settings} == {"wait", "accept", "drop", "requeue"}
-    assert {entry.weights_mode for entry in settings} == {"async", "sync"}
+    assert {float(entry.schedule.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
+    assert {entry.profile.async_training.on_stale for entry in settings} == {"wait", "accept", "drop", "requeue"}
+    assert {entry.profile.weights.mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
 
@@ -133,11 +133,11 @@ def first_broken(seeds) -> Outcome:
 
 
 def deadline_from_the_trainer(admission, worker):
-    return admission.version + admission.max_staleness
+    return admission.version + admission._max_staleness
 
 
 def take_without_looking(admission, num_groups):
-    return list(admission.finished)[: min(num_groups, max(0, admission.takes_left))]
+    return list(admission.ledger.finished.values())[: min(num_groups, max(0, admission.takes_left))]
 
 
 def publish_without_reset(admission):
@@ -151,9 +151,9 @@ def publish_that_forgets_who_is_late(admission):
     return []
 
 
-def transition_that_skips_finishes(pipeline, key, account, fields):
-    if account is not Account.FINISHED:
-        pipeline.board.event(account.value, key=key, **fields)
+def transition_that_skips_finishes(pipeline, key, stage, fields):
+    if stage is not Stage.FINISHED:
+        pipeline.board.event(stage.value, key=key, **fields)
 
 
 def notify_without_groups(changes, changed=Change.RUN, original=Changes.notify):
@@ -184,7 +184,7 @@ def finish_that_forgets_waste(groups, result, original=Groups.finish):
     groups.tokens_discarded = discarded
 
 
-async def go_on_at_once(training):
+async def go_on_at_once(publishing):
     """As with weights.mode = "async"."""
 
 
@@ -194,8 +194,8 @@ def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
     slots._changed()
 
 
-def begin_without_a_base(book, report, arrived_s):
-    del book._awaited[report.name]
+def begin_without_a_base(executor, report, arrived_s):
+    executor.process, executor.base = _Process.UP, None
     return float("-inf")
 
 
@@ -205,9 +205,8 @@ def use_none(restarts, name, error, original=Restarts._use_one):
 
 
 def lost_for_good(groups, worker):
-    for key in [key for key, name in groups._workers.items() if name == worker]:
-        groups._end(key, Account.REQUEUED, "worker lost")
-    return 0
+    for attempt in [attempt for attempt in groups.ledger.running.values() if attempt.worker == worker]:
+        groups._end(attempt, Stage.REQUEUED, "worker lost")
 
 
 MISTAKES = {
@@ -225,11 +224,11 @@ MISTAKES = {
     "a dead worker keeps its groups": (Groups, "lost", lambda *_: 0, {"restarts"}),
     "the prompts of a dead worker never start again": (Groups, "lost", lost_for_good, {"ledger"}),
     "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),
-    "a restarted executor's sums begin anew": (ReportBook, "_begin_anew", begin_without_a_base, {"time"}),
+    "a restarted executor's sums begin anew": (_Executor, "begin_anew", begin_without_a_base, {"time"}),
     "restarts have no limit": (Restarts, "_use_one", use_none, {"restarts"}),
     "a dead worker's tokens are forgotten": (ReportBook, "lost", lambda *_: 0, {"waste", "time"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
-    "a synchronous trainer does not wait": (Training, "_held_by_all", go_on_at_once, {"sync"}),
+    "a synchronous trainer does not wait": (Publishing, "_held_by_all", go_on_at_once, {"sync"}),
 }
 
 

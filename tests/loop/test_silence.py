@@ -12,7 +12,7 @@ import pytest
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.ports import Progress
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.worlds import MODES, Ran, run_world, settings
 
 LIMIT_S = 10.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.ports import AttemptKey, LoadReport
+from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.ports import LoadReport
 from asyncrl_cli.loop.slots import Fleet, Room, WorkerSlots
 from asyncrl_cli.loop.sync import WeightSync
 
@@ -30,7 +31,7 @@ def change(worker: WorkerSlots, what: str, group: int, amount: int) -> None:
     if what == "set":
         worker.set_unfinished(key(group), amount)
     elif what == "free":
-        worker.free(key(group))
+        worker.release(key(group))
     elif what == "evals":
         worker.change_evals(amount if worker.eval_sequences < 4 else -worker.eval_sequences)
     elif what in ("down", "up"):

@@ -10,14 +10,17 @@ from fractions import Fraction
 from typing import Any
 
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
-from asyncrl_cli.loop.ports import Event, Feed, Snapshot, StepRecord
+from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.engine import DecodeTimes
-from asyncrl_cli.simulate.faults import Faults
-from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.decoding import DecodeTimes
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+from tests.loop.keywords import loop_settings
+from tests.loop.proof.faults import Faults, FaultyTrainer, FaultyWorker
+from tests.loop.proof.memory import MemoryCheckpoints
 
 MODES: dict[str, dict[str, Any]] = {
     "on-policy-pipeline": {"window_steps": 1, "eta": Fraction(0)},
@@ -44,8 +47,7 @@ def worker_times(
 
 def settings(mode: str, **changes: Any) -> LoopSettings:
     values = {"seed": 0, "step_groups": 4, "train_steps": 12, "n": 2, "checkpoint_every_steps": 3} | MODES[mode] | changes
-    values.setdefault("max_staleness", -(-values["eta"].numerator // values["eta"].denominator))
-    return LoopSettings(**values)
+    return loop_settings(**values)
 
 
 class Recorder:
@@ -103,7 +105,7 @@ class Ran:
 
 
 def run_world(
-    loop_settings: LoopSettings,
+    chosen: LoopSettings,
     *,
     seed: int = 0,
     workers: int = 2,
@@ -119,11 +121,19 @@ def run_world(
     async def main() -> Ran:
         loop = asyncio.get_running_loop()
         syncing = {"prefetch_s": lambda rng: rng.random() * 0.5, "load_s": lambda rng: rng.random() * 0.3}
-        times_of_all = worker_times(**(syncing | (times or {})))
+        own = syncing | (times or {})
+        call_timeout_s = own.pop("call_timeout_s", 600.0)
+        times_of_all, names = worker_times(**own), [f"rollout-{i}" for i in range(workers)]
         step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (trainer_times or {})
-        team = [SimulatedWorker(f"rollout-{i}", slots, times_of_all, seed, faults) for i in range(workers)]
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
-        trainer = SimulatedTrainer(TrainerTimes(**step_times), keep_batches=True, faults=faults)
+        team: list[SimulatedWorker]
+        if faults is None:
+            team = [SimulatedWorker(name, slots, times_of_all, seed) for name in names]
+            trainer = SimulatedTrainer(TrainerTimes(**step_times), keep_batches=True)
+        else:
+            shared: dict[str, Any] = {"faults": faults, "call_timeout_s": call_timeout_s}
+            team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
+            trainer = FaultyTrainer(TrainerTimes(**step_times), faults=faults, keep_batches=True)
         world = World(
             feed=feed or NumberedFeed(),
             trainer=trainer,
@@ -133,7 +143,7 @@ def run_world(
             checkpoints=checkpoints,
             resume_from=resume_from,
         )
-        pipeline = Pipeline(loop_settings, world)
+        pipeline = Pipeline(chosen, world)
         if stop_at_s is not None:
             loop.call_later(stop_at_s, pipeline.request_stop)
         ran = Ran(recorder, trainer, team, pipeline, checkpoints, 0.0)

@@ -7,17 +7,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.loop.ports import (
-    AttemptKey,
-    EvalSummary,
-    GroupResult,
-    Snapshot,
-    StepRecord,
-    SyncSummary,
-    TrainReport,
-    TrajectoryMeta,
-)
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
+from asyncrl_cli.loop.watching import EvalSummary, Snapshot, StepRecord, SyncSummary
 from asyncrl_cli.observe.live_status import RunFacts
 
 PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")

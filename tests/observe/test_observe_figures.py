@@ -18,10 +18,10 @@ from asyncrl_cli.observe.status_file import Status
 from asyncrl_cli.observe.summary import summary_text
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.faults import Fault, FaultKind, Faults
-from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker
+from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.worlds import MODES, settings, worker_times
 
 SHARES = ("trainer/idle_ratio", "rollouter/idle_ratio", "rollouter/slot_utilization")
@@ -61,8 +61,10 @@ def watched_run(
 ):
     """Steps of about 5 s: most of it is waiting for responses with a long tail."""
     loop_settings = settings(mode, train_steps=train_steps, checkpoint_every_steps=5, max_restarts=1)
-    facts = replace(facts, mode=mode, train_steps=train_steps, step_groups=4, window_groups=loop_settings.window_groups)
-    facts = replace(facts, trigger_parameter_sync_step=loop_settings.window_steps, max_staleness=loop_settings.max_staleness)
+    facts = replace(facts, mode=mode, train_steps=train_steps, step_groups=4, window_groups=loop_settings.schedule.window_groups)
+    facts = replace(
+        facts, trigger_parameter_sync_step=loop_settings.schedule.window_steps, max_staleness=loop_settings.schedule.max_staleness
+    )
 
     async def main():
         kept, checkpoints = Kept(), MemoryCheckpoints(write_s=0.4)
@@ -70,7 +72,7 @@ def watched_run(
         world = World(
             feed=NumberedFeed(),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: train_s, gather_s=0.1, publish_s=0.05)),
-            workers=[SimulatedWorker(f"rollout-{i}", 4, times, 0, faults) for i in range(2)],
+            workers=[FaultyWorker(f"rollout-{i}", 4, times, 0, faults=faults) for i in range(2)],
             eval_items=[{"prompt": str(index)} for index in range(evals)],
             observers=[observers],
             checkpoints=checkpoints,

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from asyncrl_cli.loop.ports import EvalSummary, SyncSummary
 from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.loop.watching import EvalSummary, SyncSummary
 from asyncrl_cli.observe.metrics import StepMetrics
 
 

@@ -13,9 +13,9 @@ from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.trainer import SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.worlds import MODES, settings, worker_times
 
 GATHER_S = 0.1
@@ -27,11 +27,11 @@ def watched_run(mode, facts, tmp_path):
     facts = replace(
         facts,
         mode=mode,
-        train_steps=loop_settings.train_steps,
-        step_groups=loop_settings.step_groups,
-        window_groups=loop_settings.window_groups,
-        trigger_parameter_sync_step=loop_settings.window_steps,
-        max_staleness=loop_settings.max_staleness,
+        train_steps=loop_settings.schedule.train_steps,
+        step_groups=loop_settings.schedule.step_groups,
+        window_groups=loop_settings.schedule.window_groups,
+        trigger_parameter_sync_step=loop_settings.schedule.window_steps,
+        max_staleness=loop_settings.schedule.max_staleness,
     )
 
     async def main():

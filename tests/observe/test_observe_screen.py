@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.loop.ports import Event
+from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.observe.format import bar, clock, duration, sparkline
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.plain import Plain

@@ -11,7 +11,8 @@ import sys
 import pytest
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.ports import AttemptKey, Event
+from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, NullSink, StatusFile
 

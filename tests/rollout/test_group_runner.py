@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, GroupRequest
+from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.ports import EvalRequest, GroupRequest
 from asyncrl_cli.rollout.group_runner import GroupRunner
 from asyncrl_cli.tasks.rewards import RewardFailed
 from tests.rollout import tiny

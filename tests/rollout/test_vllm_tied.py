@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.job.wiring import MAX_LOGPROB_DIFF
+from asyncrl_cli.loop.settings import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 from tests.engines import needs_vllm
 from tests.rollout import tiny

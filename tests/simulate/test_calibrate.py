@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.fit import Point, fit_line
 from asyncrl_cli.simulate.references import residuals
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
 
 PARAMETER_BYTES = 3e6

@@ -4,7 +4,7 @@ import pytest
 
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.references import Residual, residuals
-from asyncrl_cli.simulate.workloads import load_workload, profile_for
+from asyncrl_cli.simulate.workload_files import load_workload, profile_for
 
 
 def test_every_profile_consumes_512_prompts_per_window() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.loop.ports import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import microbatches, plan_train_step

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 
 VOCAB_SIZE = 64

@@ -77,7 +77,7 @@ class Outcome:
 def compare_simulated(request: Request, workload: Workload, watcher: Watcher) -> Outcome:
     """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
     from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
-    from asyncrl_cli.simulate.workloads import profile_for
+    from asyncrl_cli.simulate.workload_files import profile_for
 
     entries, groups = simulated_entries(request, workload)
     loaded = [profile_for(workload, entry.reference, request.sets, groups=groups) for entry in entries]
@@ -99,7 +99,7 @@ def compare_simulated(request: Request, workload: Workload, watcher: Watcher) ->
 
 def simulated_entries(request: Request, workload: Workload) -> tuple[list[Entry], int]:
     """Who takes part, and the number of groups. Raises ConfigError where the profiles cannot be compared."""
-    from asyncrl_cli.simulate.workloads import profile_for
+    from asyncrl_cli.simulate.workload_files import profile_for
     from asyncrl_cli.simulate.world import virtual_cluster
 
     check_sets(request.sets)

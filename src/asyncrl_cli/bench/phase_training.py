@@ -14,7 +14,7 @@ from asyncrl_cli.bench.phase_processes import Barrier, CpuTime
 from asyncrl_cli.train.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from asyncrl_cli.loop.ports import GroupResult
+    from asyncrl_cli.loop.attempts import GroupResult
     from asyncrl_cli.samples.trajectory import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
 
@@ -90,7 +90,7 @@ class TrainingPhase:
 
 def _result_of(payload: GroupPayload) -> GroupResult:
     """The metadata that a rollout worker would have sent along."""
-    from asyncrl_cli.loop.ports import AttemptKey, GroupResult, TrajectoryMeta
+    from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 
     metas = []
     for trajectory in payload.trajectories:

@@ -9,7 +9,7 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.references import MEASURED_WINDOWS, WINDOW, Residual, reference_sets, residuals, row_name
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 
 REFERENCE_SEED = 0
 """What `residuals` simulates with."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretch_of
-from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.lines import Line
 from asyncrl_cli.observe.timeline import Counts, Spans, add_span, read_timeline
 

@@ -29,7 +29,7 @@ from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.references import reference_sets
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 SCHEMA_VERSION = 1

@@ -112,7 +112,6 @@ def _loop_state_text(cut: Cut) -> str:
         "version": cut.version,
         "at_window_boundary": cut.at_window_boundary,
         "loop_state": dict(cut.loop_state),
-        "fields": dict(cut.fields),
     }
     return json.dumps(content)
 

@@ -97,7 +97,7 @@ def command(
 def _simulated(request: Request, reference: str, out: Path | None) -> tuple[Outcome, Path]:
     from asyncrl_cli.bench.compare import compare_simulated, simulated_entries
     from asyncrl_cli.bench.report import output_directory
-    from asyncrl_cli.simulate.workloads import load_workload
+    from asyncrl_cli.simulate.workload_files import load_workload
 
     workload = load_workload(reference)
     entries, _ = simulated_entries(request, workload)

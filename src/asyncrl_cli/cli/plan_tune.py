@@ -97,7 +97,7 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
 
 def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
     """WORKLOAD|RUN: a run's directory or its name is calibrated and comes with its own profile."""
-    from asyncrl_cli.simulate.workloads import load_workload
+    from asyncrl_cli.simulate.workload_files import load_workload
 
     for directory in (expand(reference), runs_dir / reference):
         if (directory / "profile.toml").is_file() and (directory / "metrics.jsonl").is_file():

@@ -50,8 +50,9 @@ async def answer(
             raise lost from None
         longest = f"{key} = {timeout_s:g} s" if key and key_s is None else f"{timeout_s:g} s"
         raise ExecutorLost(
-            f"{executor} failed: {call} took longer than {longest}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
+            f"{call} took longer than {longest}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
             hint=f"its log may say why; if it only needs longer, --set {key}=..." if key else "",
+            executor=executor,
         ) from None
 
 
@@ -85,12 +86,12 @@ def _failure(executor: str, call: str, error: RayError) -> AsyncrlError:
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else "its process ended"
-        return ExecutorLost(f"{executor} failed: {what} during {call}: {_died(error)}")
+        return ExecutorLost(f"{what} during {call}: {_died(error)}", executor=executor)
     cause = error.cause
     if isinstance(cause, ExecutorFailed):
-        return ExecutorLost(f"{executor} failed: {cause.message}", hint=cause.hint)
+        return ExecutorLost(cause.message, hint=cause.hint, executor=executor)
     if not isinstance(cause, AsyncrlError):
-        return ExecutorFailed(f"{executor} failed: {type(cause).__name__}: {str(cause).strip()}".removesuffix(": "))
+        return ExecutorFailed(f"{type(cause).__name__}: {str(cause).strip()}".removesuffix(": "), executor=executor)
     return type(cause)(f"{executor}: {cause.message}", hint=cause.hint)
 
 

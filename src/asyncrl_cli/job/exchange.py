@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, GroupResult, Progress
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import GroupRequest, Progress
 from asyncrl_cli.samples.trajectory import GroupPayload
 
 GROUPS_PER_ANSWER = 4

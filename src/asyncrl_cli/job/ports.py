@@ -24,13 +24,12 @@ from asyncrl_cli.job.direct import leave
 from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.exchange import GroupExchange
 from asyncrl_cli.job.transports import HeldLayouts, held
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import (
-    AttemptKey,
     EvalRequest,
     EvalResult,
     GatherReport,
     GroupRequest,
-    GroupResult,
     Interrupt,
     LoadReport,
     Progress,

@@ -5,15 +5,15 @@ from __future__ import annotations
 from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.kept_state import read_state
+from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe import observers
 from asyncrl_cli.profile.schema import Profile
 
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     """Raises RefusedError unless the loop's state, its observers' and the finished groups are of one run with this profile."""
-    state = read_state(checkpoint.loop_state, loop_settings(profile))
+    state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
     if state["step"] != checkpoint.step:
         raise _refused(checkpoint, f"its loop is at step {state['step']}")
     if len(state["observers"]) != 1:

@@ -27,19 +27,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, Exchanged, GroupDesk
-from asyncrl_cli.job.meters import Changes, MeteredRewards, RolloutMeter
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.settings import RolloutSettings
-from asyncrl_cli.loop.ports import (
-    AttemptKey,
-    EvalRequest,
-    EvalResult,
-    GroupRequest,
-    Interrupt,
-    LoadReport,
-    LoadVerdict,
-    Progress,
-)
+from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interrupt, LoadReport, LoadVerdict, Progress
+from asyncrl_cli.observe.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS
 from asyncrl_cli.samples.trajectory import GroupPayload
 
@@ -93,7 +85,7 @@ class RolloutActor:
         from asyncrl_cli.engines.registry import make_engine, make_runner
         from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 
-        self._changes = Changes()
+        self._changes = LongPoll()
         self._meter = RolloutMeter(self._name, self._settings.slots, time.monotonic, self._changes.note)
         self._engine = make_engine(self._settings, self._meter.running)
         workers = self._settings.reward_workers or default_workers()

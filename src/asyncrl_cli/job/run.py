@@ -185,9 +185,11 @@ class Run:
         observers: Observers,
     ) -> Pipeline:
         from asyncrl_cli.checkpoint.store import CheckpointStore
-        from asyncrl_cli.job.wiring import RunCheckpoints, loop_settings
+        from asyncrl_cli.job.checkpoints import RunCheckpoints
         from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+        from asyncrl_cli.loop.settings import LoopSettings
         from asyncrl_cli.tasks.feed import PromptFeed
+        from asyncrl_cli.weights.limits import all_loads_s
 
         store = CheckpointStore(directory.path, keep=self.profile.checkpoint.keep, profile=self.profile.name)
         resume_from = None
@@ -203,10 +205,11 @@ class Run:
             checkpoints=RunCheckpoints(store, trainer),
             resume_from=resume_from,
         )
-        return Pipeline(loop_settings(self.profile, len(workers)), world)
+        settings = LoopSettings.of(self.profile, all_loads_s(self.profile.weights, len(workers)))
+        return Pipeline(settings, world)
 
     def _observers(self, directory: RunDirectory) -> Observers:
-        from asyncrl_cli.job.wiring import run_facts
+        from asyncrl_cli.observe.live_status import RunFacts
         from asyncrl_cli.observe.observers import Observers
         from asyncrl_cli.observe.screen import make_ui
         from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
@@ -223,7 +226,7 @@ class Run:
         screen = make_ui(self.ui)
         if screen is not None:
             sinks.append(screen)
-        return Observers(run_facts(self.profile, directory.path, directory.attempts), sinks)
+        return Observers(RunFacts.of(self.profile, directory.path, directory.attempts), sinks)
 
     def _wandb(self, directory: RunDirectory) -> Any:
         from asyncrl_cli.observe.wandb_sink import Wandb
@@ -252,10 +255,10 @@ class Run:
         return directory
 
     def _start_status(self, directory: RunDirectory) -> StartStatus:
-        from asyncrl_cli.job.wiring import run_facts
+        from asyncrl_cli.observe.live_status import RunFacts
         from asyncrl_cli.observe.start_status import StartStatus
 
-        self._start = StartStatus(directory.status, run_facts(self.profile, directory.path, directory.attempts))
+        self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
         return self._start
 
     def _leave_the_start(self) -> NoReturn:

@@ -24,14 +24,12 @@ no take left. So the trainer waits for the urgent group, and only for that one.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from fractions import Fraction
 
-from asyncrl_cli.loop.ports import AttemptKey
-from asyncrl_cli.loop.settings import OnStale
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Stage
+from asyncrl_cli.loop.ledger import Ledger
+from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.slots import Fleet, WorkerSlots
 
 
@@ -59,48 +57,37 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Admission asks who has room (slots.py), a take passes once over the finished groups; nothing here waits."""
+    """Asks who has room (slots.py) and what is under way (the ledger), and makes every transition on both; nothing here waits.
 
-    def __init__(
-        self,
-        *,
-        window_groups: int,
-        total_groups: int,
-        eta: Fraction,
-        max_staleness: int,
-        on_stale: OnStale = "wait",
-        n: int,
-        prefetch_groups: int = 0,
-        together: bool = False,
-        workers: Iterable[WorkerSlots],
-    ) -> None:
-        """`on_stale` other than "wait" switches inequality (*) off; `publish` then tells who is late.
+    With `async_training.on_stale` other than "wait" inequality (*) is off; `publish` then tells who is late. Colocated, nothing
+    starts before all workers hold the newest version: the first one to load would get all groups.
+    """
 
-        `together` (colocate): nothing starts before all workers hold the newest version, or the first one would get all groups.
-        """
-        self.window_groups = window_groups
-        self.total_groups = total_groups
-        self.budget = math.floor((1 + eta) * window_groups)
-        self.max_staleness = max_staleness
-        self.on_stale = on_stale
-        self.n = n
-        self.together = together
-        self.fleet = Fleet(workers, n=n, prefetch_groups=prefetch_groups)
+    def __init__(self, settings: LoopSettings, workers: Iterable[WorkerSlots]) -> None:
+        rollout, schedule = settings.profile.rollout, settings.schedule
+        self.fleet = Fleet(workers, n=rollout.n, prefetch_groups=rollout.prefetch_groups)
         self.workers = self.fleet.by_name
+        self.ledger = Ledger()
         self.version = 0
         self.taken_in_window = 0
-        self.trained_groups = 0
-        self.running: dict[AttemptKey, int] = {}
-        self.finished: dict[AttemptKey, int] = {}
-        self.taken: set[AttemptKey] = set()
         self.stopping = False
-        self._untaken: Counter[int] = Counter()
+        self.window_groups = schedule.window_groups
+        self.budget = schedule.budget_groups
+        self._total_groups = schedule.groups
+        self._max_staleness = schedule.max_staleness
+        self._on_stale = settings.profile.async_training.on_stale
+        self._n = rollout.n
+        self._together = settings.profile.placement.colocate
+
+    @property
+    def trained_groups(self) -> int:
+        return self.ledger.ended[Stage.TRAINED]
 
     @property
     def window_size(self) -> int:
         """Groups of the current window: W, or what is left of the run in its last window."""
-        consumed_before = self.trained_groups + len(self.taken) - self.taken_in_window
-        return min(self.window_groups, self.total_groups - consumed_before)
+        consumed_before = self.trained_groups + len(self.ledger.training) - self.taken_in_window
+        return min(self.window_groups, self._total_groups - consumed_before)
 
     @property
     def takes_left(self) -> int:
@@ -117,84 +104,65 @@ class Admission:
         """The worker that the next group starts on (newest weights first, then most room), None if closed."""
         return self._choose()[0]
 
-    def admit(self, key: AttemptKey, worker: WorkerSlots) -> None:
-        assert key not in self.running
-        assert key not in self.finished
-        self.running[key] = deadline = self.deadline_on(worker)
-        self._untaken[deadline] += 1
-        worker.set_unfinished(key, self.n)
+    def admit(self, attempt: Attempt, worker: WorkerSlots) -> None:
+        attempt.worker, attempt.deadline = worker.name, self.deadline_on(worker)
+        self.ledger.admit(attempt)
+        worker.set_unfinished(attempt.key, self._n)
 
     def deadline_on(self, worker: WorkerSlots) -> int:
-        return worker.version + self.max_staleness
+        return worker.version + self._max_staleness
 
     def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
         """Free the slots of sequences that ended inside running groups; true if that made room for a group."""
         slots = self.workers[worker]
         before = self.fleet.room_on(slots)
         for key, finished in counts.items():
-            if slots.unfinished.get(key, 0) > self.n - finished:
-                slots.set_unfinished(key, self.n - finished)
+            if slots.unfinished.get(key, 0) > self._n - finished:
+                slots.set_unfinished(key, self._n - finished)
         return self.fleet.room_on(slots) > before
 
-    def finish(self, key: AttemptKey, worker: str) -> None:
-        """A running group has its trajectories and rewards."""
-        self.finished[key] = self.running.pop(key)
-        self.workers[worker].free(key)
+    def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
+        """A running group finishes, or a running or finished one ends untrained: its place in the window is free again then."""
+        if attempt.stage is Stage.RUNNING:
+            self.workers[attempt.worker].release(attempt.key)
+        self.ledger.move(attempt, to, reason)
 
-    def restore_finished(self, key: AttemptKey, deadline: int) -> None:
-        """A group that a checkpoint holds as finished."""
-        self.finished[key] = deadline
-        self._untaken[deadline] += 1
-
-    def discard(self, key: AttemptKey, worker: str | None = None) -> None:
-        """A running or finished group leaves untrained; its place in the window is free again."""
-        deadline = self.running.pop(key) if key in self.running else self.finished.pop(key)
-        self._forget(deadline)
-        if worker is not None:
-            self.workers[worker].free(key)
-
-    def takeable(self, num_groups: int) -> list[AttemptKey]:
+    def takeable(self, num_groups: int) -> list[Attempt]:
         """Up to `num_groups` finished groups that may be taken together now, in finish order where (*) allows.
 
         One pass is enough: the slack of (*) at any deadline never grows by a take, so what was refused stays refused.
         """
-        takes_left, chosen = self.takes_left, list[AttemptKey]()
+        takes_left, chosen = self.takes_left, list[Attempt]()
         if takes_left <= 0:
             return chosen
-        untaken = self._untaken.copy()
+        untaken = self.ledger.deadlines.copy()
         refused: set[int] = set()
-        for key, deadline in self.finished.items():
+        for attempt in self.ledger.finished.values():
             if len(chosen) == num_groups:
                 break
-            if deadline in refused:
+            if attempt.deadline in refused:
                 continue
-            untaken[deadline] -= 1
+            untaken[attempt.deadline] -= 1
             if self._in_time(untaken, takes_left - 1):
-                chosen.append(key)
+                chosen.append(attempt)
                 takes_left -= 1
             else:
-                untaken[deadline] += 1
-                refused.add(deadline)
+                untaken[attempt.deadline] += 1
+                refused.add(attempt.deadline)
         return chosen
 
-    def take(self, keys: Iterable[AttemptKey]) -> None:
-        for key in keys:
-            self._forget(self.finished.pop(key))
-            self.taken.add(key)
-            self.taken_in_window += 1
+    def take(self, attempt: Attempt) -> None:
+        self.ledger.move(attempt, Stage.TRAINING)
+        self.taken_in_window += 1
         assert self.taken_in_window <= self.window_size
 
-    def trained(self, keys: Iterable[AttemptKey]) -> None:
-        for key in keys:
-            self.taken.remove(key)
-            self.trained_groups += 1
-
-    def publish(self) -> list[AttemptKey]:
+    def publish(self) -> list[Attempt]:
         """The version rises and a window begins. Returns untaken groups whose deadline has passed (never under "wait")."""
         self.version += 1
         self.taken_in_window = 0
-        late = [key for pool in (self.finished, self.running) for key, deadline in pool.items() if deadline < self.version]
-        assert not (late and self.on_stale == "wait"), f"passed the staleness bound: {late}"
+        untaken = [*self.ledger.finished.values(), *self.ledger.running.values()]
+        late = [attempt for attempt in untaken if attempt.deadline < self.version]
+        assert not (late and self._on_stale == "wait"), f"passed the staleness bound: {[attempt.key for attempt in late]}"
         return late
 
     def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
@@ -203,30 +171,25 @@ class Admission:
         At the window's end the trainer would wait for such a group's longest response. The worker loads soon; then the
         same group is due a window later.
         """
-        return self.on_stale != "accept" and worker.version < self.version and deadline <= self.version
+        return self._on_stale != "accept" and worker.version < self.version and deadline <= self.version
 
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
-        if self.on_stale != "wait":
+        if self._on_stale != "wait":
             return True
         counts = {deadline: count for deadline, count in untaken.items() if count}
         return takeable_in_time(counts, self.version, takes_left, self.window_groups)
 
-    def _forget(self, deadline: int) -> None:
-        self._untaken[deadline] -= 1
-        if not self._untaken[deadline]:
-            del self._untaken[deadline]
-
     def _choose(self) -> tuple[WorkerSlots | None, Closed]:
         if self.stopping:
             return None, Closed.STOPPING
-        live = len(self.running) + len(self.finished)
-        if live + len(self.taken) + self.trained_groups >= self.total_groups:
+        untaken_groups = len(self.ledger.running) + len(self.ledger.finished)
+        if untaken_groups + len(self.ledger.training) + self.trained_groups >= self._total_groups:
             return None, Closed.END
-        if live + self.taken_in_window >= self.budget:
+        if untaken_groups + self.taken_in_window >= self.budget:
             return None, Closed.WINDOW
-        if not self.fleet.is_awake() or (self.together and not self.fleet.are_current(self.version)):
+        if not self.fleet.is_awake() or (self._together and not self.fleet.are_current(self.version)):
             return None, Closed.LOADING
-        closed, untaken = Closed.SLOTS, self._untaken.copy()
+        closed, untaken = Closed.SLOTS, self.ledger.deadlines.copy()
         for worker in self.fleet.candidates():
             deadline = self.deadline_on(worker)
             untaken[deadline] += 1

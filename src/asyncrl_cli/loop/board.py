@@ -8,19 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.loop import causes
+from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import AttemptKey, EvalSummary, Event, Observer, RolloutWorker, Snapshot, Trainer
+from asyncrl_cli.loop.ledger import Ledger
+from asyncrl_cli.loop.ports import RolloutWorker, Trainer
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.signal import Changes
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
-
-ENDED = ("done", "failed", "stopped")
-"""Phases in which nothing will move any more; also what status and screen go by."""
+from asyncrl_cli.loop.watching import ENDED, EvalSummary, Event, Observer, Snapshot
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import Profile
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +55,24 @@ class Board:
     """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
 
     @property
+    def profile(self) -> Profile:
+        return self.settings.profile
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.settings.schedule
+
+    @property
+    def admission(self) -> Admission:
+        return self.groups.admission
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.groups.ledger
+
+    @property
     def version(self) -> int:
-        return self.groups.admission.version
+        return self.admission.version
 
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
@@ -77,7 +96,7 @@ class Board:
             self.failure = failure
             self.event("failed", error=str(failure))
         self.stopping = True
-        self.groups.admission.stopping = True
+        self.admission.stopping = True
         self.changes.notify()
 
     def end(self, phase: str, error: BaseException | None = None) -> None:
@@ -85,10 +104,7 @@ class Board:
         self.phase = phase
         if error is not None and self.failure is None:
             self.event("failed", error=str(error))
-        for name, report in self.reports.latest.items():
-            is_culprit = error is not None and str(error).startswith(name)
-            ended = State.FAILED if is_culprit else State.DONE
-            self.reports.latest[name] = replace(report, state=ended, waiting_for="")
+        self.reports.end(error.executor if isinstance(error, ExecutorFailed) else "")
 
     @contextmanager
     def calling_trainer(self, state: State, why: str = "") -> Iterator[None]:
@@ -102,7 +118,7 @@ class Board:
     def snapshot(self) -> Snapshot:
         """The run now. Executors report late, or not at all beside a long step: what the loop itself knows of their states, and of
         what they wait for, is taken from here. Times in states stay their own."""
-        admission = self.groups.admission
+        admission = self.admission
         running_eval = self.evaluator.running
         closed = causes.closed_by(self)
         return Snapshot(
@@ -116,7 +132,7 @@ class Board:
             window_taken=admission.taken_in_window,
             window_groups=admission.window_groups,
             window_budget=admission.budget,
-            ledger=self.groups.ledger.totals(),
+            ledger=self.ledger.totals(),
             reports={name: self._as_known(report, closed) for name, report in self.reports.latest.items()},
             worker_versions=dict(self.sync.held),
             eval_running=str(running_eval) if running_eval else "",

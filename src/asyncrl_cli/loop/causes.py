@@ -21,14 +21,14 @@ _SHOWN_WORKERS = 2
 def closed_by(board: Board) -> str:
     """The rule that keeps admission closed, "" if it is open. Admission's own words, but where no worker has a process: to
     admission all of them load then."""
-    admission = board.groups.admission
+    admission = board.admission
     closed = admission.closed()
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value
 
 
 def behind_closed(board: Board) -> str:
     """What stands behind that rule now, "" if admission is open."""
-    admission = board.groups.admission
+    admission = board.admission
     match admission.closed():
         case Closed.OPEN:
             return ""
@@ -56,10 +56,10 @@ def admission_wait(board: Board) -> str:
 
 def groups_wait(board: Board) -> str:
     """What the trainer waits for when it waits for a step's groups."""
-    admission, needed = board.groups.admission, board.settings.step_groups
-    finished, running = len(admission.finished), len(admission.running)
+    ledger, needed = board.ledger, board.schedule.step_groups
+    finished, running = len(ledger.finished), len(ledger.running)
     takeable = (
-        f" (only {len(admission.takeable(needed))} takeable before groups that are due earlier)" if finished >= needed else ""
+        f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)" if finished >= needed else ""
     )
     text = f"{needed} takeable groups: {finished} finished{takeable}, {running} running"
     return _with_admission(board, text)
@@ -67,16 +67,16 @@ def groups_wait(board: Board) -> str:
 
 def window_wait(board: Board) -> str:
     """Colocated: the trainer gets the resources once the whole window has finished and nothing else runs."""
-    admission = board.groups.admission
-    finished, needed = len(admission.finished), admission.window_size
+    ledger, needed = board.ledger, board.admission.window_size
+    finished = len(ledger.finished)
     if finished < needed:
-        return _with_admission(board, f"the whole window: {finished} of {needed} groups finished, {len(admission.running)} running")
+        return _with_admission(board, f"the whole window: {finished} of {needed} groups finished, {len(ledger.running)} running")
     return _some([*eval_holds(board), *lags(board)])
 
 
 def lags(board: Board) -> list[str]:
     """Of every worker that cannot generate with the newest weights: why."""
-    return _lags_of(board, board.groups.admission.workers)
+    return _lags_of(board, board.admission.workers)
 
 
 def _lags_of(board: Board, names: Iterable[str]) -> list[str]:
@@ -85,7 +85,7 @@ def _lags_of(board: Board, names: Iterable[str]) -> list[str]:
 
 def lag_of(board: Board, name: str) -> str:
     """Why the worker cannot generate with the newest weights; "" if it can."""
-    slots, begun = board.groups.admission.workers[name], board.sync.begun.get(name)
+    slots, begun = board.admission.workers[name], board.sync.begun.get(name)
     if slots.down:
         return f"{name} is restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
     if begun is not None and name not in board.sync.received:
@@ -104,7 +104,7 @@ def lag_of(board: Board, name: str) -> str:
 
 def restarts(board: Board) -> str:
     """Of every worker without a process."""
-    return _some(lag_of(board, worker.name) for worker in board.groups.admission.workers.values() if worker.down)
+    return _some(lag_of(board, worker.name) for worker in board.admission.workers.values() if worker.down)
 
 
 def eval_holds(board: Board) -> list[str]:
@@ -119,7 +119,7 @@ def _hold(board: Board, name: str) -> str:
 
 
 def _slots_in_use(board: Board) -> str:
-    up = [worker for worker in board.groups.admission.workers.values() if not worker.down]
+    up = [worker for worker in board.admission.workers.values() if not worker.down]
     evals = sum(worker.eval_sequences for worker in up)
     running = board.evaluator.running
     by_eval = f", {evals} by the eval of version {running.version}" if running is not None and evals else ""

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from typing import Any, cast
 
 from asyncrl_cli.loop.board import Board
-from asyncrl_cli.loop.kept_state import SCHEMA_VERSION, EvalState, LoopState, read_state
-from asyncrl_cli.loop.ports import CheckpointWriter, Cut, EvalSummary
+from asyncrl_cli.loop.kept_state import SCHEMA_VERSION, LoopState, read_state
+from asyncrl_cli.loop.ports import CheckpointWriter, Cut
 from asyncrl_cli.loop.states import State
+from asyncrl_cli.loop.watching import EvalSummary
 
 
 class Checkpointer:
@@ -55,7 +56,7 @@ class Checkpointer:
 
 def freeze(board: Board) -> Cut:
     """The loop's state as JSON, and the payloads that have to be kept. Nothing may be in training."""
-    assert not board.groups.admission.taken, "a cut lies between two train steps"
+    assert not board.ledger.training, "a cut lies between two train steps"
     running_tokens = sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values())
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
@@ -65,7 +66,7 @@ def freeze(board: Board) -> Cut:
         "running_tokens": int(running_tokens),
         "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
-        "evals_ended": [cast("EvalState", asdict(summary)) for summary in board.evals_ended],
+        "evals_ended": cast("list[EvalSummary]", [asdict(summary) for summary in board.evals_ended]),
         "observers": board.observer_states(),
     }
     return Cut(
@@ -84,7 +85,7 @@ def thaw(board: Board, content: Mapping[str, Any], payloads: Sequence[Any]) -> N
     board.time_before_s = state["time_s"] - board.now_s()
     board.restarts = state.get("restarts", 0)
     board.evaluator.last_version = state["last_eval_version"]
-    board.evals_ended = [EvalSummary(**summary) for summary in state["evals_ended"]]
+    board.evals_ended = state["evals_ended"]
     board.restore_observers(state["observers"])
     board.event("resumed", from_step=board.step, version=state["groups"]["version"])
     board.groups.restore(state["groups"], payloads, state["running_tokens"])

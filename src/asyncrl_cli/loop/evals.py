@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalSummary, RolloutWorker
-from asyncrl_cli.loop.signal import bounded
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, RolloutWorker
 from asyncrl_cli.loop.slots import WorkerSlots
+from asyncrl_cli.loop.watching import EvalSummary
+from asyncrl_cli.profile.schema import Profile
 
 _CALLS_IN_FLIGHT = 4
 """Calls per worker at once, each of an eighth of its slots (a quarter when nothing else will run), so that a chunk's
@@ -27,10 +28,8 @@ class Evaluator:
     def __init__(
         self,
         items: Sequence[Mapping[str, Any]],
+        profile: Profile,
         *,
-        every_versions: int,
-        timeout_s: float,
-        seed: int,
         now: Callable[[], float],
         on_freed: Callable[[], None],
         on_end: Callable[[EvalSummary | None, int], None],
@@ -38,11 +37,11 @@ class Evaluator:
         """`on_freed()` is called when an eval has given slots back; `on_end(summary, version)` once per eval, with summary None
         if it timed out or scored nothing."""
         self.items = list(items)
-        self.every_versions = every_versions
-        self.timeout_s = timeout_s
-        self.seed = seed
         self.last_version: int | None = None
         self.running: _Eval | None = None
+        self._every_versions = profile.eval.every_versions
+        self._timeout_s = profile.eval.timeout_s
+        self._seed = profile.run.seed
         self._now = now
         self._on_freed = on_freed
         self._on_end = on_end
@@ -64,7 +63,7 @@ class Evaluator:
             return False
         if version == 0 or is_last:
             return True
-        return self.every_versions > 0 and version - (self.last_version or 0) >= self.every_versions
+        return self._every_versions > 0 and version - (self.last_version or 0) >= self._every_versions
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
         """Called by a worker's sync loop when the worker holds `slots.version`: run or help its eval."""
@@ -77,7 +76,7 @@ class Evaluator:
         chunk = max(1, slots.slots // (_CALLS_IN_FLIGHT if is_last else 2 * _CALLS_IN_FLIGHT))
         current.helpers[worker.name] = self._now()
         try:
-            async with bounded(current.started_s + self.timeout_s - self._now()), asyncio.TaskGroup() as calls:
+            async with asyncio.timeout(current.started_s + self._timeout_s - self._now()), asyncio.TaskGroup() as calls:
                 for _ in range(_CALLS_IN_FLIGHT):
                     calls.create_task(self._score(current, worker, slots, chunk))
         except TimeoutError:
@@ -104,7 +103,7 @@ class Evaluator:
         while current.queue and not current.timed_out:
             items = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
             slots.change_evals(len(items))
-            request, result = EvalRequest(version=current.version, items=items, seed=self.seed), None
+            request, result = EvalRequest(version=current.version, items=items, seed=self._seed), None
             try:
                 result = await worker.evaluate(request)
             finally:

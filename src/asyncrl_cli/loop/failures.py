@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from asyncrl_cli.errors import AsyncrlError
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
 
 
-def first_error(error: BaseException) -> BaseException:
-    """The first exception in a group of them that is none itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def own_error(error: BaseException) -> AsyncrlError | None:
-    """The first `AsyncrlError` in an exception or in a group of them, None if there is none."""
-    if isinstance(error, AsyncrlError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            if (found := own_error(inner)) is not None:
-                return found
-    return None
+def first_error(error: BaseException, kind: type[E]) -> E | None:
+    """The first exception of that kind that is no group: `error` itself, or one inside it. None if there is none."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, kind) else None
+    found = (first_error(inner, kind) for inner in error.exceptions)
+    return next((inner for inner in found if inner is not None), None)

@@ -15,22 +15,14 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.admission import takeable_in_time
+from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.groups import GroupsState
-from asyncrl_cli.loop.ledger import Account
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.safe_files import Count, parse_json
 
 SCHEMA_VERSION: Final = 2
 """2: prompts by uid and epoch; 1 held their items, which JSON changes."""
-
-
-class EvalState(TypedDict):
-    version: Count
-    reward_mean: float
-    num_prompts: Count
-    response_tokens_median: float
-    eval_s: float
-    num_failed: Count
 
 
 class LoopState(TypedDict):
@@ -41,7 +33,7 @@ class LoopState(TypedDict):
     running_tokens: Count
     restarts: NotRequired[Count]
     last_eval_version: Count | None
-    evals_ended: list[EvalState]
+    evals_ended: list[EvalSummary]
     observers: list[dict[str, Any]]
 
 
@@ -78,12 +70,12 @@ def _wrong_step(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     step, groups = state["step"], state["groups"]
     is_boundary = step == 0 or settings.ends_window(step)
     expected = {
-        "version": -(-step // settings.window_steps) if is_boundary else step // settings.window_steps,
-        "taken_in_window": 0 if is_boundary else step % settings.window_steps * settings.step_groups,
-        "trained_groups": step * settings.step_groups,
+        "version": -(-step // settings.schedule.window_steps) if is_boundary else step // settings.schedule.window_steps,
+        "taken_in_window": 0 if is_boundary else step % settings.schedule.window_steps * settings.schedule.step_groups,
+        "trained_groups": step * settings.schedule.step_groups,
     }
-    if step > settings.train_steps:
-        yield f"step {step} of {settings.train_steps}"
+    if step > settings.schedule.train_steps:
+        yield f"step {step} of {settings.schedule.train_steps}"
     found = {name: amount for name, amount in groups.items() if name in expected}
     yield from (f"{name} is {found[name]} at step {step}, not {value}" for name, value in expected.items() if found[name] != value)
     if (state["last_eval_version"] or 0) > groups["version"]:
@@ -92,11 +84,11 @@ def _wrong_step(state: LoopState, settings: LoopSettings) -> Iterator[str]:
 
 def _wrong_accounts(groups: GroupsState) -> Iterator[str]:
     """The ledger's live attempts are those that run or have finished, each once."""
-    ledger, trained = groups["ledger"], groups["ledger"]["ended"].get(Account.TRAINED, 0)
+    ledger, trained = groups["ledger"], groups["ledger"]["ended"].get(Stage.TRAINED, 0)
     live = {(uid, epoch, attempt): account for uid, epoch, attempt, account in ledger["live"]}
     running = [entry["key"] for entry in groups["running"]]
     finished = [entry["result"]["key"] for entry in groups["finished"]]
-    expected = dict.fromkeys(running, Account.RUNNING) | dict.fromkeys(finished, Account.FINISHED)
+    expected = dict.fromkeys(running, Stage.RUNNING) | dict.fromkeys(finished, Stage.FINISHED)
     if len(live) != len(ledger["live"]) or live != expected:
         yield "the ledger's attempts are not the running and finished groups"
     accounted = len(live) + sum(ledger["ended"].values())
@@ -116,15 +108,16 @@ def _wrong_groups(groups: GroupsState, settings: LoopSettings) -> Iterator[str]:
         uid, result = entry["result"]["key"][0], entry["result"]
         if entry["try"]["key"] != result["key"]:
             yield f"the result of prompt {uid:.40} is that of another attempt"
-        if len(result["trajectories"]) > settings.n:
-            yield f"prompt {uid:.40} has {len(result['trajectories'])} trajectories, more than n = {settings.n}"
-        versions = [[version for version, _ in trajectory["version_tokens"]] for trajectory in result["trajectories"]]
+        if len(result["trajectories"]) > settings.profile.rollout.n:
+            yield f"prompt {uid:.40} has {len(result['trajectories'])} trajectories, more than n = {settings.profile.rollout.n}"
+        versions = [[version for version, _ in meta.version_tokens] for meta in result["trajectories"]]
         if any(found != sorted(set(found)) or found[-1] > groups["version"] for found in versions):
             yield f"prompt {uid:.40} has tokens of versions that cannot be"
-    if len(groups["finished"]) + len(groups["running"]) + groups["trained_groups"] > settings.total_groups:
-        yield f"there are more groups than the {settings.total_groups} of the run"
-    takes_left = min(settings.window_groups, settings.total_groups - groups["trained_groups"] + groups["taken_in_window"])
-    takes_left -= groups["taken_in_window"]
+    schedule, trained, taken = settings.schedule, groups["trained_groups"], groups["taken_in_window"]
+    if len(groups["finished"]) + len(groups["running"]) + trained > schedule.groups:
+        yield f"there are more groups than the {schedule.groups} of the run"
+    takes_left = min(schedule.window_groups, schedule.groups - trained + taken) - taken
     deadlines = Counter(entry["deadline"] for entry in groups["finished"])
-    if settings.on_stale == "wait" and not takeable_in_time(deadlines, groups["version"], takes_left, settings.window_groups):
+    may_wait = settings.profile.async_training.on_stale == "wait"
+    if may_wait and not takeable_in_time(deadlines, groups["version"], takes_left, schedule.window_groups):
         yield "the deadlines of its finished groups cannot be kept"

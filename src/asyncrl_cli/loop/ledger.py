@@ -1,99 +1,98 @@
-"""The accounts of a run: every attempt is in exactly one state, and nothing is ever lost.
+"""The accounts of a run: every attempt is in exactly one stage (attempts.py), and nothing is ever lost.
 
-            admit            finish            take             train
-    (new) -------> running -------> finished -------> training -------> trained
-                      |                 |
-                      +--> dropped <----+    for good: failed, stale
-                      +--> requeued <---+    ends this attempt; the prompt starts again as the next one
-
-At every transition `admitted_total` equals the sum of the six states.
+At every transition `admitted_total` equals the sum of the six stages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
+from collections.abc import Iterable
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Stage
 from asyncrl_cli.safe_files import Count
 
-
-class Account(StrEnum):
-    RUNNING = "running"
-    FINISHED = "finished"
-    TRAINING = "training"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-    REQUEUED = "requeued"
-
-
 _ALLOWED = {
-    Account.RUNNING: {Account.FINISHED, Account.DROPPED, Account.REQUEUED},
-    Account.FINISHED: {Account.TRAINING, Account.DROPPED, Account.REQUEUED},
-    Account.TRAINING: {Account.TRAINED},
+    Stage.RUNNING: {Stage.FINISHED, Stage.DROPPED, Stage.REQUEUED},
+    Stage.FINISHED: {Stage.TRAINING, Stage.DROPPED, Stage.REQUEUED},
+    Stage.TRAINING: {Stage.TRAINED},
 }
-_LIVE = frozenset(_ALLOWED)
 
 
 class LedgerState(TypedDict):
     """As a checkpoint has it; at a cut nothing is in training."""
 
     admitted_total: Count
-    live: list[tuple[str, Count, Count, Account]]
-    ended: dict[Account, Count]
+    live: list[tuple[str, Count, Count, Stage]]
+    ended: dict[Stage, Count]
     reasons: dict[str, Count]
 
 
 class Ledger:
-    """Live attempts one by one, ended ones as totals (and the reasons of the untrained)."""
+    """Live attempts by stage, in the order in which they came there; ended ones as totals (and the reasons of the untrained)."""
 
     def __init__(self) -> None:
         self.admitted_total = 0
         self.reasons: Counter[str] = Counter()
-        self._live: dict[AttemptKey, Account] = {}
-        self._ended: Counter[Account] = Counter()
+        self.ended: Counter[Stage] = Counter()
+        self.running: dict[AttemptKey, Attempt] = {}
+        self.finished: dict[AttemptKey, Attempt] = {}
+        self.training: dict[AttemptKey, Attempt] = {}
+        self.deadlines: Counter[int] = Counter()
+        """Of the attempts that no train step has taken yet: how many have which."""
+        self._live = {Stage.RUNNING: self.running, Stage.FINISHED: self.finished, Stage.TRAINING: self.training}
 
-    def admit(self, key: AttemptKey) -> None:
-        assert key not in self._live, f"{key} was admitted twice"
+    def admit(self, attempt: Attempt) -> None:
+        assert not any(attempt.key in attempts for attempts in self._live.values()), f"{attempt.key} was admitted twice"
         self.admitted_total += 1
-        self._live[key] = Account.RUNNING
+        self._enter(attempt, Stage.RUNNING)
         self.check()
 
-    def move(self, key: AttemptKey, to: Account, reason: str = "") -> None:
+    def move(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
         """One transition of one live attempt; `reason` for dropped and requeued."""
-        state = self._live[key]
-        assert to in _ALLOWED[state], f"{key} cannot go from {state} to {to}"
-        if to in _LIVE:
-            self._live[key] = to
+        assert to in _ALLOWED.get(attempt.stage, ()), f"{attempt.key} cannot go from {attempt.stage} to {to}"
+        del self._live[attempt.stage][attempt.key]
+        if attempt.stage is not Stage.TRAINING and to is not Stage.FINISHED:
+            self.deadlines[attempt.deadline] -= 1
+            if not self.deadlines[attempt.deadline]:
+                del self.deadlines[attempt.deadline]
+        attempt.stage = to
+        if to in self._live:
+            self._live[to][attempt.key] = attempt
         else:
-            del self._live[key]
-            self._ended[to] += 1
+            self.ended[to] += 1
         if reason:
             self.reasons[f"{to}: {reason}"] += 1
         self.check()
 
     def totals(self) -> dict[str, int]:
-        """`admitted_total` and the six states, under their metric names."""
-        live = Counter(self._live.values())
-        return {"admitted_total": self.admitted_total} | {state.value: live[state] + self._ended[state] for state in Account}
+        """`admitted_total` and the six stages, under their metric names."""
+        live = {stage: len(attempts) for stage, attempts in self._live.items()}
+        return {"admitted_total": self.admitted_total} | {stage.value: live.get(stage, 0) + self.ended[stage] for stage in Stage}
 
     def check(self) -> None:
-        counted = len(self._live) + self._ended.total()
+        counted = sum(map(len, self._live.values())) + self.ended.total()
         assert self.admitted_total == counted, f"admitted {self.admitted_total}, accounted for {counted}"
 
     def state(self) -> LedgerState:
         return {
             "admitted_total": self.admitted_total,
-            "live": [(*key, state) for key, state in self._live.items()],
-            "ended": dict(self._ended),
+            "live": [(*key, stage) for stage, attempts in self._live.items() for key in attempts],
+            "ended": dict(self.ended),
             "reasons": dict(self.reasons),
         }
 
-    def restore(self, state: LedgerState) -> None:
+    def restore(self, state: LedgerState, live: Iterable[Attempt]) -> None:
+        """`live`: the attempts that `state` names, each in its stage."""
         self.admitted_total = state["admitted_total"]
-        self._live = {AttemptKey(uid, epoch, attempt): account for uid, epoch, attempt, account in state["live"]}
-        self._ended = Counter(state["ended"])
-        self.reasons = Counter(state["reasons"])
+        self.ended, self.reasons = Counter(state["ended"]), Counter(state["reasons"])
+        for attempt in live:
+            self._enter(attempt, attempt.stage)
         self.check()
+
+    def _enter(self, attempt: Attempt, stage: Stage) -> None:
+        """A live attempt that the ledger has not had before."""
+        attempt.stage = stage
+        self._live[stage][attempt.key] = attempt
+        self.deadlines[attempt.deadline] += 1

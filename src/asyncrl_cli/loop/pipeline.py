@@ -44,30 +44,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.errors import Interrupted, StallError
+from asyncrl_cli.errors import AsyncrlError, Interrupted, StallError
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.attempts import AttemptKey, Stage
 from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
 from asyncrl_cli.loop.evals import Evaluator
-from asyncrl_cli.loop.failures import first_error, own_error
+from asyncrl_cli.loop.failures import first_error
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ledger import Account
-from asyncrl_cli.loop.ports import (
-    AttemptKey,
-    CheckpointWriter,
-    EvalSummary,
-    Feed,
-    Observer,
-    RolloutWorker,
-    Trainer,
-)
+from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Trainer
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.signal import Change, look_again_in
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.loop.training import Training
+from asyncrl_cli.loop.watching import EvalSummary, Observer
 
 _TICK_S = 1.0
 
@@ -113,7 +106,7 @@ class Pipeline:
         try:
             await self._run_tasks()
         except BaseExceptionGroup as group:
-            error = own_error(group) or first_error(group)
+            error = first_error(group, AsyncrlError) or first_error(group, BaseException) or group
             self._end("failed", error)
             raise error from group
         if board.failure is not None:
@@ -121,7 +114,7 @@ class Pipeline:
             raise board.failure
         self._end("stopped" if board.stopping else "done")
         if board.stopping:
-            raise Interrupted(f"stopped after step {board.step} of {self._settings.train_steps}")
+            raise Interrupted(f"stopped after step {board.step} of {self._settings.schedule.train_steps}")
 
     async def _run_tasks(self) -> None:
         board = self.board
@@ -149,23 +142,11 @@ class Pipeline:
 
     def _make_board(self) -> Board:
         settings, world = self._settings, self._world
-        admission = Admission(
-            window_groups=settings.window_groups,
-            total_groups=settings.total_groups,
-            eta=settings.eta,
-            max_staleness=settings.max_staleness,
-            on_stale=settings.on_stale,
-            n=settings.n,
-            prefetch_groups=settings.prefetch_groups,
-            together=settings.colocate,
-            workers=[WorkerSlots(name=worker.name, slots=worker.slots, loading=True) for worker in world.workers],
-        )
+        slots = [WorkerSlots(name=worker.name, slots=worker.slots, loading=True) for worker in world.workers]
         now = asyncio.get_running_loop().time
         evaluator = Evaluator(
             world.eval_items,
-            every_versions=settings.eval_every_versions,
-            timeout_s=settings.eval_timeout_s,
-            seed=settings.seed,
+            settings.profile,
             now=now,
             on_freed=lambda: self.board.changes.notify(Change.SLOTS),
             on_end=self._eval_ended,
@@ -174,7 +155,7 @@ class Pipeline:
             settings=settings,
             trainer=world.trainer,
             workers=world.workers,
-            groups=Groups(settings, admission, world.feed, self._transition),
+            groups=Groups(settings, Admission(settings, slots), world.feed, self._transition),
             sync=WeightSync({worker.name: -1 for worker in world.workers}),
             evaluator=evaluator,
             feed_clock=StateClock("feed", "feed", now, State.STARVED),
@@ -182,13 +163,13 @@ class Pipeline:
             time_before_s=-now(),
         )
 
-    def _transition(self, key: AttemptKey, account: Account, fields: Mapping[str, Any]) -> None:
-        self.board.event(account.value, key=key, **fields)
+    def _transition(self, key: AttemptKey, stage: Stage, fields: Mapping[str, Any]) -> None:
+        self.board.event(stage.value, key=key, **fields)
 
     def _eval_ended(self, summary: EvalSummary | None, version: int) -> None:
         board = self.board
         if summary is None:
-            message = f"the eval of version {version} gave no result within eval.timeout_s = {board.settings.eval_timeout_s:g}"
+            message = f"the eval of version {version} gave no result within eval.timeout_s = {board.profile.eval.timeout_s:g}"
             board.event("warning", message=message)
         else:
             board.evals_ended.append(summary)
@@ -201,7 +182,7 @@ class Pipeline:
         board = self.board
         while True:
             board.reports.add(await board.trainer.report(), board.now_s())
-            await look_again_in(_TICK_S)
+            await asyncio.sleep(_TICK_S)
 
     async def _tick(self) -> None:
         """Once a second: a snapshot for the observers, and a look at whether anything moves."""
@@ -213,16 +194,16 @@ class Pipeline:
             snapshot = board.snapshot()
             for observer in board.observers:
                 observer.tick(snapshot)
-            is_busy = "trainer" not in board.changes.waits or not board.groups.admission.fleet.is_whole()
+            is_busy = "trainer" not in board.changes.waits or not board.admission.fleet.is_whole()
             if board.changes.progress != progress or is_busy:
                 progress, moved_s = board.changes.progress, board.now_s()
             if board.now_s() - moved_s > settings.stall_timeout_s:
                 board.stop(self._stall())
             if board.stopping:
                 stop_s = stop_s if stop_s is not None else board.now_s()
-                if board.now_s() - stop_s > settings.stop_grace_s:
-                    raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {settings.stop_grace_s:g}")
-            await look_again_in(_TICK_S)
+                if board.now_s() - stop_s > (grace_s := board.profile.run.stop_grace_s):
+                    raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {grace_s:g}")
+            await asyncio.sleep(_TICK_S)
 
     def _stall(self) -> StallError:
         return StallError(

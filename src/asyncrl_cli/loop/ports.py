@@ -9,34 +9,15 @@ small: token payloads stay behind the opaque `payload` / `handle` fields, which 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
 from asyncrl_cli.loop.states import ExecutorReport
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 LoadVerdict = Literal["loaded", "not loaded", "unclear"]
-
-
-class AttemptKey(NamedTuple):
-    """One try at one prompt of one epoch: the unit of the ledger."""
-
-    uid: str
-    epoch: int
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.uid}@{self.epoch}.{self.attempt}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """One dataset item. `item`: `prompt` (text), `answer`, `metadata` (any picklable values): what engine and verifier need."""
-
-    uid: str
-    epoch: int
-    item: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,43 +28,6 @@ class GroupRequest:
     item: Mapping[str, Any]
     n: int
     seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoryMeta:
-    """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
-
-    `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
-    """
-
-    prompt_tokens: int
-    response_tokens: int
-    reward: float
-    finish_reason: str
-    version_tokens: tuple[tuple[int, int], ...]
-
-    @property
-    def oldest(self) -> int:
-        return self.version_tokens[0][0]
-
-    @property
-    def newest(self) -> int:
-        return self.version_tokens[-1][0]
-
-    @property
-    def span(self) -> int:
-        return self.newest - self.oldest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
-    """A finished group. Failed trajectories are not in `trajectories`; `failures` says why, one string each."""
-
-    key: AttemptKey
-    trajectories: tuple[TrajectoryMeta, ...]
-    failures: tuple[str, ...]
-    failed_tokens: int
-    payload: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,8 +207,8 @@ class CheckpointWriter(Protocol):
 class Cut:
     """The run between an optimizer step and the next take, frozen in one turn of the event loop.
 
-    `loop_state` is JSON. `finished` are the finished, untrained groups: metas are in `loop_state`, in the same order;
-    `payloads` are their handles, pinned until written.
+    `loop_state` is JSON, with all that the driver knows of the finished, untrained groups; `payloads` are their handles, in the
+    same order, pinned until written.
     """
 
     step: int
@@ -272,115 +216,3 @@ class Cut:
     at_window_boundary: bool
     loop_state: Mapping[str, Any]
     payloads: tuple[Any, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """One line of events.jsonl. `name` is a ledger state or one of: published, loaded, checkpointed, failed, resumed,
-    warning, eval, lost, restarted. `fields` are further JSON values."""
-
-    time_s: float
-    name: str
-    key: AttemptKey | None = None
-    version: int | None = None
-    step: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SyncSummary:
-    """The last version that every worker loaded or skipped; maxima over workers. `gather_s` None: it came from a checkpoint.
-
-    `loaded_share` is the one farthest from 1; `unclear_loads` are those whose probes could not tell it from the version before.
-    """
-
-    version: int
-    gather_s: float | None
-    send_s: float
-    load_s: float
-    pause_s: float
-    logprob_abs_diff: float | None
-    loaded_share: float | None = None
-    unclear_loads: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalSummary:
-    version: int
-    reward_mean: float
-    num_prompts: int
-    response_tokens_median: float
-    eval_s: float
-    num_failed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """All facts of one train step, for whoever turns them into metrics (docs/metrics.md).
-
-    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
-    executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
-    the driver's clock. `ended_s` is the driver's clock. `restarts` of workers count from the run's beginning.
-    """
-
-    step: int
-    version: int
-    window: int
-    ended_s: float
-    groups: tuple[GroupResult, ...]
-    timing_s: Mapping[str, float]
-    train: TrainReport
-    reports: Mapping[str, ExecutorReport]
-    spans: Mapping[str, tuple[Any, ...]]
-    sync: SyncSummary | None
-    evals: tuple[EvalSummary, ...]
-    ledger: Mapping[str, int]
-    tokens_discarded: int
-    groups_trained: int
-    tokens_trained: int
-    restarts: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
-
-    `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
-    ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: what stands behind that, in words.
-    `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
-    them now (`Board.snapshot`). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
-    process at the moment, by name, with "1 of 3": the first of three restarts that each may have.
-    """
-
-    phase: str
-    time_s: float
-    step: int
-    version: int
-    groups_trained: int
-    admission: str
-    admission_cause: str
-    window_taken: int
-    window_groups: int
-    window_budget: int
-    ledger: Mapping[str, int]
-    reports: Mapping[str, ExecutorReport]
-    worker_versions: Mapping[str, int]
-    eval_running: str
-    checkpoint: str
-    restarting: Mapping[str, str] = field(default_factory=dict)
-
-
-class Observer(Protocol):
-    """Someone who watches. Called from the event loop: must return at once."""
-
-    def event(self, event: Event) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def tick(self, snapshot: Snapshot) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        """JSON for the checkpoint; `{}` if nothing has to survive."""
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from typing import TypeVar
 
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
@@ -11,6 +12,54 @@ from asyncrl_cli.loop.states import ExecutorReport, Span, State
 K = TypeVar("K")
 WAITS_FOR_RESTART = "a restart"
 """What an executor waits for whose process is gone."""
+
+
+class _Process(Enum):
+    UP = auto()
+    LOST = auto()
+    NEW = auto()
+    """Another has taken its place, and has not reported yet."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Executor:
+    """`report` is the newest, and has the sums of `base` in it: of earlier processes, or less what is not to count. `spans` are
+    those that nobody has taken yet, on the driver's clock, which is `offset_s` ahead of the executor's."""
+
+    report: ExecutorReport
+    worker: str
+    base: ExecutorReport | None = None
+    offset_s: float = float("inf")
+    spans: list[Span] = field(default_factory=list)
+    process: _Process = _Process.UP
+
+    def update(self, report: ExecutorReport, arrived_s: float, from_s: float) -> None:
+        self.report = report if self.base is None else _on_top(self.base, report)
+        self.offset_s = min(arrived_s - report.now_s, self.offset_s)
+        self.spans += _moved(report.spans, self.offset_s, from_s)
+
+    def fail_until(self, now_s: float) -> None:
+        """The time without a process goes on, too."""
+        report, ended_s = self.report, self.report.now_s + self.offset_s
+        down_s = now_s - ended_s
+        if down_s <= 0:
+            return
+        start_s = ended_s
+        if self.spans and self.spans[-1].state is State.FAILED:
+            start_s = self.spans.pop().start_s
+        self.spans.append(Span(state=State.FAILED, start_s=start_s, end_s=now_s))
+        self.report = replace(_plus(report, State.FAILED, down_s), now_s=report.now_s + down_s)
+
+    def begin_anew(self, report: ExecutorReport, arrived_s: float) -> float:
+        """The first report of the next process. While that started it was idle, and failed in these books: that counts once.
+
+        Returns from when on (by the driver's clock) its spans count.
+        """
+        ended_s = self.report.now_s + self.offset_s
+        counted_s = max(0.0, ended_s - (arrived_s - sum(report.state_s.values())))
+        self.base = _plus(self.report, report.spans[0].state if report.spans else report.state, -counted_s)
+        self.process, self.offset_s = _Process.UP, float("inf")
+        return ended_s
 
 
 class ReportBook:
@@ -27,118 +76,92 @@ class ReportBook:
 
     def __init__(self, began_s: float = float("-inf")) -> None:
         self.began_s = began_s
-        self.latest: dict[str, ExecutorReport] = {}
-        self._offset_s: dict[str, float] = {}
-        self._spans: dict[str, list[Span]] = {}
-        self._workers: dict[str, str] = {}
-        self._lost: dict[str, None] = {}
-        self._awaited: dict[str, None] = {}
-        self._bases: dict[str, ExecutorReport] = {}
+        self._executors: dict[str, _Executor] = {}
+
+    @property
+    def latest(self) -> dict[str, ExecutorReport]:
+        return {name: executor.report for name, executor in self._executors.items()}
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
         """Take a report in; true if the executor has made tokens since the last one. `worker`: in whose process it is."""
-        name = report.name
-        self._workers[name] = worker
-        previous = self.latest.get(name)
-        if previous is None:
-            self._leave_out_the_start(report, arrived_s)
-        elif name not in self._awaited and report.now_s < previous.now_s:
+        executor, from_s = self._executors.get(report.name), self.began_s
+        if executor is None:
+            base = _before(report, arrived_s, self.began_s)
+            executor = self._executors[report.name] = _Executor(report=report, worker=worker, base=base)
+            executor.update(report, arrived_s, from_s)
+            return True
+        previous = executor.report
+        if executor.process is _Process.NEW:
+            from_s = executor.begin_anew(report, arrived_s)
+        elif report.now_s < previous.now_s:
             # A later report has arrived first. Its sums include those of this one, its spans do not.
-            self._spans[name] += _moved(report.spans, self._offset_s[name], self.began_s)
-            self._spans[name].sort(key=lambda span: span.start_s)
+            executor.spans += _moved(report.spans, executor.offset_s, from_s)
+            executor.spans.sort(key=lambda span: span.start_s)
             return False
-        from_s = self._begin_anew(report, arrived_s) if name in self._awaited else self.began_s
-        self.latest[name] = _on_top(self._bases[name], report) if name in self._bases else report
-        offset_s = min(arrived_s - report.now_s, self._offset_s.get(name, float("inf")))
-        self._offset_s[name] = offset_s
-        self._spans.setdefault(name, []).extend(_moved(report.spans, offset_s, from_s))
-        return previous is None or _has_made_tokens(previous, self.latest[name])
+        executor.update(report, arrived_s, from_s)
+        return _has_made_tokens(previous, executor.report)
 
     def lost(self, worker: str, now_s: float) -> int:
         """The worker's process is gone: its executors are failed from now on. Returns the tokens of what ran there."""
         running_tokens = 0.0
-        for name in [name for name, owner in self._workers.items() if owner == worker]:
-            report = self.latest[name]
+        for executor in self._of(worker):
+            report = executor.report
             running_tokens += report.gauges.get("running_tokens", 0)
             gauges = {gauge: amount if gauge == "slots" else 0.0 for gauge, amount in report.gauges.items()}
-            self.latest[name] = replace(report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges)
-            self._awaited.pop(name, None)
-            self._lost[name] = None
+            executor.report = replace(report, state=State.FAILED, waiting_for=WAITS_FOR_RESTART, spans=(), gauges=gauges)
+            executor.process = _Process.LOST
         self.advance_lost(now_s)
         return int(running_tokens)
 
     def advance_lost(self, now_s: float) -> None:
-        """The time of executors without a process goes on, too."""
-        for name in self._lost:
-            self._fail_until(name, now_s)
+        for executor in self._executors.values():
+            if executor.process is _Process.LOST:
+                executor.fail_until(now_s)
 
     def returned(self, worker: str, now_s: float) -> None:
         """The worker has a process again; its executors' next reports are that one's."""
         self.advance_lost(now_s)
-        for name in [name for name in self._lost if self._workers[name] == worker]:
-            del self._lost[name]
-            self._awaited[name] = None
+        for executor in self._of(worker):
+            executor.process = _Process.NEW
 
-    def _fail_until(self, name: str, now_s: float) -> None:
-        report = self.latest[name]
-        ended_s = report.now_s + self._offset_s[name]
-        down_s = now_s - ended_s
-        if down_s <= 0:
-            return
-        spans, start_s = self._spans[name], ended_s
-        if spans and spans[-1].state is State.FAILED:
-            start_s = spans.pop().start_s
-        spans.append(Span(state=State.FAILED, start_s=start_s, end_s=now_s))
-        state_s = report.state_s | {State.FAILED: report.state_s.get(State.FAILED, 0.0) + down_s}
-        sums = report.sums | ({"idle_s": report.sums["idle_s"] + down_s} if "idle_s" in report.sums else {})
-        self.latest[name] = replace(report, now_s=report.now_s + down_s, state_s=state_s, sums=sums)
-
-    def _leave_out_the_start(self, report: ExecutorReport, arrived_s: float) -> None:
-        """Of an executor's first report, which has the spans of all its life."""
-        offset_s = arrived_s - report.now_s
-        state_s: dict[State, float] = {}
-        for span in report.spans:
-            early_s = min(span.end_s + offset_s, self.began_s) - (span.start_s + offset_s)
-            if early_s > 0:
-                state_s[span.state] = state_s.get(span.state, 0.0) - early_s
-        if state_s:
-            idle_s = sum(seconds for state, seconds in state_s.items() if state is not State.BUSY)
-            sums = {"idle_s": idle_s} if "idle_s" in report.sums else {}
-            self._bases[report.name] = replace(report, state_s=state_s, sums=sums)
-
-    def _begin_anew(self, report: ExecutorReport, arrived_s: float) -> float:
-        """The first report of the next process. While that started it was idle, and failed in these books: that counts once.
-
-        Returns from when on (by the driver's clock) its spans count.
-        """
-        name, base = report.name, self.latest[report.name]
-        del self._awaited[name]
-        ended_s = base.now_s + self._offset_s.pop(name)
-        counted_s = max(0.0, ended_s - (arrived_s - sum(report.state_s.values())))
-        first = report.spans[0].state if report.spans else report.state
-        state_s = base.state_s | {first: base.state_s.get(first, 0.0) - counted_s}
-        sums = base.sums | ({"idle_s": base.sums["idle_s"] - counted_s} if "idle_s" in base.sums else {})
-        self._bases[name] = replace(base, state_s=state_s, sums=sums)
-        return ended_s
+    def end(self, culprit: str) -> None:
+        """The run is over: every executor is done, but the one whose failure ended it."""
+        for name, executor in self._executors.items():
+            state = State.FAILED if name == culprit else State.DONE
+            executor.report = replace(executor.report, state=state, waiting_for="")
 
     def take_spans(self) -> dict[str, tuple[Span, ...]]:
         """Spans up to the moment that every executor has reported; what came later is kept for the next call."""
-        if not self.latest:
+        if not self._executors:
             return {}
-        until_s = min(report.now_s + self._offset_s[name] for name, report in self.latest.items())
+        until_s = min(executor.report.now_s + executor.offset_s for executor in self._executors.values())
         taken: dict[str, tuple[Span, ...]] = {}
-        for name, spans in self._spans.items():
-            taken[name] = tuple(
-                Span(state=span.state, start_s=span.start_s, end_s=min(span.end_s, until_s))
-                for span in spans
-                if span.start_s < until_s
-            )
-            self._spans[name] = [
-                Span(state=span.state, start_s=max(span.start_s, until_s), end_s=span.end_s)
-                for span in spans
-                if span.end_s > until_s
-            ]
+        for name, executor in self._executors.items():
+            early = [span for span in executor.spans if span.start_s < until_s]
+            taken[name] = tuple(replace(span, end_s=min(span.end_s, until_s)) for span in early)
+            late = [span for span in executor.spans if span.end_s > until_s]
+            executor.spans = [replace(span, start_s=max(span.start_s, until_s)) for span in late]
         return taken
+
+    def _of(self, worker: str) -> list[_Executor]:
+        return [executor for executor in self._executors.values() if executor.worker == worker]
+
+
+def _before(report: ExecutorReport, arrived_s: float, began_s: float) -> ExecutorReport | None:
+    """What an executor's first report has counted before the loop began, to be taken off: it has the spans of all its life."""
+    offset_s = arrived_s - report.now_s
+    base = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
+    for span in report.spans:
+        early_s = min(span.end_s + offset_s, began_s) - (span.start_s + offset_s)
+        if early_s > 0:
+            base = _plus(base, span.state, -early_s, is_idle=span.state is not State.BUSY)
+    return base if base.state_s else None
+
+
+def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:
+    """With more time in a state, which is idle time too for who counts that."""
+    sums = _sum(report.sums, {"idle_s": seconds}) if is_idle and "idle_s" in report.sums else report.sums
+    return replace(report, state_s=_sum(report.state_s, {state: seconds}), sums=sums)
 
 
 def _moved(spans: Iterable[Span], offset_s: float, from_s: float) -> list[Span]:

@@ -17,8 +17,8 @@ from typing import Protocol
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.ports import RolloutWorker
-from asyncrl_cli.loop.signal import Change
 
 KEY = "rollout.max_restarts"
 
@@ -44,15 +44,15 @@ class Restarts:
         self._end = end
         self._spawn = spawn
         self._begin = begin
-        self._left = dict.fromkeys((worker.name for worker in board.workers), board.settings.max_restarts)
+        self._left = dict.fromkeys((worker.name for worker in board.workers), board.profile.rollout.max_restarts)
 
     def failed(self, worker: RolloutWorker, error: ExecutorLost) -> None:
         """A call to the worker failed: restart it, or stop the run with that error if it has no restart left."""
-        board, slots = self._board, self._board.groups.admission.workers[worker.name]
+        board, slots = self._board, self._board.admission.workers[worker.name]
         if slots.down:
             return
         if not self._left[worker.name]:
-            if not board.settings.max_restarts and not board.stopping:
+            if not board.profile.rollout.max_restarts and not board.stopping:
                 board.event("warning", message=f"{worker.name} is not replaced: {KEY} = 0")
             board.stop(error)
             return
@@ -68,7 +68,7 @@ class Restarts:
         board = self._board
         self._left[name] -= 1
         board.restarts += 1
-        left, allowed = self._left[name], board.settings.max_restarts
+        left, allowed = self._left[name], board.profile.rollout.max_restarts
         board.restarting[name] = f"{allowed - left} of {allowed}"
         board.event("lost", worker=name, error=str(error), restarts_left=left)
         board.event("warning", message=f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {KEY} = {allowed})")
@@ -82,7 +82,7 @@ class Restarts:
         began_s = board.now_s()
         if not await self._replace(worker):
             return
-        board.groups.admission.workers[name].set_down(False)
+        board.admission.workers[name].set_down(False)
         del board.restarting[name]
         board.reports.returned(name, board.now_s())
         board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._left[name])

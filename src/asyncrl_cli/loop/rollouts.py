@@ -13,11 +13,12 @@ from functools import partial
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost
 from asyncrl_cli.loop import causes
+from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.board import Board
-from asyncrl_cli.loop.failures import own_error
-from asyncrl_cli.loop.ports import AttemptKey, GroupRequest, LoadReport, Progress, RolloutWorker
+from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.loop.failures import first_error
+from asyncrl_cli.loop.ports import GroupRequest, LoadReport, Progress, RolloutWorker
 from asyncrl_cli.loop.restarts import Restarts
-from asyncrl_cli.loop.signal import Change
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import State
 
@@ -39,7 +40,7 @@ class Rollouts:
 
     def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
         for name, key in aborts:
-            if not self._board.groups.admission.workers[name].down:
+            if not self._board.admission.workers[name].down:
                 worker = self._by_name[name]
                 self._spawn(partial(worker.abort, key), f"abort of {key}", worker)
 
@@ -50,7 +51,7 @@ class Rollouts:
         """
         board = self._board
         self._restarts.are_lent = True
-        up = [worker for worker in board.workers if not board.groups.admission.workers[worker.name].down]
+        up = [worker for worker in board.workers if not board.admission.workers[worker.name].down]
         what = "pauses" if to_trainer else "resumes"
         calls = [self._spawn(worker.pause if to_trainer else worker.resume, f"{worker.name} {what}", worker) for worker in up]
         for call in calls:
@@ -97,7 +98,7 @@ class Rollouts:
         try:
             await work()
         except (AsyncrlError, ExceptionGroup) as error:
-            found = own_error(error)
+            found = first_error(error, AsyncrlError)
             if found is None:
                 raise
             if worker is not None and isinstance(found, ExecutorLost):
@@ -107,7 +108,7 @@ class Rollouts:
 
     async def _admit(self) -> None:
         """Consumes prompts; waits for admission, which groups, loads and publishes reopen."""
-        board, admission, clock = self._board, self._board.groups.admission, self._board.feed_clock
+        board, admission, clock = self._board, self._board.admission, self._board.feed_clock
         while True:
             clock.enter(State.BUSY)
             while (started := board.groups.start()) is not None:
@@ -131,29 +132,30 @@ class Rollouts:
             arrived_s = board.now_s()
             active = [board.reports.add(report, arrived_s, worker.name) for report in progress.reports]
             warned = warned or self._warned_of_preemption(progress)
-            freed = board.groups.admission.sequences_finished(worker.name, progress.finished_sequences)
+            freed = board.admission.sequences_finished(worker.name, progress.finished_sequences)
             if freed:
                 board.changes.notify(Change.SLOTS)
             elif any(active):
                 board.changes.progress += 1
             if freed or any(active) or self._may_rest(worker, progress):
                 moved_s = arrived_s
-            elif arrived_s - moved_s > board.settings.call_timeout_s:
+            elif arrived_s - moved_s > board.profile.rollout.call_timeout_s:
                 raise self._stands_still(worker)
 
     def _may_rest(self, worker: RolloutWorker, progress: Progress) -> bool:
         """Nothing runs there, or what runs waits for rewards, or is frozen by a load: both have limits of their own."""
-        slots = self._board.groups.admission.workers[worker.name]
+        slots = self._board.admission.workers[worker.name]
         is_frozen = slots.loading and self._board.settings.interrupt != "drain"
         is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
         return is_frozen or is_scoring or not (slots.unfinished or slots.eval_sequences)
 
     def _stands_still(self, worker: RolloutWorker) -> ExecutorLost:
-        slots, limit_s = self._board.groups.admission.workers[worker.name], self._board.settings.call_timeout_s
+        slots, limit_s = self._board.admission.workers[worker.name], self._board.profile.rollout.call_timeout_s
         running = f"{len(slots.unfinished)} groups" + (" and an eval" if slots.eval_sequences else "")
         return ExecutorLost(
-            f"{worker.name} failed: it stands still: {running} run there, and no token came for {CALL_KEY} = {limit_s:g} s",
+            f"it stands still: {running} run there, and no token came for {CALL_KEY} = {limit_s:g} s",
             hint=f"its log may say why; if its first token only needs longer, --set {CALL_KEY}=...",
+            executor=worker.name,
         )
 
     def _warned_of_preemption(self, progress: Progress) -> bool:
@@ -169,7 +171,7 @@ class Rollouts:
     async def _keep_in_sync(self, worker: RolloutWorker) -> None:
         """Consumes published versions: prefetch beside generation, then load; then the version's eval, if one is due."""
         board, sync = self._board, self._board.sync
-        slots = board.groups.admission.workers[worker.name]
+        slots = board.admission.workers[worker.name]
         while True:
             who, new_version = f"{worker.name} (weights)", "a new version from the trainer"
             await board.changes.until(lambda: sync.wanted(worker.name) is not None, who, new_version, (Change.PUBLISHED,))

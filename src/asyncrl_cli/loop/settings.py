@@ -1,54 +1,54 @@
-"""The numbers that the loop needs of a profile, and nothing else of it."""
+"""What the loop takes from a profile: the profile itself, its schedule, and the limits that follow from several keys."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
-from typing import Literal
 
 from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import Profile
 
-OnStale = Literal["wait", "accept", "drop", "requeue"]
+STALL_MARGIN_S = 60.0
+MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
+"""Bfloat16 rounds logits from 8 to 16 to sixteenths, on both sides and before them in every layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """Derived from a validated profile. Groups and steps as in docs/admission.md: R, K, W = K * R."""
+    """`load_timeout_s`: how long a worker may take to receive and load a version, beside draining."""
 
-    seed: int
-    step_groups: int
-    window_steps: int
-    train_steps: int
-    eta: Fraction
-    max_staleness: int
-    n: int
-    colocate: bool = False
-    interrupt: Interrupt = "drain"
-    on_stale: OnStale = "wait"
-    max_requeues: int = 2
-    on_exhausted: Literal["fail", "drop"] = "drop"
-    prefetch_groups: int = 0
-    max_restarts: int = 0
-    call_timeout_s: float = 600.0
-    max_failed_ratio: float = 0.1
-    max_skipped_steps: int = 3
-    max_logprob_diff: float = 1e-3
-    checkpoint_every_steps: int = 0
-    eval_every_versions: int = 0
-    eval_timeout_s: float = 300.0
-    sync_timeout_s: float = 300.0
-    weights_mode: Literal["async", "sync"] = "async"
-    stop_grace_s: float = 60.0
-    stall_timeout_s: float = 300.0
+    profile: Profile
+    schedule: Schedule
+    load_timeout_s: float
+
+    @classmethod
+    def of(cls, profile: Profile, load_timeout_s: float | None = None) -> LoopSettings:
+        """`load_timeout_s` is `weights.timeout_s`, unless the transport makes loads wait for each other."""
+        limit_s = profile.weights.timeout_s if load_timeout_s is None else load_timeout_s
+        return cls(profile=profile, schedule=Schedule.of(profile), load_timeout_s=limit_s)
 
     @property
-    def window_groups(self) -> int:
-        return self.window_steps * self.step_groups
+    def interrupt(self) -> Interrupt:
+        """What a load does to a worker's running rollouts: without partial rollouts they finish first."""
+        return (self.profile.rollout.interrupt or "keep-kv") if self.profile.async_training.partial_rollout else "drain"
 
     @property
-    def total_groups(self) -> int:
-        return self.train_steps * self.step_groups
+    def sync_timeout_s(self) -> float:
+        """How long nothing may move while the trainer waits for loads."""
+        return self.load_timeout_s + (self.profile.rollout.call_timeout_s if self.interrupt == "drain" else 0.0)
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """The watchdog is for what nothing else bounds: it waits until every call to a worker, and every load, has had its time."""
+        profile = self.profile
+        if profile.run.stall_timeout_s is not None:
+            return profile.run.stall_timeout_s
+        return max(profile.rollout.call_timeout_s, profile.eval.timeout_s, self.sync_timeout_s) + STALL_MARGIN_S
+
+    @property
+    def max_logprob_diff(self) -> float:
+        return self.profile.weights.max_logprob_diff or MAX_LOGPROB_DIFF[self.profile.model.dtype]
 
     def ends_window(self, step: int) -> bool:
         """Whether the window ends with train step `step` (counted from 1); the run's last step ends one too."""
-        return step % self.window_steps == 0 or step == self.train_steps
+        return step % self.schedule.window_steps == 0 or step == self.schedule.train_steps

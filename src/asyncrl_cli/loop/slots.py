@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.attempts import AttemptKey
 
 
 class Room(IntEnum):
@@ -38,13 +38,18 @@ class WorkerSlots:
     def used(self) -> int:
         return self.unfinished_sequences + self.eval_sequences
 
+    @property
+    def free(self) -> int:
+        """Less than 0 with a queue."""
+        return self.slots - self.used
+
     def set_unfinished(self, key: AttemptKey, unfinished: int) -> None:
         """A running group has so many unfinished sequences."""
         self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
         self.unfinished[key] = unfinished
         self._changed()
 
-    def free(self, key: AttemptKey) -> None:
+    def release(self, key: AttemptKey) -> None:
         """A group has left; nothing happens if it was not here."""
         self.unfinished_sequences -= self.unfinished.pop(key, 0)
         self._changed()
@@ -74,49 +79,40 @@ class WorkerSlots:
 
 
 class Fleet:
-    """All workers, and who has room: of hundreds many have some, and every group that starts asks who has most.
-
-    Sets of workers are the bits of a number, in the order of the workers: the lowest one is the first worker.
-    """
+    """All workers, and who has room: of hundreds few have any while a run is busy, and those are kept apart."""
 
     def __init__(self, workers: Iterable[WorkerSlots], *, n: int, prefetch_groups: int) -> None:
         self.by_name = {worker.name: worker for worker in workers}
         self._n = n
         self._queue_sequences = n * prefetch_groups
-        self._in_order = list(self.by_name.values())
-        self._bits = {name: 1 << place for place, name in enumerate(self.by_name)}
-        self._down = self._loading = self._with_slots = 0
-        self._awake: dict[int, dict[int, int]] = {}
-        """Who does not load: version -> free slots (less than 0 with a queue) -> workers."""
-        self._standing: dict[str, tuple[int, int]] = {}
-        """Each one's keys in `_awake`."""
-        for worker in self._in_order:
+        self._places = {name: place for place, name in enumerate(self.by_name)}
+        self._down: set[str] = set()
+        self._loading: set[str] = set()
+        self._having: dict[Room, dict[str, WorkerSlots]] = {room: {} for room in Room}
+        self._rooms = dict.fromkeys(self.by_name, Room.NONE)
+        for worker in self.by_name.values():
             worker.fleet = self
             self.place(worker)
 
     def room_on(self, worker: WorkerSlots) -> Room:
         if worker.down:
             return Room.NONE
-        missing = worker.used + self._n - worker.slots
+        missing = self._n - worker.free
         return Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
 
     def place(self, worker: WorkerSlots) -> None:
         """The worker has changed."""
-        bit, free = self._bits[worker.name], worker.slots - worker.used
-        self._down = self._down | bit if worker.down else self._down & ~bit
-        self._loading = self._loading | bit if worker.loading else self._loading & ~bit
-        self._with_slots = self._with_slots | bit if free >= self._n and not worker.down else self._with_slots & ~bit
-        before = self._standing.pop(worker.name, None)
-        if before is not None:
-            self._take_out(*before, bit)
-        if not worker.loading:
-            self._standing[worker.name] = (worker.version, free)
-            by_free = self._awake.setdefault(worker.version, {})
-            by_free[free] = by_free.get(free, 0) | bit
+        name, room = worker.name, self.room_on(worker)
+        (self._down.add if worker.down else self._down.discard)(name)
+        (self._loading.add if worker.loading else self._loading.discard)(name)
+        if room is not self._rooms[name]:
+            self._having[self._rooms[name]].pop(name, None)
+            self._having[room][name] = worker
+            self._rooms[name] = room
 
     def is_awake(self) -> bool:
         """Whether any worker does not load."""
-        return bool(self._awake)
+        return len(self._loading) < len(self.by_name)
 
     def is_whole(self) -> bool:
         """Whether every worker has a process."""
@@ -124,10 +120,10 @@ class Fleet:
 
     def is_gone(self) -> bool:
         """Whether no worker has a process."""
-        return all(worker.down for worker in self.by_name.values())
+        return len(self._down) == len(self.by_name)
 
     def are_current(self, version: int) -> bool:
-        return not self._loading and self._awake.keys() == {version}
+        return not self._loading and all(worker.version == version for worker in self.by_name.values())
 
     def candidates(self) -> list[WorkerSlots]:
         """Who may start a group: of each version the first worker with most room, newest weights first.
@@ -135,18 +131,9 @@ class Fleet:
         Room is free slots for all of it; only where no worker has these, not even one that loads, it is room in the queue. Whether
         a group may start depends on the version that it starts with: where one worker may not, no other of its version may.
         """
-        least = self._n if self._with_slots else self._n - self._queue_sequences
-        found = []
-        for version in sorted(self._awake, reverse=True):
-            by_free = self._awake[version]
-            if (most := max(by_free)) >= least:
-                found.append(self._in_order[(by_free[most] & -by_free[most]).bit_length() - 1])
-        return found
-
-    def _take_out(self, version: int, free: int, bit: int) -> None:
-        by_free = self._awake[version]
-        by_free[free] &= ~bit
-        if not by_free[free]:
-            del by_free[free]
-        if not by_free:
-            del self._awake[version]
+        best: dict[int, tuple[int, int, WorkerSlots]] = {}
+        for name, worker in (self._having[Room.IN_SLOTS] or self._having[Room.IN_QUEUE]).items():
+            rank = (-worker.free, self._places[name], worker)
+            if not worker.loading and (worker.version not in best or rank < best[worker.version]):
+                best[worker.version] = rank
+        return [best[version][2] for version in sorted(best, reverse=True)]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from asyncrl_cli.loop.ports import LoadReport, Published, SyncSummary
+from asyncrl_cli.loop.ports import LoadReport, Published
+from asyncrl_cli.loop.watching import SyncSummary
 
 
 class WeightSync:
@@ -33,6 +34,9 @@ class WeightSync:
     def room(self) -> bool:
         """Whether one more version may be published."""
         return len(set(self.begun.values())) < 2
+
+    def all_hold(self, version: int) -> bool:
+        return self._holders.keys() == {version}
 
     def reserve(self) -> None:
         """A newer version is about to be gathered. While an older one loads, it replaces one that nobody has begun: from now on,

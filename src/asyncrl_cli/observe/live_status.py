@@ -13,19 +13,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NotRequired, cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.loop.board import ENDED
-from asyncrl_cli.loop.ports import Snapshot
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.watching import ENDED, Snapshot
 from asyncrl_cli.observe.executors import STATES
 from asyncrl_cli.observe.format import duration, number
 from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
 from asyncrl_cli.observe.periods import Period
 from asyncrl_cli.observe.status_file import EvalPoint
 from asyncrl_cli.observe.values import Scalar
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count
 
 SCHEMA_VERSION = 2
@@ -59,6 +61,23 @@ class RunFacts:
     max_staleness: int
     on_stale: str = "wait"
     attempt: int = 1
+
+    @classmethod
+    def of(cls, profile: Profile, run_dir: Path, attempt: int) -> RunFacts:
+        schedule = Schedule.of(profile)
+        return cls(
+            name=run_dir.name,
+            profile=profile.name,
+            mode=schedule.mode,
+            run_dir=str(run_dir),
+            train_steps=schedule.train_steps,
+            step_groups=schedule.step_groups,
+            window_groups=schedule.window_groups,
+            trigger_parameter_sync_step=schedule.window_steps,
+            max_staleness=schedule.max_staleness,
+            on_stale=profile.async_training.on_stale,
+            attempt=attempt,
+        )
 
 
 class LiveState(TypedDict):

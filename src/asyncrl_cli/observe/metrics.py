@@ -13,8 +13,9 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.loop.ports import GroupResult, StepRecord, TrajectoryMeta
+from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.watching import StepRecord
 from asyncrl_cli.observe.executors import STATES, overlap, stretches, utilization
 from asyncrl_cli.observe.periods import Period, RecentSteps, step_so_far, whole_run
 from asyncrl_cli.observe.values import (

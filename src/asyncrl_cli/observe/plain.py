@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from asyncrl_cli.loop.board import ENDED
+from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import NOTHING, clock, count, duration, number, share
 from asyncrl_cli.observe.sinks import NullSink
 from asyncrl_cli.observe.summary import summary_text

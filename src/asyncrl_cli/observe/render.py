@@ -14,8 +14,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
+from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import NOTHING, bar, clock, count, duration, number, share, small, sparkline
 from asyncrl_cli.observe.summary import ledger_line, summary_rows
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.loop.ports import StepRecord
+from asyncrl_cli.loop.watching import StepRecord
 from asyncrl_cli.observe.sinks import LineFile, NullSink
 
 Spans = dict[str, list[tuple[str, float, float]]]

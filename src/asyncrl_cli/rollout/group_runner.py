@@ -18,7 +18,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl_cli.engines.port import Completion, Engine, Sampling
-from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, EvalResult, GroupRequest, GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
 from asyncrl_cli.rollout.prompts import tokenize_prompts
 from asyncrl_cli.samples.trajectory import NOT_SAMPLED, GroupPayload, Segment, Trajectory
 from asyncrl_cli.tasks.rewards import RewardFailed

@@ -13,14 +13,15 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.job.meters import DEBOUNCE_S, POLL_S
-from asyncrl_cli.loop.ports import GroupResult, TrainBatch
+from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.observe.bound import Capacities
+from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.engine import DecodeTimes
+from asyncrl_cli.simulate.decoding import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
-from asyncrl_cli.simulate.trainer import TrainerTimes
-from asyncrl_cli.simulate.workers import WorkerTimes
+from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 _PROGRESS_RATIO = 0.5
@@ -141,7 +142,6 @@ def worker_times(workload: Workload, profile: Profile, workers: int) -> WorkerTi
         speed_spread=decoding.speed_spread,
         progress_s=progress_s,
         poll_s=max(POLL_S, 3 * progress_s),
-        call_timeout_s=profile.rollout.call_timeout_s,
         weights_timeout_s=profile.weights.timeout_s,
     )
 

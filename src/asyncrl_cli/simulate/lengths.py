@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from statistics import NormalDist, fmean
 
 from asyncrl_cli.simulate.workload import Lengths
 
-GroupLengths = Callable[[random.Random, int], list[int]]
+STANDARD = NormalDist()
 
 
 class ResponseLengths:
@@ -42,26 +42,17 @@ class ResponseLengths:
         return max(1, min(round(tokens), self.max_response_tokens))
 
     def _from_list(self, normal: float) -> int:
-        share = 0.5 * (1.0 + math.erf(normal / math.sqrt(2.0)))
-        return self._sorted[min(int(share * len(self._sorted)), len(self._sorted) - 1)]
+        return self._sorted[min(int(STANDARD.cdf(normal) * len(self._sorted)), len(self._sorted) - 1)]
 
 
 def mean_tokens(lengths: Lengths, max_response_tokens: int) -> float:
     """The expected length, in closed form (lognormal: its limited expected value)."""
     if lengths.distribution == "list":
-        return mean_of([min(tokens, max_response_tokens) for tokens in lengths.response_tokens])
+        return fmean(min(tokens, max_response_tokens) for tokens in lengths.response_tokens)
     assert lengths.median_tokens is not None
     assert lengths.sigma is not None
     mu, sigma, cap = math.log(lengths.median_tokens), lengths.sigma, float(max_response_tokens)
     if sigma == 0:
         return min(lengths.median_tokens, cap)
     z = (math.log(cap) - mu) / sigma
-    return math.exp(mu + sigma**2 / 2) * _normal_share(z - sigma) + cap * (1 - _normal_share(z))
-
-
-def mean_of(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _normal_share(z: float) -> float:
-    return 0.5 * (1.0 + math.erf(z / math.sqrt(2.0)))
+    return math.exp(mu + sigma**2 / 2) * STANDARD.cdf(z - sigma) + cap * (1 - STANDARD.cdf(z))

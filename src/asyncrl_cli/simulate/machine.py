@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.simulate.engine import SimulatedEngine
+from asyncrl_cli.simulate.decoding import SimulatedEngine
 
 
 class SharedMachine:

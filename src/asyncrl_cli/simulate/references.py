@@ -10,7 +10,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import flatten
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workloads import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import SimulatedRun, simulate
 
 WINDOW = "window"

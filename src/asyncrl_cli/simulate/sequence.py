@@ -1,8 +1,7 @@
 """A response in the making, and which versions its tokens are of.
 
-Loads, too, have a step count, so the versions of a sequence's tokens follow from the list of loads: token j of a sequence
-that begins at s belongs to the last load before s + j. A token that is half done at a load is finished by the new weights and
-counts as theirs.
+Loads have a step count like everything in an engine: token j of a sequence that begins at s belongs to the last load before s + j.
+A token that is half done at a load is finished by the new weights and counts as theirs.
 """
 
 from __future__ import annotations
@@ -44,20 +43,13 @@ class Loads:
         self._at.append((steps, version))
 
     def version_tokens(self, sequence: SimulatedSequence) -> tuple[tuple[int, int], ...]:
-        """See `SimulatedEngine.version_tokens`."""
-        if sequence.tokens == 0:
-            return ()
-        loads, first = self._at, sequence.first_load
-        if first == len(loads) - 1:
-            return ((loads[first][1], sequence.tokens),)
-        spans, done = [], 0
-        for place in range(first, len(loads)):
+        """Tokens per version of an ended or aborted sequence, ascending: ((3, 17), (4, 5))."""
+        done, spans = 0, []
+        for place in range(sequence.first_load, len(self._at)):
             upto = sequence.tokens
-            if place + 1 < len(loads):
-                upto = min(upto, int(loads[place + 1][0] - sequence.begin_steps + SAME_STEP))
+            if place < self.last:
+                upto = min(upto, int(self._at[place + 1][0] - sequence.begin_steps + SAME_STEP))
             if upto > done:
-                spans.append((loads[place][1], upto - done))
+                spans.append((self._at[place][1], upto - done))
                 done = upto
-            if done == sequence.tokens:
-                break
         return tuple(spans)

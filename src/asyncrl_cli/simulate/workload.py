@@ -124,7 +124,7 @@ class Reference(Section):
 
 
 class Workload(Section):
-    """A model's work on some hardware. Made by `simulate.workloads.load_workload`."""
+    """A model's work on some hardware. Made by `simulate.workload_files.load_workload`."""
 
     schema_version: Literal[1] = 1
     """Version of this format."""

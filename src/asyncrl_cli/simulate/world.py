@@ -14,21 +14,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.job.wiring import loop_settings
 from asyncrl_cli.loop.pipeline import Pipeline, World
-from asyncrl_cli.loop.ports import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import Event, Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.clock import DeadlockError, VirtualTimeLoop, run_virtual
+from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.costs import Alone, Spent, TrainCosts, trainer_times, worker_times
-from asyncrl_cli.simulate.faults import Faults
-from asyncrl_cli.simulate.feed import NumberedFeed
 from asyncrl_cli.simulate.machine import SharedMachine
-from asyncrl_cli.simulate.trainer import SimulatedTrainer
-from asyncrl_cli.simulate.workers import SimulatedWorker
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
 Progress = Callable[[int, float], None]
@@ -39,15 +38,14 @@ Spans = dict[str, list[tuple[str, float, float]]]
 class SimulatedRun:
     """`lines` are those of metrics.jsonl; `events` counts the loop's events by name; `spans` by executor, if they were kept.
 
-    `error`: what a run failed with (an `AsyncrlError`, or a `DeadlockError`); None if it ended well.
+    `error`: what a run failed with; None if it ended well.
     """
 
     lines: list[dict[str, Any]]
     spans: Spans
     events: Mapping[str, int]
     virtual_s: float
-    timer_events: int
-    error: BaseException | None
+    error: AsyncrlError | None
     alone: Alone
 
 
@@ -57,8 +55,6 @@ def simulate(
     *,
     seed: int = 0,
     observers: Sequence[Observer] = (),
-    faults: Faults | None = None,
-    shuffle_seed: int | None = None,
     groups: int | None = None,
     on_progress: Progress | None = None,
     keep_spans: bool = False,
@@ -71,26 +67,26 @@ def simulate(
     job = compile_job(profile, virtual_cluster(profile))
     settings = _settings(profile, seed, groups)
     costs = _costs(profile, workload, job)
-    recorder = _Recorder(settings.window_steps, costs.spent, on_progress, keep_spans)
-    ended, speeds = _Ended(), list[float]()
+    recorder = _Recorder(settings.schedule.window_steps, costs.spent, on_progress, keep_spans)
+    speeds: list[float] = []
 
-    async def run() -> None:
-        trainer, workers = _team(profile, workload, job, costs, seed, faults)
+    async def run() -> tuple[float, AsyncrlError | None]:
+        trainer, workers = _team(profile, workload, job, costs, seed)
         speeds.extend(worker.speed for worker in workers)
         world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=(recorder, *observers))
-        await ended.run(Pipeline(settings, world))
+        error: AsyncrlError | None = None
+        try:
+            await Pipeline(settings, world).run()
+        except AsyncrlError as raised:
+            error = raised
+        return asyncio.get_running_loop().time(), error
 
-    error: BaseException | None = None
-    try:
-        run_virtual(run(), shuffle_seed=shuffle_seed)
-    except (AsyncrlError, DeadlockError) as raised:
-        error = raised
+    virtual_s, error = run_virtual(run())
     return SimulatedRun(
         lines=recorder.lines,
         spans=recorder.spans,
         events=recorder.events,
-        virtual_s=ended.virtual_s,
-        timer_events=ended.timer_events,
+        virtual_s=virtual_s,
         error=error,
         alone=Alone(workload=workload, profile=profile, speeds=tuple(speeds), spent=recorder.spent),
     )
@@ -109,8 +105,13 @@ def _asked_gpus(profile: Profile) -> int:
 
 
 def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
-    settings = replace(loop_settings(profile), seed=seed, eval_every_versions=0, checkpoint_every_steps=0)
-    return settings if groups is None else replace(settings, train_steps=-(-groups // settings.step_groups))
+    length = {} if groups is None else {"train_steps": -(-groups // Schedule.of(profile).step_groups), "total_rollout_steps": None}
+    sections = {
+        "run": profile.run.model_copy(update={"seed": seed, **length}),
+        "eval": profile.eval.model_copy(update={"every_versions": 0}),
+        "checkpoint": profile.checkpoint.model_copy(update={"every_steps": 0}),
+    }
+    return LoopSettings.of(profile.model_copy(update=sections))
 
 
 def _costs(profile: Profile, workload: Workload, job: JobPlan) -> TrainCosts:
@@ -124,41 +125,20 @@ def _costs(profile: Profile, workload: Workload, job: JobPlan) -> TrainCosts:
 
 
 def _team(
-    profile: Profile, workload: Workload, job: JobPlan, costs: TrainCosts, seed: int, faults: Faults | None
+    profile: Profile, workload: Workload, job: JobPlan, costs: TrainCosts, seed: int
 ) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
     """Call inside the running loop."""
-    machine = _shared_machine(workload)
+    interference = workload.decoding.interference_ratio, workload.training.interference_ratio
+    machine = SharedMachine(generation_ratio=interference[0], training_ratio=interference[1])
     names = [f"rollout-{index}" for index in range(job.role(ROLLOUT).workers)]
     times = worker_times(workload, profile, len(names))
-    workers = [SimulatedWorker(name, profile.rollout.slots, times, seed, faults=faults, machine=machine) for name in names]
+    workers = [SimulatedWorker(name, profile.rollout.slots, times, seed, machine) for name in names]
     timing = trainer_times(workload, costs, colocate=profile.placement.colocate)
-    return SimulatedTrainer(timing, faults=faults, machine=machine), workers
+    return SimulatedTrainer(timing, machine=machine), workers
 
 
-def _shared_machine(workload: Workload) -> SharedMachine | None:
-    generation, training = workload.decoding.interference_ratio, workload.training.interference_ratio
-    return SharedMachine(generation_ratio=generation, training_ratio=training) if generation or training else None
-
-
-class _Ended:
-    """What the clock knows once a run is over, however it ended."""
-
-    def __init__(self) -> None:
-        self.virtual_s = 0.0
-        self.timer_events = 0
-
-    async def run(self, pipeline: Pipeline) -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualTimeLoop)
-        loop.explain = pipeline.who_waits
-        try:
-            await pipeline.run()
-        finally:
-            self.virtual_s, self.timer_events = loop.time(), loop.timer_events
-
-
-class _Recorder:
-    """A loop.ports.Observer that keeps lines and forgets the rest."""
+class _Recorder(Observer):
+    """Keeps lines and forgets the rest."""
 
     def __init__(self, window_steps: int, spent: Spent, on_progress: Progress | None, keep_spans: bool) -> None:
         """`spent` is the trainer's, and grows."""
@@ -183,12 +163,3 @@ class _Recorder:
                 kept.extend((str(span.state), span.start_s, span.end_s) for span in spans)
         if self._on_progress is not None:
             self._on_progress(record.groups_trained, record.ended_s)
-
-    def tick(self, snapshot: Snapshot) -> None:
-        """Nobody looks."""
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        assert not state

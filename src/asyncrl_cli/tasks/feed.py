@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.ports import Prompt
+from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.tasks.item import Item, fingerprint
 
 SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.loop.ports import GroupResult
+from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.train.advantages import group_advantages
 
 

@@ -10,6 +10,8 @@ A part of a transfer by ipc has no bound at rank 0: there it is a copy to the GP
 
 from __future__ import annotations
 
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
+
 KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
 """For what rank 0 answers at once, whatever else it does: an address, a worker's leave."""
@@ -31,3 +33,9 @@ def turn_s(timeout_s: float, workers: int) -> float:
 def load_s(timeout_s: float, workers: int) -> float:
     """Of a load as the driver waits for it, after the drain."""
     return turn_s(timeout_s, workers) + timeout_s + DRIVER_MARGIN_S
+
+
+def all_loads_s(weights: WeightsSection, workers: int) -> float:
+    """Until every worker has loaded a version, as the loop waits for it, after the drain."""
+    is_direct = weights.transport in DIRECT_TRANSPORTS
+    return load_s(weights.timeout_s, workers) + LOOP_MARGIN_S if is_direct else weights.timeout_s

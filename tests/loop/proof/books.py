@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.loop.ports import AttemptKey
+from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.settings import LoopSettings
 
 
@@ -85,7 +85,7 @@ class Books:
 
     @property
     def budget(self) -> int:
-        return math.floor((1 + self.settings.eta) * self.settings.window_groups)
+        return math.floor((1 + self.settings.schedule.eta) * self.settings.schedule.window_groups)
 
     @property
     def untaken(self) -> dict[AttemptKey, int]:
@@ -96,7 +96,7 @@ class Books:
         """W, or the rest of the run: what was trained or taken before this window is used up."""
         in_training = len(self.live) - len(self.untaken)
         before = self.trained + in_training - self.taken_in_window
-        return min(self.settings.window_groups, self.settings.total_groups - before)
+        return min(self.settings.schedule.window_groups, self.settings.schedule.groups - before)
 
     @property
     def takes_left(self) -> int:
@@ -118,10 +118,10 @@ class Books:
         takes_left = self.takes_left - len(gone)
         if takes_left < 0:
             return False
-        if self.settings.on_stale != "wait":
+        if self.settings.profile.async_training.on_stale != "wait":
             return True
         rest = [deadline for other, deadline in self.untaken.items() if other not in gone]
-        return in_time(rest, self.version, takes_left, self.settings.window_groups)
+        return in_time(rest, self.version, takes_left, self.settings.schedule.window_groups)
 
     def takeable(self, num_groups: int) -> list[AttemptKey]:
         """In finish order as far as deadlines allow, looking at everything again after each take."""
@@ -136,20 +136,20 @@ class Books:
 
     def room_on(self, worker: WorkerBook) -> bool:
         """In its slots; in its queue only while nobody, not even a worker that loads, has room in its slots."""
-        n = self.settings.n
+        n = self.settings.profile.rollout.n
         all_full = all(other.down or other.slots - other.used < n for other in self.workers.values())
-        return worker.slots - worker.used + (n * self.settings.prefetch_groups if all_full else 0) >= n
+        return worker.slots - worker.used + (n * self.settings.profile.rollout.prefetch_groups if all_full else 0) >= n
 
     def start_in_time(self, worker: WorkerBook) -> bool:
         """Whether one more group, started on `worker`, could be trained in time beside all others."""
-        deadline, on_stale = worker.version + self.settings.max_staleness, self.settings.on_stale
+        deadline, on_stale = worker.version + self.settings.schedule.max_staleness, self.settings.profile.async_training.on_stale
         if on_stale == "accept":
             return True
         if worker.version != self.version and deadline <= self.version:
             return False
         if on_stale != "wait":
             return True
-        return in_time([*self.untaken.values(), deadline], self.version, self.takes_left, self.settings.window_groups)
+        return in_time([*self.untaken.values(), deadline], self.version, self.takes_left, self.settings.schedule.window_groups)
 
     def closed(self) -> str:
         """Why nothing may start now, "" if something may; the reasons in the order of docs/admission.md."""
@@ -157,9 +157,9 @@ class Books:
         room = [worker for worker in awake if self.room_on(worker)]
         reasons = {
             "stopping": self.stopping,
-            "end": len(self.live) + self.trained >= self.settings.total_groups,
+            "end": len(self.live) + self.trained >= self.settings.schedule.groups,
             "window": len(self.untaken) + self.taken_in_window >= self.budget,
-            "loading": not awake or (self.settings.colocate and not self.all_loaded()),
+            "loading": not awake or (self.settings.profile.placement.colocate and not self.all_loaded()),
             "slots": not room,
             "deadlines": not any(self.start_in_time(worker) for worker in room),
         }

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
-from asyncrl_cli.loop.settings import LoopSettings, OnStale
-from asyncrl_cli.simulate.faults import Fault, draw_faults, draw_worker_faults
+from asyncrl_cli.loop.settings import LoopSettings
+from tests.loop.keywords import changed, loop_settings
+from tests.loop.proof.faults import Fault, draw_faults, draw_worker_faults
 
 MODES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
 MAX_TOKENS = 300
@@ -45,8 +46,7 @@ class Scenario:
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
         drawn = [f"  {name} = {getattr(self, name)}" for name in shown]
-        loop = [f"  settings.{entry.name} = {getattr(self.settings, entry.name)}" for entry in fields(self.settings)]
-        return "\n".join([*drawn, *loop])
+        return "\n".join([*drawn, f"  profile = {self.settings.profile.model_dump(mode='json', exclude_unset=True)}"])
 
 
 LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
@@ -60,16 +60,16 @@ LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
 def draw(seed: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     mode = rng.choice(MODES)
-    settings = replace(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
+    settings = changed(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
     train_s = rng.choice((0.0, 0.2, 0.7, 2.0))
-    expected_s = settings.train_steps * (train_s + 0.5)
+    expected_s = settings.schedule.train_steps * (train_s + 0.5)
     num_workers = rng.randint(1, 4)
     scenario = Scenario(
         seed=seed,
         mode=mode,
         settings=settings,
         num_workers=num_workers,
-        slots=settings.n * rng.randint(1, 3) + rng.randint(0, settings.n - 1),
+        slots=settings.profile.rollout.n * rng.randint(1, 3) + rng.randint(0, settings.profile.rollout.n - 1),
         num_eval_prompts=rng.choice((0, 0, 0, 6, 20)),
         lengths=rng.choice(tuple(LENGTHS)),
         step_s=rng.choice((0.005, 0.02, 0.05)),
@@ -95,13 +95,13 @@ def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:
     rng = random.Random(f"restarts {scenario.seed}")
     if rng.random() < 2 / 3:
         return scenario
-    settings = replace(scenario.settings, max_restarts=rng.randint(1, 3))
+    settings = changed(scenario.settings, max_restarts=rng.randint(1, 3))
     faults = draw_worker_faults(
         rng,
         workers=worker_names(scenario.num_workers),
-        at_most=settings.max_restarts,
+        at_most=settings.profile.rollout.max_restarts,
         until_s=expected_s,
-        loads=settings.train_steps // settings.window_steps,
+        loads=settings.schedule.train_steps // settings.schedule.window_steps,
     )
     restart_s = rng.choice((0.0, 1.0, 20.0))
     return replace(scenario, settings=settings, faults=(*scenario.faults, *faults), restart_s=restart_s)
@@ -112,9 +112,9 @@ def _draw_settings(rng: random.Random, mode: str) -> LoopSettings:
     eta = rng.choice([Fraction(text) for text in ("1/4", "1/2", "1", "2", "3")]) if is_ahead else Fraction(mode == "one-step-off")
     step_groups = rng.randint(1, 3) * rng.choice((1, 1, 2))
     has_steps = {"on-policy-pipeline": 1, "one-step-off": 1, "stream-off-policy": rng.randint(2, 4)}
-    policies: tuple[OnStale, ...] = ("wait", "wait", "wait", "accept", "drop", "requeue")
-    on_stale: OnStale = rng.choice(policies) if eta else "wait"
-    return LoopSettings(
+    policies = ("wait", "wait", "wait", "accept", "drop", "requeue")
+    on_stale = rng.choice(policies) if eta else "wait"
+    return loop_settings(
         seed=rng.randrange(2**31),
         step_groups=step_groups,
         window_steps=has_steps.get(mode, rng.randint(1, 4)),
@@ -148,9 +148,9 @@ def _draw_faults(rng: random.Random, settings: LoopSettings, num_workers: int, e
         rng.randrange(2**31),
         workers=worker_names(num_workers),
         until_s=expected_s,
-        loads=settings.train_steps // settings.window_steps,
-        groups=settings.total_groups // num_workers,
-        steps=settings.train_steps,
+        loads=settings.schedule.train_steps // settings.schedule.window_steps,
+        groups=settings.schedule.groups // num_workers,
+        steps=settings.schedule.train_steps,
     )
     return tuple(drawn.pending)
 

@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.loop.ports import Event, Snapshot, StepRecord
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from tests.loop.proof.books import Books, WorkerBook
 from tests.loop.proof.ledger_watch import LedgerWatch
 from tests.loop.proof.loop_watch import LoopWatch
@@ -112,7 +112,7 @@ class Invariants:
         """Called when a cut is frozen: then nothing may be in training."""
         trained, in_training = self.books.trained, self.books.totals()["training"]
         self.check(in_training == 0, "cut", f"{in_training} groups are in training at a cut")
-        expected = self.steps.number * self.settings.step_groups
+        expected = self.steps.number * self.settings.schedule.step_groups
         self.check(trained == expected, "cut", f"{trained} groups trained at the cut of step {self.steps.number}")
         return {"ledger": self.ledger.state(), "step": self.steps.number}
 
@@ -141,9 +141,11 @@ class Invariants:
     def _check_whole(self) -> None:
         books, settings = self.books, self.settings
         totals = books.totals()
-        self.check(books.trained == settings.total_groups, "ends", f"{books.trained} of {settings.total_groups} groups are trained")
+        self.check(
+            books.trained == settings.schedule.groups, "ends", f"{books.trained} of {settings.schedule.groups} groups are trained"
+        )
         self.check(not books.live and not books.waiting, "ends", f"{totals} at the end, {books.waiting} wait to start again")
-        num_windows = -(-settings.train_steps // settings.window_steps)
+        num_windows = -(-settings.schedule.train_steps // settings.schedule.window_steps)
         self.check(books.version == num_windows, "ends", f"version {books.version} after {num_windows} windows")
         held = {name: max(worker.version, worker.held_when_lost) for name, worker in books.workers.items()}
         self.check(set(held.values()) == {num_windows}, "ends", f"the workers held {held}, the last version is {num_windows}")
@@ -174,9 +176,9 @@ class Invariants:
         self.check(books.totals()["training"] == 0, "steps", "a window ends within a train step")
         books.version, books.taken_in_window = version, 0
         late = books.late()
-        if self.settings.on_stale == "wait":
+        if self.settings.profile.async_training.on_stale == "wait":
             self.check(not late, "staleness", f"version {version} and {late} are untaken, past their deadline")
-        elif self.settings.on_stale != "accept":
+        elif self.settings.profile.async_training.on_stale != "accept":
             self.ledger.must_go = set(late)
 
     def _on_published(self, event: Event) -> None:
@@ -202,7 +204,7 @@ class Invariants:
             self.stop_s = self._now()
 
     def _on_lost(self, event: Event) -> None:
-        name, allowed = event.fields["worker"], self.settings.max_restarts
+        name, allowed = event.fields["worker"], self.settings.profile.rollout.max_restarts
         self.lost[name] += 1
         self.check(self.lost[name] <= allowed, "restarts", f"{name} is restarted {self.lost[name]} times, {allowed} are allowed")
         left = event.fields["restarts_left"]

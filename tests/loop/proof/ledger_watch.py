@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.loop.ports import AttemptKey, Event, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import Event
 from tests.loop.proof.books import Books, LiveAttempt
 
 Check = Callable[[bool, str, str], None]
@@ -91,10 +92,10 @@ class LedgerWatch:
         self.check(books.room_on(worker), "slots", f"{key}: no room on {name}, {worker.used} of {worker.slots} slots are used")
         self.check(books.start_in_time(worker), "deadlines", f"{key}: started on {name} it cannot be trained in time")
         self._check_prompt(key)
-        deadline = version + self.settings.max_staleness
+        deadline = version + self.settings.schedule.max_staleness
         books.live[key] = LiveAttempt(account="running", worker=name, began=version, deadline=deadline)
         books.admitted += 1
-        worker.unfinished[key] = self.settings.n
+        worker.unfinished[key] = self.settings.profile.rollout.n
 
     def _check_prompt(self, key: AttemptKey) -> None:
         """A prompt starts once, or again right after it was requeued; requeued ones come first."""
@@ -154,8 +155,8 @@ class LedgerWatch:
             self._given_up(key, "requeue")
             self.books.stale_requeues[key.uid, key.epoch] += 1
             count = self.books.stale_requeues[key.uid, key.epoch]
-            self.has_exhausted |= count > self.settings.max_requeues
-            may_exhaust = not self.has_exhausted or self.settings.on_exhausted == "fail"
+            self.has_exhausted |= count > self.settings.profile.async_training.max_requeues
+            may_exhaust = not self.has_exhausted or self.settings.profile.async_training.on_exhausted == "fail"
             self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
         elif reason == "worker lost":
             self._expect(key, "running")
@@ -168,7 +169,11 @@ class LedgerWatch:
 
     def _given_up(self, key: AttemptKey, policy: str) -> None:
         attempt = self.books.live[key]
-        self.check(self.settings.on_stale == policy, "staleness", f"{key} is given up under {self.settings.on_stale}")
+        self.check(
+            self.settings.profile.async_training.on_stale == policy,
+            "staleness",
+            f"{key} is given up under {self.settings.profile.async_training.on_stale}",
+        )
         self.check(attempt.deadline < self.books.version, "staleness", f"{key} is given up before its deadline {attempt.deadline}")
         if attempt.account == "finished":
             self.discarded_tokens += self.tokens[key]

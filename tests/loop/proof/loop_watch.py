@@ -25,16 +25,15 @@ class LoopWatch:
     def everything(self) -> None:
         self.ledger()
         admission, books = self._groups.admission, self._books
-        untaken = {**admission.running, **admission.finished}
+        ledger = self._groups.ledger
+        untaken = {key: attempt.deadline for key, attempt in {**ledger.running, **ledger.finished}.items()}
         self._check(untaken == books.untaken, "deadlines", f"the loop's deadlines are {untaken}, counted {books.untaken}")
-        self._check(
-            list(admission.finished) == books.finish_order, "takes", f"{list(admission.finished)} are not {books.finish_order}"
-        )
+        self._check(list(ledger.finished) == books.finish_order, "takes", f"{list(ledger.finished)} are not {books.finish_order}")
         numbers = (admission.version, admission.taken_in_window, admission.trained_groups, admission.budget)
         mine = (books.version, books.taken_in_window, books.trained, books.budget)
         self._check(numbers == mine, "admission", f"version, taken, trained and budget are {numbers}, counted {mine}")
         closed, my_closed = admission.closed().value, books.closed()
         self._check(closed == my_closed, "admission", f"closed by {closed or 'nothing'!r}, should be {my_closed or 'nothing'!r}")
-        num_groups = self._settings.step_groups
-        takeable, my_takeable = admission.takeable(num_groups), books.takeable(num_groups)
+        num_groups = self._settings.schedule.step_groups
+        takeable, my_takeable = [attempt.key for attempt in admission.takeable(num_groups)], books.takeable(num_groups)
         self._check(takeable == my_takeable, "takes", f"{takeable} may be taken, should be {my_takeable}")

@@ -16,14 +16,16 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
-from asyncrl_cli.simulate.clock import VirtualTimeLoop, run_virtual
-from asyncrl_cli.simulate.engine import DecodeTimes
-from asyncrl_cli.simulate.faults import FATAL, Fault, FaultKind, Faults
-from asyncrl_cli.simulate.feed import NumberedFeed
-from asyncrl_cli.simulate.trainer import MemoryCheckpoints, SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.workers import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.decoding import DecodeTimes
+from asyncrl_cli.simulate.numbered_feed import NumberedFeed
+from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
+from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyTrainer, FaultyWorker
 from tests.loop.proof.invariants import InvariantError, Invariants
+from tests.loop.proof.memory import MemoryCheckpoints
+from tests.loop.proof.shuffled import loop_of
 from tests.loop.proof.watched import WatchedFeed, WatchedTrainer, WatchedWorker
 
 _MAX_LEGS = 4
@@ -87,7 +89,7 @@ def _leg(
             outcome.trace += [f"{time_s:10.3f}  {text}" for time_s, text in invariants.trace]
 
     shuffle_seed = None if scenario.shuffle_seed is None else scenario.shuffle_seed + leg
-    cuts, error = run_virtual(main(), shuffle_seed=shuffle_seed)
+    cuts, error = run_virtual(main(), loop_factory=loop_of(shuffle_seed))
     if error is not None:
         outcome.errors.append(f"{type(error).__name__}: {error}")
         outcome.counts[f"ended by {type(error).__name__}"] += 1
@@ -97,14 +99,11 @@ def _leg(
 async def _run_leg(
     scenario: Scenario, invariants: Invariants, faults: Faults, leg: int, resume_from: ResumeFrom | None
 ) -> tuple[list[Any], AsyncrlError | None]:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualTimeLoop)
     checkpoints, pending = MemoryCheckpoints(write_s=scenario.write_s), list(faults.pending)
     pipeline = Pipeline(scenario.settings, _world(scenario, invariants, faults, checkpoints, leg, resume_from))
-    loop.explain = pipeline.who_waits
     invariants.watch(pipeline)
     if scenario.stop_at_s is not None and leg == 0:
-        loop.call_later(scenario.stop_at_s, _stop, pipeline, invariants)
+        asyncio.get_running_loop().call_later(scenario.stop_at_s, _stop, pipeline, invariants)
     error: AsyncrlError | None = None
     try:
         await pipeline.run()
@@ -128,7 +127,7 @@ def _stop(pipeline: Pipeline, invariants: Invariants) -> None:
 def _stop_limit_s(scenario: Scenario, happened: Sequence[Fault]) -> float:
     """A stop waits for the train step, a gather, publishes and checkpoints under way; not for any rollout."""
     if any(fault.kind is FaultKind.WORKER_HANGS for fault in happened):
-        return scenario.settings.stop_grace_s + 2
+        return scenario.settings.profile.run.stop_grace_s + 2
     stall_s = scenario.gather_s + 2 * scenario.publish_s + 2 * scenario.write_s
     return scenario.train_s + stall_s + 0.1
 
@@ -136,18 +135,21 @@ def _stop_limit_s(scenario: Scenario, happened: Sequence[Fault]) -> float:
 def _check_explained(scenario: Scenario, invariants: Invariants, error: AsyncrlError | None, happened: Sequence[Fault]) -> None:
     """Nothing fails without a fault that no restart can mend, and what such a fault ends says whose fault it is."""
     settings = scenario.settings
-    fatal = _not_mended(happened, settings.max_restarts)
+    fatal = _not_mended(happened, settings.profile.rollout.max_restarts)
     message = f"{type(error).__name__}: {error}, after {happened}"
     if error is None or isinstance(error, Interrupted):
         is_quiet = all(fault.kind is FaultKind.WORKER_HANGS or invariants.lost[fault.executor] for fault in fatal)
         invariants.check(is_quiet or error is not None, "ends", f"no error after {fatal}")
         holds = error is None or (invariants.stop_s is not None and not invariants.failed_with)
     elif isinstance(error, ExecutorFailed):
-        holds = any(str(error).startswith(f"{fault.executor} failed: ") for fault in fatal)
+        holds = error.executor in {fault.executor for fault in fatal}
     elif isinstance(error, StallError):
         holds = any(fault.kind is FaultKind.WORKER_HANGS for fault in fatal)
     else:
-        holds = "requeued" in str(error) and (settings.on_stale, settings.on_exhausted) == ("requeue", "fail")
+        holds = "requeued" in str(error) and (
+            settings.profile.async_training.on_stale,
+            settings.profile.async_training.on_exhausted,
+        ) == ("requeue", "fail")
     invariants.check(holds, "ends", f"nothing explains {message}")
 
 
@@ -175,8 +177,11 @@ def _world(
 ) -> World:
     times, on_the_way = _worker_times(scenario), Counter[int]()
     seed, limit_s = scenario.seed + 2**32 * leg, _load_limit_s(scenario)
-    workers = [SimulatedWorker(name, scenario.slots, times, seed, faults) for name in worker_names(scenario.num_workers)]
-    trainer = SimulatedTrainer(_trainer_times(scenario), faults=faults)
+    workers = [
+        FaultyWorker(name, scenario.slots, times, seed, faults=faults, call_timeout_s=_CALL_TIMEOUT_S)
+        for name in worker_names(scenario.num_workers)
+    ]
+    trainer = FaultyTrainer(_trainer_times(scenario), faults=faults)
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
@@ -199,7 +204,6 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
         restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
         speed_spread=scenario.speed_spread,
-        call_timeout_s=_CALL_TIMEOUT_S,
         weights_timeout_s=_WEIGHTS_TIMEOUT_S,
     )
 

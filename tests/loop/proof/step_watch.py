@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from asyncrl_cli.loop.ports import GroupResult, StepRecord
+from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.loop.watching import StepRecord
 from tests.loop.proof.books import Books
 from tests.loop.proof.ledger_watch import Check, LedgerWatch
 from tests.loop.proof.timesheets import Timesheets
@@ -32,13 +33,19 @@ class StepWatch:
         books, settings = self._books, self._settings
         self._check(step == self.number + 1, "steps", f"step {step} after {self.number}")
         self._check(window == books.version, "steps", f"trained in window {window}, the version is {books.version}")
-        self._check(step_in_window == (step - 1) % settings.window_steps, "steps", f"step {step} is {step_in_window} in its window")
+        self._check(
+            step_in_window == (step - 1) % settings.schedule.window_steps, "steps", f"step {step} is {step_in_window} in its window"
+        )
         self._check_held(window)
         taken = [key for key, attempt in books.live.items() if attempt.account == "training"]
         keys = [group.key for group in groups]
         self._check(sorted(keys) == sorted(taken), "ledger", f"the trainer got {keys}, the ledger says {taken}")
         num_groups = len(set(keys))
-        self._check(num_groups == settings.step_groups, "steps", f"{num_groups} groups in a batch of {settings.step_groups}")
+        self._check(
+            num_groups == settings.schedule.step_groups,
+            "steps",
+            f"{num_groups} groups in a batch of {settings.schedule.step_groups}",
+        )
         for group in groups:
             tokens = sum(meta.response_tokens for meta in group.trajectories)
             is_own = group.payload == self._ledger.payloads[group.key] and tokens == self._ledger.tokens[group.key]
@@ -56,8 +63,8 @@ class StepWatch:
         self._check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained, counted {mine}")
         self._check(record.groups_trained == books.trained, "ledger", f"{record.groups_trained} trained, counted {books.trained}")
         self._check(dict(record.ledger) == books.totals(), "ledger", f"{record.ledger}, counted {books.totals()}")
-        is_short = record.step == settings.train_steps and record.step % settings.window_steps > 0
-        windows = record.step // settings.window_steps + is_short
+        is_short = record.step == settings.schedule.train_steps and record.step % settings.schedule.window_steps > 0
+        windows = record.step // settings.schedule.window_steps + is_short
         self._check(record.version == windows == books.version, "version", f"version {record.version} after step {record.step}")
         self._times.check_record(record)
 
@@ -68,7 +75,7 @@ class StepWatch:
         """
         workers = self._books.workers.items()
         held = {name: worker.version for name, worker in workers if worker.version >= 0 or not worker.was_lost}
-        is_in_step = self._settings.weights_mode == "async" or set(held.values()) <= {window}
+        is_in_step = self._settings.profile.weights.mode == "async" or set(held.values()) <= {window}
         self._check(is_in_step, "sync", f"the trainer goes on in window {window} and the workers hold {held}")
 
     def _check_staleness(self, groups: tuple[GroupResult, ...], window: int) -> None:
@@ -76,12 +83,12 @@ class StepWatch:
         oldest = min(meta.oldest for group in groups for meta in group.trajectories)
         newest = max(meta.newest for group in groups for meta in group.trajectories)
         self._check(newest <= window, "staleness", f"tokens of version {newest} are trained in window {window}")
-        bound = 0 if settings.eta == 0 else settings.max_staleness
-        if settings.on_stale != "accept":
+        bound = 0 if settings.schedule.eta == 0 else settings.schedule.max_staleness
+        if settings.profile.async_training.on_stale != "accept":
             self._check(
                 window - oldest <= bound, "staleness", f"tokens of version {oldest} are trained in window {window}, over {bound}"
             )
-        elif window - oldest > settings.max_staleness:
+        elif window - oldest > settings.schedule.max_staleness:
             self._counts["accepted stale batches"] += 1
             self._check(window in self.warned_in, "staleness", f"stale groups were accepted in window {window} without a warning")
         self._counts[f"staleness {window - oldest}"] += 1

@@ -9,18 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
 from asyncrl_cli.loop.ports import (
-    AttemptKey,
     EvalRequest,
     EvalResult,
     Feed,
     GatherReport,
     GroupRequest,
-    GroupResult,
     Interrupt,
     LoadReport,
     Progress,
-    Prompt,
     Published,
     RolloutWorker,
     TrainBatch,
@@ -70,7 +68,7 @@ class WatchedWorker:
         for report in progress.reports:
             self._invariants.times.check_report(report)
             self._book.running_tokens = int(report.gauges["running_tokens"])
-        unfinished, n = self._book.unfinished, self._invariants.settings.n
+        unfinished, n = self._book.unfinished, self._invariants.settings.profile.rollout.n
         for key, finished in progress.finished_sequences.items():
             if key in unfinished:
                 unfinished[key] = min(unfinished[key], n - finished)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import GatherReport, Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
-from asyncrl_cli.simulate.faults import FaultKind, Faults
 from asyncrl_cli.simulate.machine import SharedMachine
 
 NAME = "trainer-0"
@@ -29,26 +26,16 @@ class TrainerTimes:
     overhead_s: float = 0.0
     gather_s: float = 0.0
     publish_s: float = 0.0
-    snapshot_s: float = 0.0
-    write_s: float = 0.0
 
 
 class SimulatedTrainer:
     """Implements `loop.ports.Trainer`. `batches` holds what it was given, if `keep_batches`; `gathered` the versions."""
 
-    def __init__(
-        self,
-        times: TrainerTimes,
-        *,
-        keep_batches: bool = False,
-        faults: Faults | None = None,
-        machine: SharedMachine | None = None,
-    ) -> None:
+    def __init__(self, times: TrainerTimes, *, keep_batches: bool = False, machine: SharedMachine | None = None) -> None:
         self.batches: list[TrainBatch] = []
         self.gathered: list[int] = []
         self._times = times
         self._keep_batches = keep_batches
-        self._faults = faults or Faults()
         self._machine = machine or SharedMachine()
         self._loop = asyncio.get_running_loop()
         self._clock = StateClock(NAME, "trainer", self._loop.time)
@@ -60,8 +47,6 @@ class SimulatedTrainer:
         await asyncio.sleep(self._times.overhead_s)
         old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
         train_s = await self._machine.compute(self._times.train_s(batch))
-        if self._faults.of_call(FaultKind.STEP_FAILS, NAME, batch.step) is not None:
-            raise ExecutorFailed(f"{NAME} failed: simulated failure in step {batch.step}")
         self._clock.enter(State.STARVED, "groups")
         if self._keep_batches:
             self.batches.append(batch)
@@ -75,7 +60,9 @@ class SimulatedTrainer:
         )
 
     async def gather(self, version: int) -> GatherReport:
-        await self._stay(State.SYNCING, "weights to be gathered", self._times.gather_s)
+        self._clock.enter(State.SYNCING, "weights to be gathered")
+        await asyncio.sleep(self._times.gather_s)
+        self._clock.enter(State.STARVED, "groups")
         self.gathered.append(version)
         return GatherReport(version=version, gather_s=self._times.gather_s, report=self._clock.report())
 
@@ -84,30 +71,10 @@ class SimulatedTrainer:
         return Published(version=version, num_bytes=0, publish_s=self._times.publish_s, handle=None)
 
     async def snapshot(self, step: int) -> float:
-        await self._stay(State.BUSY, "a checkpoint's snapshot", self._times.snapshot_s)
-        return self._times.snapshot_s
+        return 0.0
 
     async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
-        await asyncio.sleep(self._times.write_s)
+        """Takes no time."""
 
     async def report(self) -> ExecutorReport:
         return self._clock.report()
-
-    async def _stay(self, state: State, waiting_for: str, seconds: float) -> None:
-        self._clock.enter(state, waiting_for)
-        await asyncio.sleep(seconds)
-        self._clock.enter(State.STARVED, "groups")
-
-
-class MemoryCheckpoints:
-    """Implements `loop.ports.CheckpointWriter` in memory: the cuts as they would be read back from JSON."""
-
-    def __init__(self, write_s: float = 0.0) -> None:
-        self.cuts: list[Any] = []
-        self._write_s = write_s
-
-    async def write(self, cut: Any) -> Path:
-        state = json.loads(json.dumps(cut.loop_state))
-        await asyncio.sleep(self._write_s)
-        self.cuts.append((cut, state))
-        return Path(f"step-{cut.step:06d}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.job.wiring import loop_settings
+from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.profile.layers import load
 
 
 def limits(profile: str, *sets: str) -> tuple[float, float]:
-    settings = loop_settings(load(profile, list(sets), environ={}).profile)
+    settings = LoopSettings.of(load(profile, list(sets), environ={}).profile)
     return settings.stall_timeout_s, settings.sync_timeout_s
 
 
@@ -28,7 +28,7 @@ def test_a_limit_that_was_set_stays() -> None:
 
 def test_how_far_a_worker_may_be_from_the_trainer_depends_on_the_dtype_unless_it_is_given() -> None:
     def limit(*sets: str) -> float:
-        return loop_settings(load("partial-rollout", list(sets), environ={}).profile).max_logprob_diff
+        return LoopSettings.of(load("partial-rollout", list(sets), environ={}).profile).max_logprob_diff
 
     assert (limit(), limit("model.dtype=bfloat16")) == (1e-3, 0.1)
     assert limit("model.dtype=bfloat16", "weights.max_logprob_diff=0.02") == 0.02

@@ -1,4 +1,4 @@
-"""Meters of a rollout actor: they integrate states and running sequences where the work is done."""
+"""Meters of a rollout worker, real or simulated: they integrate states and running sequences where the work is done."""
 
 from __future__ import annotations
 
@@ -138,40 +138,49 @@ class MeteredRewards:
             self._clock.enter(State.STARVED, "responses")
 
 
-class Changes:
-    """Counts changes and lets long polls wait for one: debounced, and never longer than `POLL_S`."""
+class LongPoll:
+    """Counts changes, and answers a poll at the next one: `rest_s` after the last answer at the earliest, `poll_s` after the
+    question at the latest."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest_s: float = DEBOUNCE_S, poll_s: float = POLL_S) -> None:
         self.count = 0
-        self._changed = asyncio.Event()
-        self._urgent = asyncio.Event()
+        self._rest_s = rest_s
+        self._poll_s = poll_s
         self._answered_s = float("-inf")
+        self._sleeping: asyncio.Future[None] | None = None
+        self._is_resting = False
+        self._is_urgent = False
 
     def note(self, *, is_urgent: bool = False) -> None:
-        """`is_urgent`: there is nothing to wait for that could be told along with it."""
+        """`is_urgent`: nothing else is to be expected that could be told along with it."""
         self.count += 1
-        self._changed.set()
-        if is_urgent:
-            self._urgent.set()
+        self._is_urgent |= is_urgent
+        if self._sleeping is not None and (is_urgent or not self._is_resting):
+            _wake(self._sleeping)
 
     async def after(self, seen: int) -> int:
-        """The count once it differs from `seen` (or in `POLL_S`), at least `DEBOUNCE_S` after the previous answer unless it is
-        urgent."""
+        """The count, once there is something to say. One caller at a time."""
+        loop = asyncio.get_running_loop()
         if self.count == seen:
-            self._changed.clear()
-            await _set_within(self._changed, POLL_S)
-        now = asyncio.get_running_loop().time
-        if (rest_s := self._answered_s + DEBOUNCE_S - now()) > 0:
-            await _set_within(self._urgent, rest_s)
-        self._urgent.clear()
-        self._answered_s = now()
+            await self._sleep(self._poll_s)
+        if (rest_s := self._answered_s + self._rest_s - loop.time()) > 0 and not self._is_urgent:
+            self._is_resting = True
+            await self._sleep(rest_s)
+        self._is_resting = self._is_urgent = False
+        self._answered_s = loop.time()
         return self.count
 
+    async def _sleep(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._sleeping = loop.create_future()
+        timer = loop.call_later(seconds, _wake, self._sleeping)
+        try:
+            await self._sleeping
+        finally:
+            timer.cancel()
+            self._sleeping = None
 
-async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Wait for it, but no longer than that."""
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass
+
+def _wake(sleeping: asyncio.Future[None]) -> None:
+    if not sleeping.done():
+        sleeping.set_result(None)

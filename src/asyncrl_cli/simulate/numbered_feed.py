@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.loop.ports import Prompt
+from asyncrl_cli.loop.attempts import Prompt
 
 
 class NumberedFeed:

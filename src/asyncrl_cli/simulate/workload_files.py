@@ -9,16 +9,15 @@ Evals and checkpoints are off: they cost every profile the same and would only b
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.check import MOST_PROBLEMS, combine
+from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import keys, nearest
 from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
 from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles, shortened
@@ -39,13 +38,14 @@ def load_workload(reference: str) -> Workload:
     """The workload NAME or FILE. Raises ConfigError with file, key and, for a misspelt one, the nearest key."""
     path = _locate(reference)
     content = read(path)
-    problems = [*islice(_unknown_keys(content, path), MOST_PROBLEMS), *islice(_profile_problems(content, path), MOST_PROBLEMS)]
-    if problems:
-        raise combine(problems)
+    problems = list(_profile_problems(content, path))
     try:
         workload = Workload.model_validate({"name": path.stem, **content})
     except ValidationError as error:
-        raise combine([_wrong_value(detail, path) for detail in error.errors()]) from None
+        unknown_first = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
+        problems += [_wrong_value(detail, path) for detail in unknown_first]
+    if problems:
+        raise combine(problems)
     return checked(workload, str(path))
 
 
@@ -121,35 +121,6 @@ def _locate(reference: str) -> Path:
     raise ConfigError(f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml")
 
 
-def workload_keys() -> list[str]:
-    """Every key of a workload file, dotted; keys of `[profile]` and below are a profile's."""
-    return list(_keys_of(Workload, ""))
-
-
-def _keys_of(kind: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in kind.model_fields.items():
-        yield f"{prefix}{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _keys_of(field.annotation, f"{prefix}{name}.")
-
-
-def _unknown_keys(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
-    known = workload_keys()
-    for section, table in content.items():
-        if section not in known:
-            yield _unknown(section, path, known)
-        elif isinstance(table, Mapping) and section not in ("profile", "profiles"):
-            yield from (_unknown(f"{section}.{key}", path, known) for key in table if f"{section}.{key}" not in known)
-
-
-def _unknown(key: str, path: Path, known: Collection[str]) -> ConfigError:
-    guess = nearest(key, known)
-    sections = [name for name in known if "." not in name]
-    return ConfigError(
-        f"{path}: unknown key {shortened(key)}", hint=f"did you mean {guess}?" if guess else f"keys: {', '.join(sections)}"
-    )
-
-
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
     tables = {"profile": content.get("profile", {})}
     by_name = content.get("profiles", {})
@@ -170,34 +141,26 @@ def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[Config
 
 
 def _wrong_value(detail: Any, path: Path) -> ConfigError:
-    key = ".".join(str(part) for part in detail["loc"])
+    key, known = ".".join(part for part in detail["loc"] if isinstance(part, str)), dict(_keys_of(Workload))
+    meaning = f"what it is: {known.get(key) or 'see the shipped workloads'}"
     if detail["type"] == "missing":
-        return ConfigError(f"{path}: {key} is missing", hint=f"what it is: {_meaning(key)}")
+        return ConfigError(f"{path}: {key} is missing", hint=meaning)
     if detail["type"] == "extra_forbidden":
-        known = [f"{key.rpartition('.')[0]}.{name}" for name in _last_names()]
-        guess = nearest(key, known)
-        return ConfigError(f"{path}: unknown key {key}", hint=f"did you mean {guess}?" if guess else "")
-    message = str(detail["msg"]).removeprefix("Input ")
+        guess, sections = nearest(key, known), [name for name in known if "." not in name]
+        hint = f"did you mean {guess}?" if guess else f"keys: {', '.join(sections)}"
+        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=hint)
     given = shortened(detail["input"])
     shown = f'"{given}"' if isinstance(detail["input"], str) else given
-    return ConfigError(f"{path}: {key} = {shown}: {message}", hint=f"what it is: {_meaning(key)}")
+    return ConfigError(f"{path}: {key} = {shown}: {str(detail['msg']).removeprefix('Input ')}", hint=meaning)
 
 
-def _last_names() -> list[str]:
-    from asyncrl_cli.simulate.workload import Reference
-
-    return list(Reference.model_fields)
-
-
-def _meaning(key: str) -> str:
-    kind: Any = Workload
-    text = ""
-    for part in key.split("."):
-        fields = getattr(kind, "model_fields", {})
-        if part not in fields:
-            break
-        text, kind = fields[part].description or "", fields[part].annotation
-    return " ".join(text.split()) or "see the shipped workloads"
+def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every key of a workload file, dotted, with its help; those of `[profile]` and below are a profile's."""
+    for name, field in kind.model_fields.items():
+        yield f"{prefix}{name}", " ".join((field.description or "").split())
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _keys_of(inner, f"{prefix}{name}.")
 
 
 assert set(SWITCHED_OFF) <= set(keys())

@@ -4,52 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
-from contextlib import asynccontextmanager, contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from asyncrl_cli.errors import StallError
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-
-IN_BACKGROUND: ContextVar[bool] = ContextVar("in_background", default=False)
-"""True while a timer is made that only watches (a tick, a bound on a wait): by itself it moves nothing. A virtual clock on which
-only such timers are left has found a deadlock."""
-
-
-@contextmanager
-def background() -> Iterator[None]:
-    """Timers made inside only watch. Tasks made inside inherit that, so make none."""
-    token = IN_BACKGROUND.set(True)
-    try:
-        yield
-    finally:
-        IN_BACKGROUND.reset(token)
-
-
-async def look_again_in(seconds: float) -> None:
-    """A sleep between two looks, in the background."""
-    sleeping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    with background():
-        timer = asyncio.get_running_loop().call_later(seconds, _wake, sleeping)
-    try:
-        await sleeping
-    finally:
-        timer.cancel()
-
-
-@asynccontextmanager
-async def bounded(limit_s: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` as a watchdog: TimeoutError if the block lasts longer than `limit_s` seconds."""
-    async with asyncio.timeout(None) as limit:
-        with background():
-            limit.reschedule(asyncio.get_running_loop().time() + limit_s)
-        yield
-
-
-def _wake(sleeping: asyncio.Future[None]) -> None:
-    if not sleeping.done():
-        sleeping.set_result(None)
+    from collections.abc import Iterator
 
 
 class Change(Enum):
@@ -108,15 +70,16 @@ class Changes:
         still_s: float,
         concerned: tuple[Change, ...] = tuple(Change),
     ) -> None:
-        """As `until`; TimeoutError when `still_s` seconds have passed in which nothing moved, whatever waits for it."""
+        """As `until`; StallError when `still_s` seconds have passed in which nothing moved, whatever waits for it."""
         while not condition():
             progress = self.progress
             try:
-                async with bounded(still_s):
+                async with asyncio.timeout(still_s):
                     await self.until(condition, who, what, concerned)
             except TimeoutError:
                 if self.progress == progress:
-                    raise
+                    message = f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {what()}"
+                    raise StallError(message) from None
 
     async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:
         self._num_waits += 1

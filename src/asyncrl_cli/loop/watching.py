@@ -1,0 +1,133 @@
+"""What the loop tells those who watch it: events as they happen, a record per train step, a snapshot per second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import TrainReport
+from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.safe_files import Count
+
+ENDED = ("done", "failed", "stopped")
+"""Phases in which nothing will move any more; also what status and screen go by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One line of events.jsonl. `name` is a ledger state or one of: published, loaded, checkpointed, failed, resumed,
+    warning, eval, lost, restarted. `fields` are further JSON values."""
+
+    time_s: float
+    name: str
+    key: AttemptKey | None = None
+    version: int | None = None
+    step: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSummary:
+    """The last version that every worker loaded or skipped; maxima over workers. `gather_s` None: it came from a checkpoint.
+
+    `loaded_share` is the one farthest from 1; `unclear_loads` are those whose probes could not tell it from the version before.
+    """
+
+    version: int
+    gather_s: float | None
+    send_s: float
+    load_s: float
+    pause_s: float
+    logprob_abs_diff: float | None
+    loaded_share: float | None = None
+    unclear_loads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalSummary:
+    """One eval's result. A checkpoint has it as it is."""
+
+    version: Count
+    reward_mean: float
+    num_prompts: Count
+    response_tokens_median: float
+    eval_s: float
+    num_failed: Count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """All facts of one train step, for whoever turns them into metrics (docs/metrics.md).
+
+    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
+    executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
+    the driver's clock. `ended_s` is the driver's clock. `restarts` of workers count from the run's beginning.
+    """
+
+    step: int
+    version: int
+    window: int
+    ended_s: float
+    groups: tuple[GroupResult, ...]
+    timing_s: Mapping[str, float]
+    train: TrainReport
+    reports: Mapping[str, ExecutorReport]
+    spans: Mapping[str, tuple[Any, ...]]
+    sync: SyncSummary | None
+    evals: tuple[EvalSummary, ...]
+    ledger: Mapping[str, int]
+    tokens_discarded: int
+    groups_trained: int
+    tokens_trained: int
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
+
+    `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
+    ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: what stands behind that, in words.
+    `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
+    them now (`Board.snapshot`). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
+    process at the moment, by name, with "1 of 3": the first of three restarts that each may have.
+    """
+
+    phase: str
+    time_s: float
+    step: int
+    version: int
+    groups_trained: int
+    admission: str
+    admission_cause: str
+    window_taken: int
+    window_groups: int
+    window_budget: int
+    ledger: Mapping[str, int]
+    reports: Mapping[str, ExecutorReport]
+    worker_versions: Mapping[str, int]
+    eval_running: str
+    checkpoint: str
+    restarting: Mapping[str, str] = field(default_factory=dict)
+
+
+class Observer(Protocol):
+    """Someone who watches. Called from the event loop: must return at once. A subclass says what it watches."""
+
+    def event(self, event: Event) -> None:
+        """Something has happened."""
+
+    def step(self, record: StepRecord) -> None:
+        """A train step has ended."""
+
+    def tick(self, snapshot: Snapshot) -> None:
+        """Another second has passed."""
+
+    def state(self) -> dict[str, Any]:
+        """JSON for the checkpoint, from which `restore` continues."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Called before anything happens in a resumed run."""

@@ -1,0 +1,177 @@
+"""A simulated rollout worker: an engine, rewards that take time, and the calls of `loop.ports.RolloutWorker`.
+
+    generate -> engine (n sequences) --each end--> slot free, reward begins --all rewards--> GroupResult
+    prefetch -> second buffer -> load (drain | freeze) -> thaw -> on it goes
+
+Its time in states is integrated by the meter of the real rollout actor (`observe.meters`). Nothing here runs per token, and per
+trajectory no task and no timer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from asyncrl_cli.errors import ExecutorLost
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interrupt, LoadReport, Progress, Published
+from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll, RolloutMeter
+from asyncrl_cli.simulate.decoding import DecodeTimes, SimulatedEngine
+from asyncrl_cli.simulate.machine import SharedMachine
+from asyncrl_cli.simulate.responses import Responses, fates
+
+WEIGHTS_KEY = "weights.timeout_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTimes:
+    """How long things take, and how long responses are.
+
+    `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
+    from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
+    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load
+    itself; `fetch_s`: receiving weights within the interrupt, where there is no second buffer.
+    `speed_spread`: the worker's decoding takes 1 +- this, uniform. Progress is reported `progress_s` after the last report at the
+    earliest, and after `poll_s` even if nothing has changed: long runs of many workers want both longer than the real worker's.
+    """
+
+    decoding: DecodeTimes
+    response_tokens: Callable[[random.Random, int], Sequence[int]]
+    prompt_tokens: int = 4
+    max_response_tokens: int | None = None
+    reward_s: Callable[[random.Random], float] = lambda rng: 0.0
+    failure_ratio: float = 0.0
+    prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
+    restart_s: Callable[[random.Random], float] = lambda rng: 0.0
+    load_s: Callable[[random.Random], float] = lambda rng: 0.0
+    pause_s: float = 0.0
+    fetch_s: float = 0.0
+    speed_spread: float = 0.0
+    progress_s: float = DEBOUNCE_S
+    poll_s: float = POLL_S
+    weights_timeout_s: float = 300.0
+
+
+class SimulatedWorker:
+    """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock. `loads` keeps the versions it has loaded."""
+
+    def __init__(self, name: str, slots: int, times: WorkerTimes, seed: int, machine: SharedMachine | None = None) -> None:
+        self.name = name
+        self.slots = slots
+        self.loads: list[int] = []
+        self._times = times
+        self._rng = random.Random(f"{seed}/{name}")
+        self.speed = 1 + times.speed_spread * self._rng.uniform(-1, 1)
+        self._machine = machine or SharedMachine()
+        self._begin()
+
+    def _begin(self) -> None:
+        """All that a process has, and takes along when it ends."""
+        self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
+        self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
+        self._engine = SimulatedEngine(self.slots, self._times.decoding, speed=self.speed, on_running=self._running)
+        self._machine.add(self._engine)
+        self._was_running = False
+        self._groups: dict[AttemptKey, Responses] = {}
+        self._evals: list[Responses] = []
+        self._received = -1
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    async def generate(self, request: GroupRequest) -> GroupResult:
+        assert request.key not in self._groups, f"{request.key} runs already"
+        drawn = fates(random.Random(request.seed), request.n, self._times)
+        group = self._groups[request.key] = Responses(drawn, self._times, self._engine, self._poll.note)
+        await group.done
+        del self._groups[request.key]
+        self._poll.note()
+        return group.group_result(request)
+
+    async def abort(self, key: AttemptKey) -> None:
+        if key in self._groups:
+            self._groups[key].abort()
+
+    async def progress(self, seen: int) -> Progress:
+        seen = await self._poll.after(seen)
+        groups = self._groups
+        report = self._meter.report(
+            version=self.version,
+            sampled_tokens=int(round(self._engine.sampled_tokens, 6)),  # rounding must not take one back
+            decode_steps=self._engine.decode_steps,
+            running_tokens=sum(group.ended_tokens for group in groups.values()) + int(self._engine.running_tokens),
+        )
+        return Progress(seen=seen, finished_sequences={key: group.num_ended for key, group in groups.items()}, reports=(report,))
+
+    async def prefetch(self, published: Published) -> float:
+        send_s = self._times.prefetch_s(self._rng)
+        await self._take(send_s, f"the transfer of version {published.version}")
+        self._receive(published.version)
+        return send_s
+
+    def _receive(self, version: int) -> None:
+        """A transfer that comes again, or late, changes nothing."""
+        self._received = max(self._received, version)
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        times = self._times
+        assert version == self._received, f"{self.name} loads version {version} and has received {self._received}"
+        assert version > self.version, f"{self.name} goes from version {self.version} to {version}"
+        self._meter.load_begins(interrupt)
+        if interrupt == "drain":
+            await self._engine.drained()
+        load_s = times.load_s(self._rng)
+        self._engine.freeze()
+        stopped_s = times.fetch_s + load_s + times.pause_s
+        await self._take(stopped_s, f"the load of version {version} ({interrupt})")
+        self._engine.thaw(version, recompute=interrupt == "recompute-kv")
+        self._meter.load_ended()
+        self.loads.append(version)
+        return LoadReport(version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0)
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
+        seeds = [f"{request.seed}/{item.get('uid', item)}" for item in request.items]
+        drawn = [fates(random.Random(seed), 1, self._times)[0] for seed in seeds]
+        self._meter.evals(+1)
+        answers = Responses(drawn, self._times, self._engine)
+        self._evals.append(answers)
+        await answers.done
+        self._evals.remove(answers)
+        self._meter.evals(-1)
+        return answers.eval_result(request)
+
+    async def abort_evals(self) -> None:
+        for answers in self._evals:
+            answers.abort()
+
+    async def pause(self) -> None:
+        assert self._engine.running == 0, f"{self.name} is paused while sequences run"
+        self._meter.pause(True)
+
+    async def resume(self) -> None:
+        self._meter.pause(False)
+
+    async def restart(self) -> None:
+        for responses in [*self._groups.values(), *self._evals]:
+            responses.abort()
+        self._machine.remove(self._engine)
+        self._begin()
+        await asyncio.sleep(self._times.restart_s(self._rng))
+
+    async def _take(self, seconds: float, what: str) -> None:
+        """Fails as the real worker's call would if it takes longer than it may."""
+        limit_s = self._times.weights_timeout_s
+        if seconds > 0:
+            await asyncio.sleep(min(seconds, limit_s))
+        if seconds > limit_s:
+            raise ExecutorLost(f"{what} took longer than {WEIGHTS_KEY} = {limit_s:g} s", executor=self.name)
+
+    def _running(self, running: int) -> None:
+        self._meter.running(running)
+        if (running > 0) != self._was_running:
+            self._was_running = running > 0
+            self._machine.generating(+1 if running else -1)

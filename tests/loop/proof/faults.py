@@ -1,0 +1,290 @@
+"""Faults that a simulated run meets, from a seed, and executors that meet them.
+
+Each fault happens at most once, and is counted when it really has. `Faults` outlives a world: a fault that has
+happened does not happen again in the resumed run, as with a machine that was replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
+
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import (
+    EvalRequest,
+    EvalResult,
+    GroupRequest,
+    Interrupt,
+    LoadReport,
+    Progress,
+    Published,
+    TrainBatch,
+    TrainReport,
+)
+from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER
+from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+
+T = TypeVar("T")
+CALL_KEY, WEIGHTS_KEY = "rollout.call_timeout_s", "weights.timeout_s"
+
+
+class FaultKind(StrEnum):
+    """What may go wrong. The first two happen at a time (`at_s`), the others to an executor's `nth` such call (from 1)."""
+
+    WORKER_DIES = "worker dies"
+    """Its calls fail, pending and later ones."""
+    WORKER_HANGS = "worker hangs"
+    """Its calls never return; their time limits end them."""
+    SLOW_LOAD = "slow load"
+    """A load takes `seconds` more."""
+    LATE_PREFETCH = "late prefetch"
+    """A transfer takes `seconds` more, so that this worker lags behind the others."""
+    LOST_PREFETCH = "lost prefetch"
+    """A transfer fails."""
+    REPEATED_PREFETCH = "repeated prefetch"
+    """A transfer arrives a second time, `seconds` later."""
+    REWARD_RAISES = "reward raises"
+    """The reward of one trajectory of a group raises."""
+    STEP_FAILS = "train step fails"
+    """The trainer fails in the `nth` train step of the run."""
+
+
+FATAL = frozenset({FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH, FaultKind.STEP_FAILS})
+"""Faults that fail a run: with the executor's own error, after a checkpoint if the trainer is whole. Where restarts are allowed, a
+worker's are mended by them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`at_s` on the run's clock, or the `nth` call; `seconds` for kinds that take time."""
+
+    kind: FaultKind
+    executor: str
+    at_s: float = 0.0
+    nth: int = 0
+    seconds: float = 0.0
+
+
+class Faults:
+    """What is still to happen, and (`happened`) what has."""
+
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self.pending: list[Fault] = list(faults)
+        self.happened: Counter[FaultKind] = Counter()
+
+    def at(self, executor: str) -> list[Fault]:
+        """Those with a time; call `happens` when it has come."""
+        timed = (FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS)
+        return [fault for fault in self.pending if fault.executor == executor and fault.kind in timed]
+
+    def of_call(self, kind: FaultKind, executor: str, nth: int) -> Fault | None:
+        """The fault that the executor's nth call meets, if any: it has happened then."""
+        for fault in self.pending:
+            if (fault.kind, fault.executor, fault.nth) == (kind, executor, nth):
+                self.happens(fault)
+                return fault
+        return None
+
+    def happens(self, fault: Fault) -> None:
+        self.pending.remove(fault)
+        self.happened[fault.kind] += 1
+
+
+class FaultyTrainer(SimulatedTrainer):
+    """Fails in the steps that `faults` names."""
+
+    def __init__(self, times: TrainerTimes, *, faults: Faults, keep_batches: bool = False) -> None:
+        super().__init__(times, keep_batches=keep_batches)
+        self._faults = faults
+
+    async def train(self, batch: TrainBatch) -> TrainReport:
+        report = await super().train(batch)
+        if self._faults.of_call(FaultKind.STEP_FAILS, TRAINER, batch.step) is not None:
+            raise ExecutorFailed(f"simulated failure in step {batch.step}", executor=TRAINER)
+        return report
+
+
+class FaultyWorker(SimulatedWorker):
+    """Meets faults: its calls fail when it dies, and when it hangs only their limits end them, as those of the adapters on Ray.
+
+    Faults with a time set in on its own clock, the others are met by its calls. What is still to happen when it is restarted
+    happens to the next process.
+    """
+
+    def __init__(
+        self, name: str, slots: int, times: WorkerTimes, seed: int, *, faults: Faults, call_timeout_s: float = 600.0, **shared: Any
+    ) -> None:
+        super().__init__(name, slots, replace(times, load_s=self._with_slow_load(times)), seed, **shared)
+        self._faults = faults
+        self._call_timeout_s = call_timeout_s
+        self._counts = Counter[FaultKind]()
+        self._death = ""
+        self._is_hung = False
+        self._asked: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
+        self._repeats: list[asyncio.TimerHandle] = []
+        for fault in faults.at(name):
+            asyncio.get_running_loop().call_at(fault.at_s, self._meet_in_time, fault)
+
+    async def generate(self, request: GroupRequest) -> GroupResult:
+        is_broken = self._meets(FaultKind.REWARD_RAISES) is not None
+        result = await self._ask(super().generate(request))
+        return _without_one(result) if is_broken and result.trajectories else result
+
+    async def abort(self, key: AttemptKey) -> None:
+        await self._ask(super().abort(key), f"the abort of {key}", CALL_KEY)
+
+    async def progress(self, seen: int) -> Progress:
+        return await self._ask(super().progress(seen), "a progress report", CALL_KEY)
+
+    async def prefetch(self, published: Published) -> float:
+        return await self._ask(self._prefetch(published), f"the transfer of version {published.version}", WEIGHTS_KEY)
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        """A drain takes as long as responses do: who follows the worker sees that it hangs."""
+        key = "" if interrupt == "drain" else WEIGHTS_KEY
+        return await self._ask(super().load(version, interrupt), f"the load of version {version} ({interrupt})", key)
+
+    async def evaluate(self, request: EvalRequest) -> EvalResult:
+        return await self._ask(super().evaluate(request))
+
+    async def abort_evals(self) -> None:
+        await self._ask(super().abort_evals(), "the abort of its evals", CALL_KEY)
+
+    async def pause(self) -> None:
+        await self._ask(super().pause(), "a pause", CALL_KEY)
+
+    async def resume(self) -> None:
+        await self._ask(super().resume(), "a resume", CALL_KEY)
+
+    async def restart(self) -> None:
+        self._die("it was ended, and another takes its place")
+        for repeat in self._repeats:
+            repeat.cancel()
+        self._death, self._is_hung = "", False
+        await self._ask(super().restart(), "its start", CALL_KEY)
+
+    async def _ask(self, work: Coroutine[Any, Any, T], what: str = "", key: str = "") -> T:
+        """What `work` returns, unless the worker dies or hangs first; `key` names the limit of the call."""
+        if self._death:
+            work.close()
+            raise ExecutorLost(self._death, executor=self.name)
+        answer = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(work)
+        self._asked[answer] = task
+        if self._is_hung:
+            task.cancel()
+        task.add_done_callback(partial(_pass_on, answer))
+        limit_s = {"": None, CALL_KEY: self._call_timeout_s, WEIGHTS_KEY: self._times.weights_timeout_s}[key]
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            hint = f"if it only needs longer, --set {key}=..."
+            raise ExecutorLost(f"{what} took longer than {key} = {limit_s:g} s", hint=hint, executor=self.name) from None
+        finally:
+            self._asked.pop(answer).cancel()
+
+    async def _prefetch(self, published: Published) -> float:
+        late, lost, again = (
+            self._meets(kind) for kind in (FaultKind.LATE_PREFETCH, FaultKind.LOST_PREFETCH, FaultKind.REPEATED_PREFETCH)
+        )
+        send_s = await super().prefetch(published)
+        await asyncio.sleep(late.seconds if late else 0.0)
+        if lost is not None:
+            self._die(f"simulated loss of version {published.version} on its way")
+        if again is not None:
+            self._repeats.append(asyncio.get_running_loop().call_later(again.seconds, self._receive, published.version))
+        return send_s
+
+    def _with_slow_load(self, times: WorkerTimes) -> Any:
+        def load_s(rng: random.Random) -> float:
+            slow = self._meets(FaultKind.SLOW_LOAD)
+            return times.load_s(rng) + (slow.seconds if slow else 0.0)
+
+        return load_s
+
+    def _meets(self, kind: FaultKind) -> Fault | None:
+        """The fault, if any, of this call: the next one of its kind."""
+        self._counts[kind] += 1
+        return self._faults.of_call(kind, self.name, self._counts[kind])
+
+    def _meet_in_time(self, fault: Fault) -> None:
+        self._faults.happens(fault)
+        if fault.kind is FaultKind.WORKER_DIES:
+            self._die(f"simulated death at {fault.at_s:g} s")
+        else:
+            self._is_hung = True
+            for task in self._asked.values():
+                task.cancel()
+
+    def _die(self, message: str) -> None:
+        """All pending calls fail, and so do all later ones."""
+        self._death = message
+        for answer, task in list(self._asked.items()):
+            if not answer.done():
+                answer.set_exception(ExecutorLost(message, executor=self.name))
+            task.cancel()
+
+
+def _pass_on(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
+    """Nothing comes of a call that was cancelled with its worker."""
+    if task.cancelled() or answer.done():
+        return
+    error = task.exception()
+    if error is None:
+        answer.set_result(task.result())
+    else:
+        answer.set_exception(error)
+
+
+def _without_one(result: GroupResult) -> GroupResult:
+    first, *others = result.trajectories
+    failures = (*result.failures, "the reward raised")
+    return replace(
+        result, trajectories=tuple(others), failures=failures, failed_tokens=result.failed_tokens + first.response_tokens
+    )
+
+
+def draw_faults(
+    seed: int, *, workers: Sequence[str], trainer: str = "trainer-0", until_s: float, loads: int, groups: int, steps: int
+) -> Faults:
+    """One fatal fault in half of the seeds, and up to three harmless ones of each kind.
+
+    `until_s`, `loads` and `groups` (per worker) and `steps` say how long the run is expected to be: later faults never happen.
+    """
+    rng = random.Random(f"faults/{seed}")
+    lengths = {
+        FaultKind.SLOW_LOAD: loads,
+        FaultKind.LATE_PREFETCH: loads,
+        FaultKind.REPEATED_PREFETCH: loads,
+        FaultKind.REWARD_RAISES: groups,
+    }
+    drawn = [
+        Fault(kind=kind, executor=rng.choice(workers), nth=rng.randint(1, max(1, length)), seconds=rng.random() * until_s / 10)
+        for kind, length in lengths.items()
+        for _ in range(rng.randint(0, 3))
+    ]
+    if rng.random() < 0.5:
+        kind = rng.choice(sorted(FATAL))
+        nth = rng.randint(1, max(1, steps if kind is FaultKind.STEP_FAILS else loads))
+        executor = trainer if kind is FaultKind.STEP_FAILS else rng.choice(workers)
+        drawn.append(Fault(kind=kind, executor=executor, at_s=rng.random() * until_s, nth=nth))
+    return Faults(drawn)
+
+
+def draw_worker_faults(rng: random.Random, *, workers: Sequence[str], at_most: int, until_s: float, loads: int) -> list[Fault]:
+    """Up to `at_most` fatal faults of each worker: what `max_restarts` of as many is for."""
+    kinds = (FaultKind.WORKER_DIES, FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS, FaultKind.LOST_PREFETCH)
+    return [
+        Fault(kind=rng.choice(kinds), executor=worker, at_s=rng.random() * until_s, nth=rng.randint(1, max(1, loads)))
+        for worker in workers
+        for _ in range(rng.randint(0, at_most))
+    ]
