@@ -3,14 +3,13 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.watching import Event, Observer
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.simulate.calibrate import calibrate
@@ -50,8 +49,8 @@ def truth(**interference: float) -> Workload:
     )
 
 
-class Events:
-    """A loop.ports.Observer that keeps what events.jsonl would hold."""
+class Events(Observer):
+    """Keeps what events.jsonl would hold."""
 
     def __init__(self) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -59,15 +58,6 @@ class Events:
     def event(self, event: Event) -> None:
         size = {"num_bytes": int(PARAMETER_BYTES)} if event.name == "published" else {}  # simulated weights have none
         self.lines.append({"time_s": event.time_s, "event": event.name, **event.fields, **size})
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def tick(self, snapshot: Snapshot) -> None: ...
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 def write_run(directory: Path, workload: Workload, name: str, steps: int, *sets: str) -> Path:

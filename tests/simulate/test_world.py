@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Spent
 from asyncrl_cli.simulate.references import residuals, window_parts
@@ -39,6 +42,17 @@ def workload(**changes: Any) -> Workload:
     return Workload.model_validate(values | changes)
 
 
+class Spans(Observer):
+    """Keeps the executors' spans."""
+
+    def __init__(self) -> None:
+        self.spans: defaultdict[str, list[Span]] = defaultdict(list)
+
+    def step(self, record: StepRecord) -> None:
+        for name, spans in record.spans.items():
+            self.spans[name] += spans
+
+
 def profile(name: str, work: Workload, *sets: str, groups: int = 40) -> Profile:
     return profile_for(work, name, sets, groups=groups, environ={}).profile
 
@@ -47,12 +61,13 @@ def profile(name: str, work: Workload, *sets: str, groups: int = 40) -> Profile:
 def test_every_profile_trains_its_groups_within_its_staleness(name: str) -> None:
     work = workload()
     chosen = profile(name, work)
-    run = simulate(chosen, work, keep_spans=True)
+    kept = Spans()
+    run = simulate(chosen, work, observers=[kept])
     assert run.error is None
     assert run.events["trained"] == 40
     assert run.lines[-1]["groups_trained"] == 40
     assert max(line["staleness/max"] for line in run.lines) <= (1 if chosen.async_training.staleness_threshold else 0)
-    assert run.spans["trainer-0"]
+    assert kept.spans["trainer-0"]
     assert run.virtual_s >= run.lines[-1]["time_s"]
 
 
@@ -105,10 +120,11 @@ def test_a_synchronous_trainer_waits_for_send_and_load_in_its_gather() -> None:
 def test_without_a_second_buffer_workers_stand_still_for_the_send_too(dual_buffer: str, pause_s: float) -> None:
     work = workload()
     name = "partial-rollout"  # rollouts run while weights arrive
-    run = simulate(profile(name, work, f"weights.dual_buffer={dual_buffer}"), work, keep_spans=True)
+    kept = Spans()
+    run = simulate(profile(name, work, f"weights.dual_buffer={dual_buffer}"), work, observers=[kept])
     keys = ("sync/send_s", "sync/load_s", "sync/pause_s")
     assert {tuple(round(line[key], 6) for key in keys) for line in run.lines[1:]} == {(0.5, 0.2, pause_s)}
-    loading = [end_s - start_s for state, start_s, end_s in run.spans["rollout-0"] if state == "loading"]
+    loading = [span.end_s - span.start_s for span in kept.spans["rollout-0"] if span.state is State.LOADING]
     assert max(loading) == pytest.approx(pause_s)  # a span ends where a report cuts it
 
 

@@ -39,21 +39,16 @@ class Spent:
 
 
 class TrainCosts:
-    """Seconds of train steps on `gpus` devices; `spent` adds them up."""
+    """Seconds of train steps on `ranks` devices; `spent` adds them up."""
 
-    def __init__(
-        self, training: Training, gpus: int, mini_batch_groups: int, *, recomputes: bool, fills_machine: bool = False
-    ) -> None:
-        """`fills_machine`: colocated ranks; see `_slowdown`."""
+    def __init__(self, training: Training, profile: Profile, ranks: int) -> None:
         self.spent = Spent()
+        self.recomputes = profile.algorithm.old_logprobs == "recompute"
         self._training = training
-        self._mini_batch_groups = mini_batch_groups
-        self.recomputes = recomputes
-        self._train_shrink = _shrink(gpus, training.reference_gpus, training.scaling_exponent)
-        self._old_shrink = _shrink(gpus, training.reference_gpus, training.old_logprob_scaling_exponent)
-        slowdown = _slowdown(training, gpus, fills_machine=fills_machine)
-        self._train_shrink *= slowdown
-        self._old_shrink *= slowdown
+        self._mini_batch_groups = profile.trainer.ppo_mini_batch_size
+        slowdown, devices = _slowdown(training, ranks, fills_machine=profile.placement.colocate), ranks / training.reference_gpus
+        self._train_shrink = slowdown * float(devices**-training.scaling_exponent)
+        self._old_shrink = slowdown * float(devices**-training.old_logprob_scaling_exponent)
 
     def train_s(self, batch: TrainBatch) -> float:
         training, mini_batches = self._training, self._mini_batches(batch)
@@ -88,10 +83,6 @@ class TrainCosts:
     def _mini_batches(self, batch: TrainBatch) -> list[Sequence[GroupResult]]:
         size = self._mini_batch_groups
         return [batch.groups[first : first + size] for first in range(0, len(batch.groups), size)]
-
-
-def _shrink(gpus: int, reference_gpus: int, exponent: float) -> float:
-    return float((gpus / reference_gpus) ** -exponent)
 
 
 def _slowdown(side: Decoding | Training, executors: int, *, fills_machine: bool) -> float:

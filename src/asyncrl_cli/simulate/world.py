@@ -31,18 +31,16 @@ from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
 
 Progress = Callable[[int, float], None]
-Spans = dict[str, list[tuple[str, float, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """`lines` are those of metrics.jsonl; `events` counts the loop's events by name; `spans` by executor, if they were kept.
+    """`lines` are those of metrics.jsonl; `events` counts the loop's events by name.
 
     `error`: what a run failed with; None if it ended well.
     """
 
     lines: list[dict[str, Any]]
-    spans: Spans
     events: Mapping[str, int]
     virtual_s: float
     error: AsyncrlError | None
@@ -57,7 +55,6 @@ def simulate(
     observers: Sequence[Observer] = (),
     groups: int | None = None,
     on_progress: Progress | None = None,
-    keep_spans: bool = False,
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's length, in whole steps.
 
@@ -66,8 +63,8 @@ def simulate(
     """
     job = compile_job(profile, virtual_cluster(profile))
     settings = _settings(profile, seed, groups)
-    costs = _costs(profile, workload, job)
-    recorder = _Recorder(settings.schedule.window_steps, costs.spent, on_progress, keep_spans)
+    costs = TrainCosts(workload.training, profile, job.role(TRAINER).workers)
+    recorder = _Recorder(settings.schedule.window_steps, costs.spent, on_progress)
     speeds: list[float] = []
 
     async def run() -> tuple[float, AsyncrlError | None]:
@@ -84,7 +81,6 @@ def simulate(
     virtual_s, error = run_virtual(run())
     return SimulatedRun(
         lines=recorder.lines,
-        spans=recorder.spans,
         events=recorder.events,
         virtual_s=virtual_s,
         error=error,
@@ -114,16 +110,6 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
     return LoopSettings.of(profile.model_copy(update=sections))
 
 
-def _costs(profile: Profile, workload: Workload, job: JobPlan) -> TrainCosts:
-    return TrainCosts(
-        workload.training,
-        job.role(TRAINER).workers,
-        profile.trainer.ppo_mini_batch_size,
-        recomputes=profile.algorithm.old_logprobs == "recompute",
-        fills_machine=profile.placement.colocate,
-    )
-
-
 def _team(
     profile: Profile, workload: Workload, job: JobPlan, costs: TrainCosts, seed: int
 ) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
@@ -140,16 +126,14 @@ def _team(
 class _Recorder(Observer):
     """Keeps lines and forgets the rest."""
 
-    def __init__(self, window_steps: int, spent: Spent, on_progress: Progress | None, keep_spans: bool) -> None:
+    def __init__(self, window_steps: int, spent: Spent, on_progress: Progress | None) -> None:
         """`spent` is the trainer's, and grows."""
         self.lines: list[dict[str, Any]] = []
         self.spent: dict[int, Spent] = {}
-        self.spans: Spans = {}
         self.events: Counter[str] = Counter()
         self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
         self._spent = spent
         self._on_progress = on_progress
-        self._keep_spans = keep_spans
 
     def event(self, event: Event) -> None:
         self.events[event.name] += 1
@@ -157,9 +141,5 @@ class _Recorder(Observer):
     def step(self, record: StepRecord) -> None:
         self.lines.append(self._metrics.update(record))
         self.spent[record.groups_trained] = replace(self._spent)
-        if self._keep_spans:
-            for name, spans in record.spans.items():
-                kept = self.spans.setdefault(name, [])
-                kept.extend((str(span.state), span.start_s, span.end_s) for span in spans)
         if self._on_progress is not None:
             self._on_progress(record.groups_trained, record.ended_s)
