@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -147,3 +148,10 @@ def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) ->
     with pytest.raises(ExecutorFailed, match="trainer-1 failed: ValueError"):
         asyncio.run(main())
     assert time.monotonic() - began_s < 10.0
+
+
+def test_an_error_keeps_its_executor_between_processes() -> None:
+    lost = ExecutorLost("no answer", hint="wait", executor="rollout-10")
+    there = pickle.loads(pickle.dumps(lost))
+    assert (type(there), str(there)) == (ExecutorLost, "rollout-10 failed: no answer")
+    assert (there.executor, there.hint) == ("rollout-10", "wait")
