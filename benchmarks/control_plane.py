@@ -54,6 +54,7 @@ DECODING = DecodeTimes(step_s=0.02, step_s_per_sequence=1e-4, prefill_s_per_toke
 TRAIN_S = 3.0
 COUNTED_WINDOWS = 5
 MOST_GROWTH = 1.1
+EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.observe.meters")
 PORT_CALLS = ("generate", "abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
 
 
@@ -117,7 +118,7 @@ class TimedLoop(VirtualTimeLoop):
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        if type(getattr(callback, "__self__", None)).__module__.startswith("asyncrl_cli.simulate."):
+        if type(getattr(callback, "__self__", None)).__module__.startswith(EXECUTORS):
             return super().call_at(when, self._stopwatch.call, callback, *args, context=context)
         return super().call_at(when, callback, *args, context=context)
 

@@ -11,39 +11,26 @@ come back by then stays finished. Nothing starts on the next process before it h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.ports import RolloutWorker
 
+if TYPE_CHECKING:
+    from asyncrl_cli.loop.rollouts import Rollouts
+
 KEY = "rollout.max_restarts"
 
 
-class Spawn(Protocol):
-    def __call__(self, work: Callable[[], Coroutine[None, None, None]], name: str) -> asyncio.Task[None]: ...
-
-
 class Restarts:
-    """`end(worker)` cancels the tasks of a worker and returns them; `begin(worker)` starts those of its next process."""
-
-    def __init__(
-        self,
-        board: Board,
-        *,
-        end: Callable[[RolloutWorker], list[asyncio.Task[None]]],
-        spawn: Spawn,
-        begin: Callable[[RolloutWorker], None],
-    ) -> None:
+    def __init__(self, board: Board, rollouts: Rollouts) -> None:
         self.are_lent = False
         """Colocate: the trainer has the resources, or they change hands."""
         self._board = board
-        self._end = end
-        self._spawn = spawn
-        self._begin = begin
+        self._rollouts = rollouts
         self._left = dict.fromkeys((worker.name for worker in board.workers), board.profile.rollout.max_restarts)
 
     def failed(self, worker: RolloutWorker, error: ExecutorLost) -> None:
@@ -62,7 +49,7 @@ class Restarts:
             return
         board.groups.tokens_discarded += board.reports.lost(worker.name, board.now_s())
         self._use_one(worker.name, error)
-        self._spawn(partial(self._restart, worker, self._end(worker)), f"restart of {worker.name}")
+        self._rollouts.spawn(partial(self._restart, worker, self._rollouts.end_life(worker)), f"restart of {worker.name}")
 
     def _use_one(self, name: str, error: ExecutorFailed) -> None:
         board = self._board
@@ -86,7 +73,7 @@ class Restarts:
         del board.restarting[name]
         board.reports.returned(name, board.now_s())
         board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._left[name])
-        self._begin(worker)
+        self._rollouts.begin_life(worker)
         board.changes.notify()
 
     def _give_back(self, name: str) -> None:

@@ -31,18 +31,18 @@ class Rollouts:
         self._tasks = tasks
         self._started: dict[asyncio.Task[None], str] = {}
         self._by_name = {worker.name: worker for worker in board.workers}
-        self._restarts = Restarts(board, end=self._end_life, spawn=self._spawn, begin=self._begin_life)
+        self._restarts = Restarts(board, self)
 
     def start(self) -> None:
-        self._spawn(self._admit, "admit")
+        self.spawn(self._admit, "admit")
         for worker in self._board.workers:
-            self._begin_life(worker)
+            self.begin_life(worker)
 
     def abort(self, aborts: list[tuple[str, AttemptKey]]) -> None:
         for name, key in aborts:
             if not self._board.admission.workers[name].down:
                 worker = self._by_name[name]
-                self._spawn(partial(worker.abort, key), f"abort of {key}", worker)
+                self.spawn(partial(worker.abort, key), f"abort of {key}", worker)
 
     async def hand_over(self, *, to_trainer: bool) -> None:
         """Colocate: the resources change hands. A worker that is down is not asked; it is restarted when it may have them.
@@ -53,7 +53,7 @@ class Rollouts:
         self._restarts.are_lent = True
         up = [worker for worker in board.workers if not board.admission.workers[worker.name].down]
         what = "pauses" if to_trainer else "resumes"
-        calls = [self._spawn(worker.pause if to_trainer else worker.resume, f"{worker.name} {what}", worker) for worker in up]
+        calls = [self.spawn(worker.pause if to_trainer else worker.resume, f"{worker.name} {what}", worker) for worker in up]
         for call in calls:
             call.add_done_callback(lambda _: board.changes.notify())
 
@@ -71,18 +71,19 @@ class Rollouts:
         for task in list(self._started):
             task.cancel()
 
-    def _begin_life(self, worker: RolloutWorker) -> None:
-        self._spawn(partial(self._follow, worker), f"progress of {worker.name}", worker)
-        self._spawn(partial(self._keep_in_sync, worker), f"sync of {worker.name}", worker)
+    def begin_life(self, worker: RolloutWorker) -> None:
+        """Start what goes on beside the groups of a worker's process."""
+        self.spawn(partial(self._follow, worker), f"progress of {worker.name}", worker)
+        self.spawn(partial(self._keep_in_sync, worker), f"sync of {worker.name}", worker)
 
-    def _end_life(self, worker: RolloutWorker) -> list[asyncio.Task[None]]:
+    def end_life(self, worker: RolloutWorker) -> list[asyncio.Task[None]]:
         """Cancel all that waits for the worker, but the task that says so. Returns what ends now."""
         mine = [task for task, name in self._started.items() if name == worker.name and task is not asyncio.current_task()]
         for task in mine:
             task.cancel()
         return mine
 
-    def _spawn(
+    def spawn(
         self, work: Callable[[], Coroutine[None, None, None]], name: str, worker: RolloutWorker | None = None
     ) -> asyncio.Task[None]:
         """A task of its own; with `worker`, one that waits for that worker, and ends when its process does.
@@ -113,7 +114,7 @@ class Rollouts:
             clock.enter(State.BUSY)
             while (started := board.groups.start()) is not None:
                 name, request = started
-                self._spawn(partial(self._run_group, self._by_name[name], request), f"group {request.key}", self._by_name[name])
+                self.spawn(partial(self._run_group, self._by_name[name], request), f"group {request.key}", self._by_name[name])
             clock.enter(State.BLOCKED, "admission")
             await board.changes.until(admission.is_open, "feed", lambda: f"admission: {causes.admission_wait(board)}")
 

@@ -155,32 +155,31 @@ class LongPoll:
         """`is_urgent`: nothing else is to be expected that could be told along with it."""
         self.count += 1
         self._is_urgent |= is_urgent
-        if self._sleeping is not None and (is_urgent or not self._is_resting):
-            _wake(self._sleeping)
+        if is_urgent or not self._is_resting:
+            self._wake()
 
     async def after(self, seen: int) -> int:
         """The count, once there is something to say. One caller at a time."""
         loop = asyncio.get_running_loop()
         if self.count == seen:
-            await self._sleep(self._poll_s)
+            await self._sleep(self._poll_s, is_resting=False)
         if (rest_s := self._answered_s + self._rest_s - loop.time()) > 0 and not self._is_urgent:
-            self._is_resting = True
-            await self._sleep(rest_s)
-        self._is_resting = self._is_urgent = False
+            await self._sleep(rest_s, is_resting=True)
+        self._is_urgent = False
         self._answered_s = loop.time()
         return self.count
 
-    async def _sleep(self, seconds: float) -> None:
+    async def _sleep(self, seconds: float, *, is_resting: bool) -> None:
+        """`is_resting`: only an urgent change ends it earlier."""
         loop = asyncio.get_running_loop()
-        self._sleeping = loop.create_future()
-        timer = loop.call_later(seconds, _wake, self._sleeping)
+        self._sleeping, self._is_resting = loop.create_future(), is_resting
+        timer = loop.call_later(seconds, self._wake)
         try:
             await self._sleeping
         finally:
             timer.cancel()
             self._sleeping = None
 
-
-def _wake(sleeping: asyncio.Future[None]) -> None:
-    if not sleeping.done():
-        sleeping.set_result(None)
+    def _wake(self) -> None:
+        if self._sleeping is not None and not self._sleeping.done():
+            self._sleeping.set_result(None)
