@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretch_of
-from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.lines import Line
 from asyncrl_cli.observe.timeline import Counts, Spans, add_span, read_timeline
 
@@ -47,8 +47,8 @@ class Timeline:
 
 
 @dataclass
-class KeptTimeline:
-    """A loop.ports.Observer that keeps what a picture of a simulated run needs, of `MAX_WORKERS` workers at most."""
+class KeptTimeline(Observer):
+    """Keeps what a picture of a simulated run needs, of `MAX_WORKERS` workers at most."""
 
     spans: Spans = field(default_factory=dict)
     running: Counts = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import TrainReport
@@ -113,7 +113,7 @@ class Snapshot:
     restarting: Mapping[str, str] = field(default_factory=dict)
 
 
-class Observer(Protocol):
+class Observer:
     """Someone who watches. Called from the event loop: must return at once. A subclass says what it watches."""
 
     def event(self, event: Event) -> None:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.checkpoint.files import storage_error
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
+from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
 from asyncrl_cli.observe.sinks import Sink, to_json
@@ -37,8 +37,8 @@ class ObserversState(TypedDict):
     live: LiveState
 
 
-class Observers:
-    """A loop.ports.Observer. A sink that fails is left out from then on, with a warning: watching never ends a run.
+class Observers(Observer):
+    """A sink that fails is left out from then on, with a warning: watching never ends a run.
 
     `clock` is the driver's clock (the event loop's, by default); time 0 of a new run is when this is made.
     """
