@@ -191,8 +191,8 @@ class TrainerSection(Section):
 class RolloutSection(Section):
     """Rollout workers and sampling."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """The inference engine in each rollout worker."""
+    engine: str = "transformers"
+    """The inference engine in each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
     workers: Processes | None = None
     """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
     slots: PositiveInt = 64
