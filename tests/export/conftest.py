@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from asyncrl_cli.weights.kept import keep
 
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.loop.ports import Cut
@@ -20,7 +21,6 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
 from asyncrl_cli.train.settings import TrainerSettings
-from asyncrl_cli.weights.kept import keep
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.train.conftest import make_trainer as make_trainer
 from tests.train.train_samples import make_step, save_tiny_model

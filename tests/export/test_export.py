@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from asyncrl_cli.weights.kept import keep, version_directory
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +18,6 @@ from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, Refuse
 from asyncrl_cli.export import directory as directory_module
 from asyncrl_cli.export.directory import plan_files
 from asyncrl_cli.export.export import export
-from asyncrl_cli.weights.kept import keep, version_directory
 from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
 from tests.train.test_ranks_and_resume import run_ranks
 

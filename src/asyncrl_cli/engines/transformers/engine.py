@@ -126,11 +126,10 @@ class TransformersEngine(SlottedEngine[Track]):
             pass
 
     async def close(self) -> None:
-        self._gate.close()
+        self._fail("the rollout engine is closed")
         if self._started:
             self._started = False
             await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
-        self._fail("the rollout engine is closed")
 
     async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         self._check(request_id, prompt_tokens, sampling)
@@ -161,8 +160,7 @@ class TransformersEngine(SlottedEngine[Track]):
             self._gate.give_up(request_id)
 
     def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
-        """A copy of each tensor."""
-        return {name: tensor.clone() for bucket in buckets for name, tensor in unpack(bucket).items()}
+        return {name: tensor for bucket in buckets for name, tensor in unpack(bucket, copy=True).items()}
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:

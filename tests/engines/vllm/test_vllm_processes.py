@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from asyncrl_cli.engines.vllm.weights import Updates, paused
 
 from asyncrl_cli.engines.vllm import processes as vllm_processes
 from asyncrl_cli.engines.vllm.engine import VllmEngine
 from asyncrl_cli.engines.vllm.processes import end_processes
-from asyncrl_cli.engines.vllm.settings import VllmSetup
-from asyncrl_cli.engines.vllm.weights import Updates, paused
 from asyncrl_cli.errors import ExecutorFailed
+from tests.engines.made import made_for
 
 
 class Process:
@@ -129,7 +129,7 @@ def test_a_pause_ends_with_a_resume() -> None:
 @pytest.mark.parametrize("is_opened", [False, True])
 def test_a_close_closes_the_pipe_of_updates_though_vllm_does_not_shut_down(tmp_path: Any, is_opened: bool) -> None:
     """Or though the pipe was never opened, because the start failed."""
-    engine = VllmEngine(VllmSetup(model_dir=tmp_path, slots=1, max_prompt_tokens=1, max_response_tokens=1))
+    engine = VllmEngine(*made_for(tmp_path, slots=1, n=2, max_prompt_tokens=1, max_response_tokens=1))
     llm = Llm()
     before = open_descriptors()
 
