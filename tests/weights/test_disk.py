@@ -114,7 +114,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, model_dir, damage):
-    tensors, buckets, manifest = published(model_dir, 7)
+    _, buckets, manifest = published(model_dir, 7)
     refs = send(sender_for(tmp_path, model_dir), manifest, buckets)
     receive(manifest, refs)
     damage(tmp_path / "version-000007")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asyncrl_cli.weights.kept import keep, kept_versions
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl_cli.weights.buckets import pack
+from asyncrl_cli.weights.disk import keep_version, kept_versions
+from tests.weights.test_buckets import manifest_of
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])

@@ -290,7 +290,7 @@ class WeightsSection(Section):
     gather_bucket_size_mb: PositiveInt = 2048
     """Bucket size on the trainer's side."""
     load_bucket_size_mb: PositiveInt = 128
-    """Bucket size on the rollout side: a load's extra memory; nccl, ipc: the size of the buffers on the GPUs at both ends."""
+    """nccl, ipc: size of the buffers on the GPUs at both ends that a version passes through."""
     mode: Literal["async", "sync"] = "async"
     """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
     overlap: bool = True

@@ -432,7 +432,7 @@ def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
             assert set(completion.versions) == {0}
             name, own = "model.norm.weight", engine._model.state_dict
             monkeypatch.setattr(engine._model, "state_dict", lambda: {k: v for k, v in own().items() if k != name})
-            with pytest.raises(ExecutorFailed, match="loading version 9 failed half-way: KeyError: 'model.norm.weight'"):
+            with pytest.raises(ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"):
                 await engine.load_in_place(lambda: buckets, 9, "keep-kv")
             with pytest.raises(ExecutorFailed, match="half-way"):
                 await engine.generate("late", [5, 6, 7], sampling(4), 0)
