@@ -40,8 +40,8 @@ class Sending:
         if self._thread is None:
             self._sender.keep(wanted)
             return lambda packing, index: None
-        self._thread.submit(self._sender.keep, wanted)
-        sends, thread = self._begun.setdefault(version, []), self._thread
+        thread = self._thread
+        sends = self._begun[version] = [thread.submit(self._sender.keep, wanted)]
         return lambda packing, index: sends.append(thread.submit(self._seal_and_put, version, packing, index))
 
     def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
@@ -49,8 +49,8 @@ class Sending:
         sends = self._begun.pop(manifest.version, None)
         if sends is None:
             return self._in_thread(send, self._sender, manifest, buckets)
-        assert len(sends) == len(buckets), f"{len(sends)} of {len(buckets)} buckets of version {manifest.version} were sent"
-        refs = [one.result() for one in sends]
+        _, *refs = [one.result() for one in sends]
+        assert len(refs) == len(buckets), f"{len(refs)} of {len(buckets)} buckets of version {manifest.version} were sent"
         self._in_thread(self._sender.finish, manifest)
         return refs
 

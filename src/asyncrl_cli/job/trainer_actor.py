@@ -171,7 +171,7 @@ class TrainerActor:
 
     def _make_sender(self) -> Sender:
         if self._direct is None or self._rank > 0:
-            return sender_for(self._weights_dir, Path(self._settings.model_dir))
+            return sender_for(self._weights_dir if self._rank == 0 else None, Path(self._settings.model_dir))
         from asyncrl_cli.weights.direct import HeldVersions
 
         held = HeldVersions()
