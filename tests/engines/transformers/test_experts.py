@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from asyncrl_cli.weights.kept import keep
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -21,6 +20,7 @@ from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Bucket, Manifest
+from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
 from tests.engines.made import made_for
@@ -82,7 +82,7 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
     if way == "disk":
         send(sender_for(tmp_path / "versions", published.model_dir), published.manifest, published.buckets)
     else:
-        keep(tmp_path / "versions", 1, published.buckets, published.model_dir, 1)
+        keep_version(tmp_path / "versions", published.manifest, published.buckets, published.model_dir, 1)
     directory = tmp_path / "versions" / "version-000001"
     assert names_in(directory) == names_in(published.model_dir)
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names_in(directory)

@@ -15,7 +15,7 @@ from asyncrl_cli.job.wiring import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
-from tests.engines.vllm.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+from tests.engines.vllm.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, replace, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -145,9 +145,9 @@ def test_a_load_that_fails_half_way_ends_the_engine_rather_than_mix_versions(tie
         before = tied.engine.version
         running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
         await tied.sampled(5)
-        async with tied.replaced("pack_tied_layers", "fails"):
-            with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
-                await load_newer(tied)
+        await tied.in_engine(replace, "pack_tied_layers", "fails")
+        with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
+            await load_newer(tied)
         with pytest.raises(ExecutorFailed, match="half-way"):
             await running
         with pytest.raises(ExecutorFailed, match="half-way"):
