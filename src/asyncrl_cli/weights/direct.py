@@ -48,7 +48,8 @@ class RankZero(Protocol):
         a transfer may take."""
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts. Returns when they are sent."""
+        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns when they are
+        sent."""
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
         """`ipc`: the next part of the version, as vLLM's update info; None when all parts were exported. Part 0 begins anew."""
