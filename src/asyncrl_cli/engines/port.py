@@ -87,7 +87,7 @@ NO_COUNTERS = EngineCounters(sums={}, gauges={})
 class Engine(Protocol):
     """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now.
 
-    An engine derives from this class: what has an answer here is optional.
+    Engines derive from this class. They may leave out what has a body here: `counters`, `connect`, `load_in_place`, `sleep`, `wake`.
     """
 
     slots: int
@@ -187,7 +187,7 @@ class EngineKind:
     loads_in_place: bool = False
     """Whether it does without a second buffer (`Engine.load_in_place`)."""
     conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
-    """What the numbers of a profile say against it."""
+    """What in a profile it cannot do."""
     check_arguments: Callable[[Profile, str], None] = _fine
     """ConfigError for arguments that it would refuse on that device."""
     check_here: Callable[[str], None] = _fine

@@ -14,7 +14,7 @@ ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len"
 
 
 def engine_conflicts(profile: Profile) -> Iterator[ConfigError]:
-    """One that is known, no keys that it does not know, and what it says against the others itself."""
+    """The engine must be known, know the keys that are given, and have nothing against the profile itself."""
     rollout = profile.rollout
     try:
         kind = engine_kind(rollout.engine)
@@ -33,7 +33,7 @@ def engine_conflicts(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _weights_for(kind: Any, profile: Profile) -> Iterator[ConfigError]:
-    """`kind`: an `EngineKind`."""
+    """How weights reach the engine. `kind`: an `EngineKind`."""
     transport, given = profile.weights.transport, f'rollout.engine = "{profile.rollout.engine}"'
     if transport in DIRECT_TRANSPORTS:
         if transport not in kind.direct_transports:

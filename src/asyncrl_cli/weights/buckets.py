@@ -178,8 +178,11 @@ def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bu
 
 
 def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of a bucket by name; aliases map to the same tensor object. Views that nobody may write to, unless `copy`: those
-    of an object store's memory would end the process."""
+    """Tensors of a bucket by name; aliases map to the same tensor object.
+
+    Unless `copy`, they are views of the bucket and must not be written to: an object store's memory is read-only, and a write
+    there ends the process.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for entry in bucket.entries:
         tensor = view_of(bucket.data, entry)

@@ -82,7 +82,7 @@ async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
 async def end_processes(llm: AsyncLLM) -> None:
     """Kill vLLM's processes, which may wait for something that never comes. Returns when vLLM knows, so that nobody asks them.
 
-    That it does not know in time is a warning: who ends them has an error of its own to tell."""
+    If vLLM does not notice in time, that is only a warning: the caller has an error of its own to raise."""
     for process in llm.engine_core.resources.engine_manager.processes:
         process.kill()
     try:
