@@ -87,7 +87,7 @@ NO_COUNTERS = EngineCounters(sums={}, gauges={})
 class Engine(Protocol):
     """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now.
 
-    Engines derive from this class. They may leave out what has a body here: `counters`, `connect`, `load_in_place`, `sleep`, `wake`.
+    Engines derive from this class, and may leave out `counters`, `connect`, `load_in_place`, `sleep` and `wake`.
     """
 
     slots: int
