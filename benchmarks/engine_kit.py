@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile, RolloutSection
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.transformers.engine import TransformersEngine
@@ -118,18 +120,10 @@ def make_builtin_model(directory: Path) -> RandomModel:
     return RandomModel(directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=vocab_size)
 
 
-def vllm_setup(model: RandomModel, slots: int, response_tokens: int, device: str = "cpu", **engine_args: Any) -> Any:
-    from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup
-
-    return VllmSetup(
-        model_dir=model.directory,
-        slots=slots,
-        max_prompt_tokens=PROMPT_TOKENS,
-        max_response_tokens=response_tokens,
-        device=device,
-        threads=THREADS,
-        options=VllmOptions(engine_args=engine_args),
-    )
+def made_of(model: RandomModel, slots: int, response_tokens: int, **engine_args: Any) -> tuple[Profile, Place]:
+    lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": response_tokens}
+    profile = Profile(rollout=RolloutSection(slots=slots, engine_args=engine_args, **lengths))
+    return profile, Place(model_dir=str(model.directory), threads=THREADS)
 
 
 @asynccontextmanager
@@ -142,13 +136,11 @@ async def running_engine(
     if name == "vllm":
         from asyncrl_cli.engines.vllm.engine import VllmEngine
 
-        engine = VllmEngine(vllm_setup(model, slots, response_tokens, **engine_args))
+        engine = VllmEngine(*made_of(model, slots, response_tokens, **engine_args))
     else:
         from asyncrl_cli.engines.transformers.engine import TransformersEngine
 
-        engine = TransformersEngine(
-            model.directory, slots=slots, max_prompt_tokens=PROMPT_TOKENS, max_response_tokens=response_tokens, threads=THREADS
-        )
+        engine = TransformersEngine(*made_of(model, slots, response_tokens))
     try:
         await engine.start()
         await generate_all(engine, prompts_of(model, min(slots, 4)), 4, name="warm-up")

@@ -37,13 +37,13 @@ from engine_kit import (
     RandomModel,
     conditions,
     generate_all,
+    made_of,
     make_builtin_model,
     make_random_model,
     need_vllm,
     prompts_of,
     running_engine,
     table,
-    vllm_setup,
 )
 
 RANDOM_VOCABULARY = 16_384
@@ -84,11 +84,11 @@ class Ceiling:
     def __init__(self, model: RandomModel, slots: int, tokens: int) -> None:
         from asyncrl_cli.engines.vllm import settings as vllm_settings
 
-        setup = vllm_setup(model, slots, tokens)
-        vllm_settings.set_environment(setup)
+        made = made_of(model, slots, tokens)
+        vllm_settings.set_environment(*made)
         from vllm import LLM
 
-        self._llm = LLM(**vllm_settings.engine_arguments(setup))
+        self._llm = LLM(**vllm_settings.engine_arguments(*made))
         self.generate(prompts_of(model, min(slots, 4)), 4, logprobs=True)
 
     def generate(self, prompts: list[list[int]], tokens: int, *, logprobs: bool) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from engine_kit import RandomModel
-from gpu_smoke_engine import LOAD_BUCKET_BYTES, engine_on_gpu, load_in_flight
+from gpu_smoke_engine import LOAD_BUCKET_BYTES, TIMEOUT_S, engine_on_gpu, load_in_flight
 from gpu_smoke_kit import DEVICE, Skipped
 from gpu_smoke_trainer import trained
 
@@ -22,7 +22,6 @@ from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting
 from asyncrl_cli.weights.transports import send
 
 WORKER = "smoke"
-TIMEOUT_S = 60.0
 NCCL_PORT = 29_561
 
 
@@ -69,8 +68,8 @@ async def _load(model: RandomModel, manifest: Manifest, buckets: list[Bucket], t
     end: Any = IpcExports(held, produce_on(device), buffer_bytes=LOAD_BUCKET_BYTES)
     if transport == "nccl":
         end = NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=TIMEOUT_S)
-    async with engine_on_gpu(model, weight_backend=transport) as engine:
-        await engine.connect(ThisProcess(end), LOAD_BUCKET_BYTES, TIMEOUT_S)
+    async with engine_on_gpu(model, transport) as engine:
+        await engine.connect(ThisProcess(end))
         return await load_in_flight(engine, model, manifest, lambda: AnnouncedWeights(layouts))
 
 

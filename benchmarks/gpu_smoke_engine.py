@@ -15,8 +15,9 @@ from gpu_smoke_kit import DEVICE, GPU_SHARE, RESPONSE_TOKENS, Wrong
 from gpu_smoke_trainer import trained
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.vllm.plugin import BACKEND
-from asyncrl_cli.weights.buckets import Bucket, Manifest
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import ModelSection, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.weights.buckets import Bucket, Manifest, pack
 from asyncrl_cli.weights.probes import mean_abs_diff
 
 if TYPE_CHECKING:
@@ -26,24 +27,20 @@ SLOTS = 32
 LARGEST_DIFFERENCE = 0.05
 """Of mean logprobs: trainer and engine both round to bfloat16, in different kernels."""
 LOAD_BUCKET_BYTES = 128 * MB
+TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def engine_on_gpu(model: RandomModel, weight_backend: str = BACKEND, **engine_args: Any) -> AsyncIterator[VllmEngine]:
+async def engine_on_gpu(model: RandomModel, transport: str = "object-store", **engine_args: Any) -> AsyncIterator[VllmEngine]:
     from asyncrl_cli.engines.vllm.engine import VllmEngine
-    from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup
 
-    setup = VllmSetup(
-        model_dir=model.directory,
-        slots=SLOTS,
-        max_prompt_tokens=PROMPT_TOKENS,
-        max_response_tokens=RESPONSE_TOKENS,
-        device=DEVICE.partition(":")[0],
-        dtype="bfloat16",
-        weight_backend=weight_backend,
-        options=VllmOptions(gpu_memory_utilization=GPU_SHARE, engine_args=engine_args),
+    lengths = {"max_prompt_tokens": PROMPT_TOKENS, "max_response_tokens": RESPONSE_TOKENS}
+    profile = Profile(
+        model=ModelSection(dtype="bfloat16"),
+        rollout=RolloutSection(slots=SLOTS, gpu_memory_utilization=GPU_SHARE, engine_args=engine_args, **lengths),
+        weights=WeightsSection(transport=transport, timeout_s=TIMEOUT_S),
     )
-    engine = VllmEngine(setup)
+    engine = VllmEngine(profile, Place(model_dir=str(model.directory), device=DEVICE.partition(":")[0]))
     try:
         await engine.start()
         yield engine
@@ -63,7 +60,7 @@ def check_buckets(model: RandomModel, _: argparse.Namespace) -> str:
 
 async def _load_buckets(model: RandomModel, manifest: Manifest, buckets: list[Bucket]) -> str:
     async with engine_on_gpu(model) as engine:
-        return await load_in_flight(engine, model, manifest, lambda: engine.receive(buckets, LOAD_BUCKET_BYTES))
+        return await load_in_flight(engine, model, manifest, lambda: engine.receive(buckets))
 
 
 async def load_in_flight(
@@ -116,7 +113,7 @@ async def _sleep_and_wake(model: RandomModel, level: int) -> str:
         else:
             await llm.wake_up(tags=["weights"])
             weights = {name: tensor.bfloat16() for name, tensor in load_file(model.directory / "model.safetensors").items()}
-            await engine.load(weights, 1, "keep-kv")
+            await engine.load(engine.receive(pack(weights, 2**28)), 1, "keep-kv")
             await llm.wake_up(tags=["kv_cache"])
         awake_s = time.perf_counter() - began_s
         if await llm.is_sleeping():

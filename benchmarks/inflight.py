@@ -53,7 +53,7 @@ from asyncrl_cli.weights.buckets import Bucket, pack
 
 INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 SHORTEST_TOKENS = 8
-LOAD_BUCKET_BYTES = 128 * MB
+BUCKET_BYTES = 128 * MB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ class Worker:
         before, began_s = self._engine.sampled_tokens, time.perf_counter()
         pauses: list[float] = []
         while (now_s := time.perf_counter()) < began_s + steps * step_s:
-            weights = await asyncio.to_thread(self._engine.receive, self._buckets, LOAD_BUCKET_BYTES)
+            weights = await asyncio.to_thread(self._engine.receive, self._buckets)
             pauses.append((await self._engine.load(weights, self._engine.version + 1, interrupt)).pause_s)
             await asyncio.sleep(max(0.0, now_s + k * step_s - time.perf_counter()))
         return self._stretch(k, interrupt, before, began_s, pauses)
@@ -232,7 +232,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = Path(directory)
         model = make_random_model(made, options.parameters) if options.parameters else make_builtin_model(made)
-        buckets = pack(load_weights(made), LOAD_BUCKET_BYTES)
+        buckets = pack(load_weights(made), BUCKET_BYTES)
         for name in options.engine:
             results[name] = asyncio.run(measure(name, model, buckets, options))
     cases = [case for name, repeats in results.items() for case in cases_of(name, repeats)]

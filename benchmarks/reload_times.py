@@ -23,7 +23,7 @@ class ReloadTimes:
 
         for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             _time(method, "process_weights_after_loading", "packing")
-        _time(BucketEngine, "finish_weight_update", "worker_load")
+        _time(BucketEngine, "receive_weights", "worker_load")
 
     def load_seconds(self) -> dict[str, float]:
         """Since it was asked last: `packing` and `worker_load`, and both with `_cpu`."""

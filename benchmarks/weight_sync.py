@@ -7,12 +7,11 @@ For each size a Qwen3 with random float32 weights of so many MB is trained, publ
     gather       PolicyTrainer.gather: full parameters into fresh buckets, and the probes' logprobs. The trainer stands still
     send         fingerprints and ray.put (beside training), ray.get, fingerprints again and the copy to where the engine loads from
                  (beside generation)
-    prepare      the engine's own part of a load that it does beside generation: vLLM on CPUs makes a second set of layers
     load         the engine's own: weights into the running model
     stall        of a worker: from the pause to the end of it (PauseReport.pause_s; interrupt keep-kv)
     zero         the engine's pause and resume, with nothing between
     memcpy       the same bytes from memory to memory, both warm
-    packing      of prepare, what vLLM's CPU layers take to make their own layout of the weights (a GPU has none of it)
+    packing      of load, what vLLM's CPU layers take to make their own layout of the weights (a GPU has none of it)
     fingerprint  of the send: the worker compares the fingerprints of all bytes. The trainer makes the same ones
     probe        the engine's logprobs of the trainer's probes, after the load. vLLM makes them beside generation; the embedded
                  engine stands still for them, which a run's sync/pause_s has and `stall` has not
@@ -47,13 +46,12 @@ from engine_kit import MB, THREADS, RandomModel, beside, conditions, make_random
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.settings import TrainerSettings
-from asyncrl_cli.weights.buckets import verify
+from asyncrl_cli.weights.buckets import pack, verified
 from asyncrl_cli.weights.probes import mean_abs_diff
 
 COPIES_HELD = 8
-"""Of the weights at once: trainer, buckets, two in the object store, received, in the engine, prepared, naive copy."""
+"""Of the weights at once: trainer, buckets, two in the object store, received, in the engine, naive copies."""
 GOAL = 1.5
-LOAD_BUCKET_BYTES = 128 * MB
 LARGEST_DIFFERENCE = 1e-3
 RESPONSE_TOKENS = 512
 Figures = dict[str, float]
@@ -95,7 +93,7 @@ async def zero_byte_pause_s(engine: Any) -> float:
     """What the engine needs to stop and go on, with nothing between."""
     began_s = time.perf_counter()
     if hasattr(engine, "_llm"):
-        from asyncrl_cli.engines.vllm.weights import paused
+        from asyncrl_cli.engines.vllm.transfers import paused
 
         async with paused(engine._llm, "keep-kv"):
             pass
@@ -137,17 +135,15 @@ async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
         nonlocal verify_s
         buckets = ray.get(refs)
         began_s = time.perf_counter()
-        verify(buckets, manifest)
+        list(verified(buckets, manifest))
         verify_s = time.perf_counter() - began_s
-        return engine.receive(buckets, LOAD_BUCKET_BYTES)
+        return engine.receive(buckets)
 
     began_s = time.perf_counter()
     weights = await asyncio.to_thread(receive)
     receive_s = time.perf_counter() - began_s
     await load_seconds(engine)
-    began_s = time.perf_counter()
-    await engine.prepare(weights, version)
-    prepare_s, began_cpu_s = time.perf_counter() - began_s, time.process_time()
+    began_cpu_s = time.process_time()
     report = await engine.load(weights, version, "keep-kv")
     here = {"packing": 0.0, "worker_load_cpu": time.process_time() - began_cpu_s}
     there = await load_seconds(engine)
@@ -160,7 +156,6 @@ async def sync(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     return {
         "gather": gather_s,
         "send": publish_s + receive_s,
-        "prepare": prepare_s,
         "load": report.load_s,
         "stall": report.pause_s,
         "fingerprint": verify_s,
@@ -176,7 +171,8 @@ async def naive(engine: Any, trainer: PolicyTrainer, version: int) -> Figures:
     began_s = time.perf_counter()
     state = {name: tensor for part in trainer.model.full() for name, tensor in part.items()}
     arrived = await asyncio.to_thread(ray.get, ray.put(state))
-    await engine.load(arrived, version, "keep-kv")
+    weights = await asyncio.to_thread(engine.receive, pack(arrived, 2048 * MB))
+    await engine.load(weights, version, "keep-kv")
     return {"naive": time.perf_counter() - began_s}
 
 
@@ -241,7 +237,7 @@ def over_memcpy_cpu(figures: Figures) -> float:
     return figures["worker_load_cpu"] / figures["memcpy_cpu"]
 
 
-COLUMNS = ("gather", "send", "prepare", "load", "stall", "zero", "memcpy", "packing", "fingerprint", "probe", "trainer", "naive")
+COLUMNS = ("gather", "send", "load", "stall", "zero", "memcpy", "packing", "fingerprint", "probe", "trainer", "naive")
 
 
 def row_of(model: RandomModel, name: str, found: list[Figures]) -> list[str]:

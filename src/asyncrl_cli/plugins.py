@@ -9,6 +9,17 @@ from typing import Any
 
 from asyncrl_cli.errors import ConfigError, first_line
 
+ENGINES = {
+    "transformers": "asyncrl_cli.engines.transformers.kind:KIND",
+    "vllm": "asyncrl_cli.engines.vllm.kind:KIND",
+}
+"""Our values of `rollout.engine`."""
+
+
+def engine_kind(name: str) -> Any:
+    """The `engines.port.EngineKind` of an engine; see `find` for what it raises."""
+    return find("rollout.engine", name, ENGINES, "asyncrl.engines")
+
 
 def find(key: str, name: str, ours: Mapping[str, str], group: str) -> Any:
     """What `key = name` in a profile stands for. `ours`: "module:attribute" by name; `group`: of the entry points.

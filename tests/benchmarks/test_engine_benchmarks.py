@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import needs_vllm
+from tests.engines.needs import needs_vllm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("weight_sync", "engines", "inflight", "gpu_smoke")

@@ -20,7 +20,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
 from asyncrl_cli.train.settings import TrainerSettings
-from asyncrl_cli.weights.kept import keep
+from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.train.conftest import make_trainer as make_trainer
 from tests.train.train_samples import make_step, save_tiny_model
@@ -119,7 +119,7 @@ def _make(place: Path, *, tied: bool, dtype: str) -> MadeRun:
             logprobs[step] = trainer.score([SEQUENCE])[0]
             if step == K:
                 trainer.gather(1)
-                keep(directory / "versions", 1, trainer.published(1)[1], model_dir, 3)
+                keep_version(directory / "versions", *trainer.published(1), model_dir, 3)
             if step >= K:
                 trainer.snapshot(step)
                 checkpoint(directory, step, lambda path, step=step: trainer.write(step, path, step % K != 0))

@@ -17,7 +17,7 @@ from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, Refuse
 from asyncrl_cli.export import directory as directory_module
 from asyncrl_cli.export.directory import plan_files
 from asyncrl_cli.export.export import export
-from asyncrl_cli.weights.kept import keep, version_directory
+from asyncrl_cli.weights.disk import keep_version, version_directory
 from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
 from tests.train.test_ranks_and_resume import run_ranks
 
@@ -316,7 +316,7 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, 
     trainer.snapshot(step)
     checkpoint(directory, step, lambda working: trainer.write(step, working, step % K != 0))
     if source == "kept":
-        keep(directory / "versions", 1, trainer.published(1)[1], tmp_path / "original", 1)
+        keep_version(directory / "versions", *trainer.published(1), tmp_path / "original", 1)
     result = export("otter", runs_dir=tmp_path / "runs", version=version, max_file_bytes=20_000)
     names = set(json.loads((result.path / "model.safetensors.index.json").read_text())["weight_map"])
     with safe_open(tmp_path / "original" / "model.safetensors", framework="pt") as file:

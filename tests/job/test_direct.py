@@ -6,8 +6,9 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,34 +18,35 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError
 
-from asyncrl_cli.engines.registry import make_engine
 from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
-from asyncrl_cli.engines.vllm.settings import set_environment
+from asyncrl_cli.engines.vllm.settings import set_environment, weight_backend
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import direct, ports
-from asyncrl_cli.job.direct import DirectTransport, RayRankZero
+from asyncrl_cli.job import direct, ports, trainer_actor
+from asyncrl_cli.job.direct import RayRankZero
+from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.sending import Sending
-from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import TrainerActor
-from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.models.shape import shape_of_directory
+from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.plan.counts import cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.plan.memory import estimate_memory
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.plugins import engine_kind
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile, WeightsSection
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting, loaded_as
+from asyncrl_cli.weights.direct import AnnouncedWeights, Meeting
 from asyncrl_cli.weights.limits import WORKER_MARGIN_S, all_loads_s
-from tests.job.crew import REWARD, make_model, nodes, small_profile
-from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup
+from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessGroup
+from tests.job.crew import make_model, nodes, small_profile
 
 WORKER = "rollout-0"
 DEVICE = {"device": "cuda"}
@@ -68,26 +70,28 @@ def remote(call: Callable[..., Any]) -> Any:
 # --- rank 0's actor
 
 
-class InProcessNccl(DirectTransport):
-    def end(self, held: HeldVersions, device: torch.device) -> Any:
-        assert device.type == "cpu"  # this test's trainer
-        return NcclLinks(held, lambda meeting: InProcessGroup(EXCHANGE, meeting), timeout_s=self.timeout_s)
-
-
 EXCHANGE = Exchange()
 
 
+def in_process_nccl(weights: WeightsSection, held: Any, device: torch.device) -> NcclLinks:
+    assert device.type == "cpu"  # this test's trainer
+    return NcclLinks(held, lambda meeting: InProcessGroup(EXCHANGE, meeting), timeout_s=WAIT_S)
+
+
 @pytest.fixture(scope="module")
-def actor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Rank 0 with a real trainer, not in Ray."""
     directory = tmp_path_factory.mktemp("direct")
     settings = TrainerSettings(model_dir=str(make_model(directory / "model")), gather_bucket_size_bytes=SMALL_BUCKETS)
     rank_zero: Any = object.__new__(TrainerActor)
     rank_zero._rank, rank_zero._settings, rank_zero._weights_dir, rank_zero._kept = 0, settings, None, None
     rank_zero._lock, rank_zero._clock = threading.Lock(), StateClock("trainer", "trainer", lambda: 0.0)
-    rank_zero._transport = InProcessNccl(name="nccl", wire_bytes=1, timeout_s=WAIT_S)
+    rank_zero._direct = direct_profile("nccl")
     rank_zero._trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{directory}/meet")
-    rank_zero._sending = Sending(rank_zero._make_sender(), overlap=True)
+    with pytest.MonkeyPatch.context() as patch:
+        kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
+        patch.setattr(trainer_actor, "engine_kind", lambda name: kind)
+        rank_zero._sending = Sending(rank_zero._make_sender(), overlap=True)
     yield rank_zero
     rank_zero._trainer.close()
 
@@ -97,7 +101,7 @@ def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_mo
     manifest, layouts = actor.publish(1)
     assert len(layouts) == len(manifest.fingerprints) > 2
     assert [type(layout).__name__ for layout in layouts] == ["tuple"] * len(layouts)  # no bytes
-    chosen = loaded_as(AnnouncedWeights(layouts).specs, {name for layout in layouts for e in layout for name in (e.spec.name,)})
+    chosen = AnnouncedWeights(layouts).chosen({entry.spec.name for layout in layouts for entry in layout})
     names = {spec.name: name for name, spec in chosen}
     host, port = EXCHANGE.meeting_point()
     meeting = Meeting(host=host, port=port, world_size=2, wire_bytes=1)
@@ -116,7 +120,6 @@ def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_mo
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     actor.gather(4, [3])
-    assert sorted(actor._held._buckets) == [3, 4]
     with pytest.raises(ValueError, match="of version 1 are held by rank 0"):
         actor.direct("broadcast", WORKER, 1, names)
     actor.leave(WORKER)
@@ -262,19 +265,11 @@ def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(monkeyp
     assert gathers == [("gather", 1, []), ("gather", 2, [1]), ("gather", 3, [1, 2]), ("gather", 4, [2])]
 
 
-@pytest.mark.parametrize(("transport", "is_tracked"), [("object-store", False), ("nccl", True), ("ipc", True)])
-def test_only_what_rank_zero_holds_is_tracked_by_the_driver(transport: str, is_tracked: bool) -> None:
-    assert isinstance(held(transport, [()]), HeldLayouts) == is_tracked
-
-
 # --- a worker's actor
 
 
 def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(tmp_path: Path) -> None:
     profile = direct_profile("nccl", trainer_workers=1)
-    plan = compile_job(profile.model_copy(update={"rollout": profile.rollout.model_copy(update={"workers": 1})}), nodes((4, 2)))
-    settings = RolloutSettings.from_profile(profile, plan, model_dir=tmp_path, reward=REWARD, version=0)
-    assert (settings.transport, settings.weights_timeout_s, settings.load_bucket_size_bytes) == ("nccl", 20.0, 3 * 2**20)
     asked: list[Any] = []
     rank_zero = SimpleNamespace(
         meeting_point=remote(lambda: "tcp://10.0.0.7:2345"),
@@ -282,8 +277,7 @@ def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_th
         leave=remote(lambda worker: asked.append(("leave", worker))),
     )
 
-    async def connect(link: RayRankZero, wire_bytes: int, timeout_s: float) -> None:
-        assert (wire_bytes, timeout_s) == (3 * 2**20, 20.0)
+    async def connect(link: RayRankZero) -> None:
         assert await link.meeting_point() == ("10.0.0.7", 2345)
         await link.turn()
         await link.broadcast(7, {"a": "b"})
@@ -295,11 +289,12 @@ def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_th
 
     async def body() -> Any:
         actor: Any = object.__new__(RolloutActor)
-        actor._name, actor._settings, actor._held, actor._received = WORKER, settings, 2, None
+        actor._name, actor._profile, actor._place = WORKER, profile, Place(model_dir=str(tmp_path))
         actor._engine = SimpleNamespace(connect=connect)
+        actor._loader = Loader(actor._engine, profile.weights, RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None), 2)
         await actor.connect(rank_zero)
         await actor.prefetch(manifest, [bucket.entries])
-        return actor._received
+        return actor._loader._received
 
     received = asyncio.run(body())
     named = (WORKER, 7, {"a": "b"})
@@ -313,13 +308,10 @@ def test_vllm_is_started_with_the_engine_that_receives_this_transport(
     transport: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = direct_profile(transport, **({"colocate": True, "gpus": 1} if transport == "ipc" else {}))
-    plan = compile_job(profile, nodes((4, 2)))
-    settings = RolloutSettings.from_profile(profile, plan, model_dir=tmp_path, reward=REWARD, version=0)
-    setup = make_engine(settings, lambda running: None)._setup  # type: ignore[attr-defined]
-    assert setup.weight_backend == backend
+    assert weight_backend(profile) == backend
     environment = {"PATH": "/bin"}
     monkeypatch.setattr(os, "environ", environment)
-    set_environment(setup)
+    set_environment(profile, Place(model_dir=str(tmp_path), device="cuda"))
     assert environment.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == ("1" if transport == "ipc" else None)
 
 

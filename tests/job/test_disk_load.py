@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.job.rollout_actor import RolloutActor
+from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.observe.meters import RolloutMeter
+from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack
 from asyncrl_cli.weights.transports import send
-from tests.rollout import tiny
+from tests.engines import tiny
+from tests.engines.made import made_for
 
 PROBE = [5, 9, 33, 2, 61, 17, 8, 40]
 
@@ -33,7 +34,7 @@ def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_
     path.write_bytes(data)
 
     async def body() -> None:
-        engine = TransformersEngine(model_dir, slots=2, max_prompt_tokens=64, max_response_tokens=16)
+        engine = TransformersEngine(*made_for(model_dir, slots=2, max_prompt_tokens=64, max_response_tokens=16))
         worker = _worker(engine)
         async with asyncio.timeout(60):
             await engine.start()
@@ -55,14 +56,8 @@ def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_
     asyncio.run(body())
 
 
-def _worker(engine: TransformersEngine) -> Any:
-    worker: Any = object.__new__(RolloutActor)
-    worker._engine = engine
-    worker._settings = SimpleNamespace(transport="disk", load_bucket_size_bytes=10**6, dual_buffer=True, overlap=True)
-    worker._meter = RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None)
-    worker._received = None
-    worker._held = -1
-    return worker
+def _worker(engine: TransformersEngine) -> Loader:
+    return Loader(engine, WeightsSection(transport="disk"), RolloutMeter("rollout-0", 2, lambda: 0.0, lambda: None), -1)
 
 
 def _send(

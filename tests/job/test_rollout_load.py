@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,23 +16,25 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.engines.port import OneBufferEngine, PauseReport, Scores
+from asyncrl_cli.engines.port import Engine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.job import rollout_actor
-from asyncrl_cli.job.rollout_actor import GETS_AHEAD, Received, RolloutActor
+from asyncrl_cli.job import transports
+from asyncrl_cli.job.loading import Loader, Received
+from asyncrl_cli.job.transports import GETS_AHEAD
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.observe.meters import RolloutMeter
+from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack
-from tests.rollout import tiny
+from tests.engines import tiny
+from tests.engines.made import made_for
 
 WAIT_S = 30.0
 """A bound on what takes milliseconds."""
 FIRST_VERSION = 3
 
 
-class SlowEngine(OneBufferEngine):
+class SlowEngine(Engine):
     """Copying takes 1 s, interrupting 0.5 s, half of them not counted as a stop."""
 
     stops_to_score = True
@@ -44,9 +46,7 @@ class SlowEngine(OneBufferEngine):
         self.now_s += 2.0
         return PauseReport(load_s=1.0, pause_s=1.5)
 
-    async def load_in_place(
-        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
-    ) -> PauseReport:
+    async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
         began_s = self.now_s
         fetch()
         fetch_s = self.now_s - began_s
@@ -58,24 +58,28 @@ class SlowEngine(OneBufferEngine):
         return Scores(logprobs=[[-1.0, -3.0]], pause_s=0.25)
 
 
-class Actor(RolloutActor):
-    """A rollout actor without Ray: its buckets come from a list."""
+class Worker(Loader):
+    """A rollout worker without Ray: its buckets come from a list."""
 
-    def __init__(self, engine: Any, *, dual_buffer: bool = True, overlap: bool = True, load_bytes: int = 2**20) -> None:
-        self._name = "rollout-0"
-        self._engine = engine
-        settings: Any = SimpleNamespace(
-            transport="object-store", dual_buffer=dual_buffer, overlap=overlap, load_bucket_size_bytes=load_bytes
-        )
-        self._settings = settings
-        self._held = FIRST_VERSION - 1
-        self._received = None
+    def __init__(self, engine: Any, *, dual_buffer: bool = True, overlap: bool = True) -> None:
         self.now_s: Callable[[], float] = lambda: getattr(engine, "now_s", 0.0)
-        self._meter = RolloutMeter("rollout-0", 8, lambda: self.now_s(), lambda: None)
+        self.meter = RolloutMeter("rollout-0", 8, lambda: self.now_s(), lambda: None)
+        weights = WeightsSection(dual_buffer=dual_buffer, overlap=overlap)
+        super().__init__(engine, weights, self.meter, FIRST_VERSION - 1)
 
-    def _get(self, manifest: Manifest, bucket_ref: Any) -> Bucket:
-        bucket: Bucket = bucket_ref() if callable(bucket_ref) else bucket_ref
-        return bucket
+
+@dataclass
+class Sent:
+    """A ref to a bucket, or to what makes it."""
+
+    bucket: Bucket | Callable[[], Bucket]
+
+    def read(self) -> Bucket:
+        return self.bucket() if callable(self.bucket) else self.bucket
+
+
+def received(manifest: Any) -> Received:
+    return Received(manifest=manifest, refs=(), weights={})
 
 
 def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
@@ -83,12 +87,12 @@ def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
     return Manifest(version=version, num_bytes=0, fingerprints=fingerprints, temperature=1.0)
 
 
-def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**17) -> tuple[Manifest, list[Bucket]]:
+def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**17) -> tuple[Manifest, list[Sent]]:
     """As it comes out of an object store: read-only."""
     buckets = pack(weights, bucket_bytes)
     for bucket in buckets:
         bucket.data.flags.writeable = False
-    return manifest_of(buckets, version), buckets
+    return manifest_of(buckets, version), [Sent(bucket) for bucket in buckets]
 
 
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
@@ -97,14 +101,14 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
         version=3, probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), previous_logprobs=(), temperature=1.0
     )
     engine = SlowEngine()
-    actor = Actor(engine)
-    actor._received = Received(manifest=manifest, weights={})
-    actor._meter.running(4)
+    actor = Worker(engine)
+    actor._received = received(manifest)
+    actor.meter.running(4)
 
     report = asyncio.run(actor.load(3, interrupt))
 
     assert (report.send_s, report.load_s, report.pause_s, report.logprob_abs_diff) == (0.0, 1.0, 1.75, pytest.approx(0.5))
-    state_s = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
+    state_s = actor.meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
     drained_s = 2.0 if interrupt == "drain" else 0.0  # sequences that a drain waits for are busy
     assert state_s.get(State.BUSY, 0.0) == drained_s
     assert state_s[State.LOADING] == 2.5 - drained_s
@@ -113,14 +117,14 @@ def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt
 def test_an_engine_that_scores_beside_generation_is_not_called_loading_meanwhile() -> None:
     engine = SlowEngine()
     engine.stops_to_score = False
-    actor = Actor(engine)
+    actor = Worker(engine)
     manifest = replace(manifest_of([], 3), probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),))
-    actor._received = Received(manifest=manifest, weights={})
-    actor._meter.running(4)
+    actor._received = received(manifest)
+    actor.meter.running(4)
 
     asyncio.run(actor.load(3, "keep-kv"))
 
-    report = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0)
+    report = actor.meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0)
     assert (report.state_s[State.LOADING], report.state_s[State.BUSY]) == (2.0, 0.5)  # the load, and the probes
     assert report.sums["idle_s"] == 2.0
 
@@ -135,7 +139,7 @@ def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded
         async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
             return Scores(logprobs=[new if is_loaded else old], pause_s=0.0)
 
-    actor = Actor(Engine())
+    actor = Worker(Engine())
     manifest = Manifest(
         version=4,
         num_bytes=0,
@@ -145,72 +149,32 @@ def test_a_load_tells_whether_the_engine_computes_with_the_new_weights(is_loaded
         probe_logprobs=(tuple(new),),
         previous_logprobs=(tuple(old),),
     )
-    actor._received = Received(manifest=manifest, weights={})
+    actor._received = received(manifest)
     report = asyncio.run(actor.load(4, "keep-kv"))
     assert (report.verdict, report.loaded_share) == (("loaded", 1.0) if is_loaded else ("not loaded", 0.0))
     assert report.logprob_abs_diff == (0.0 if is_loaded else pytest.approx(1e-4))
 
 
-class PreparingEngine(SlowEngine):
-    """Preparing takes 4 s; at the first time it fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.prepared: list[Any] = []
-
-    def receive(self, buckets: Any, load_bucket_size_bytes: int) -> Any:
-        return {bucket.entries[0].spec.name: None for bucket in buckets}
-
-    async def prepare(self, weights: Any, version: int) -> None:
-        self.now_s += 4.0
-        self.prepared.append(weights)
-        if len(self.prepared) == 1:
-            raise ExecutorFailed("no memory")
-
-    async def load(self, weights: Any, version: int, interrupt: Interrupt) -> PauseReport:
-        assert weights is self.prepared[-1]
-        return await super().load(weights, version, interrupt)
-
-
-def test_a_received_version_is_prepared_beside_generation_and_counts_only_then() -> None:
-    engine = PreparingEngine()
-    actor = Actor(engine)
-    manifest, buckets = sent({"a": torch.ones(4)}, 3)
-
-    async def main() -> float:
-        actor._meter.running(4)
-        with pytest.raises(ExecutorFailed, match="no memory"):
-            await actor.prefetch(manifest, buckets)
-        with pytest.raises(ValueError, match="was not received"):
-            await actor.load(3, "keep-kv")
-        await actor.prefetch(manifest, buckets)
-        state_s = actor._meter.report(version=2, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
-        assert (state_s[State.BUSY], state_s.get(State.LOADING, 0.0)) == (8.0, 0.0)
-        return (await actor.load(3, "keep-kv")).pause_s
-
-    assert asyncio.run(main()) == 1.5
-
-
 def test_without_a_second_buffer_the_fetch_is_a_part_of_the_stall() -> None:
     engine = SlowEngine()
-    actor = Actor(engine, dual_buffer=False)
+    actor = Worker(engine, dual_buffer=False)
     manifest, buckets = sent({"a": torch.ones(4), "b": torch.zeros(4)}, 3, 16)
 
-    def comes_late(bucket: Bucket) -> Callable[[], Bucket]:
+    def comes_late(sent_bucket: Sent) -> Sent:
         def get() -> Bucket:
             engine.now_s += 4.0
-            return bucket
+            return sent_bucket.read()
 
-        return get
+        return Sent(get)
 
     async def main() -> tuple[float, Any]:
-        actor._meter.running(4)
+        actor.meter.running(4)
         return await actor.prefetch(manifest, [comes_late(bucket) for bucket in buckets]), await actor.load(3, "keep-kv")
 
     _, report = asyncio.run(main())
     assert len(buckets) == 2
     assert (report.send_s, report.load_s, report.pause_s) == (8.0, 1.0, 9.5)
-    state_s = actor._meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
+    state_s = actor.meter.report(version=3, sampled_tokens=0, decode_steps=0, running_tokens=0).state_s
     assert state_s[State.LOADING] == 10.0
     assert State.BUSY not in {state for state, seconds in state_s.items() if seconds}
 
@@ -223,9 +187,9 @@ def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(monkeypat
             begun.append(len(begun))
             return super().submit(*args, **kwargs)
 
-    monkeypatch.setattr(rollout_actor, "ThreadPoolExecutor", Counting)
+    monkeypatch.setattr(transports, "ThreadPoolExecutor", Counting)
     manifest, buckets = sent({name: torch.ones(4) for name in "abcdefgh"}, 3, 16)
-    arriving = Actor(SlowEngine())._arriving(manifest, buckets)
+    arriving = transports.arriving(manifest, buckets)
     taken = [next(arriving)]
     assert len(begun) == 1 + GETS_AHEAD < len(buckets) == 8
     taken += arriving
@@ -236,8 +200,8 @@ def test_a_taker_that_stops_at_a_bucket_has_only_the_next_ones_fetched(monkeypat
 def test_late_and_repeated_manifests_are_refused() -> None:
     async def main() -> None:
         weights = {"a": torch.ones(4)}
-        actor = Actor(SlowEngine())
-        actor._engine.receive = lambda buckets, load_bytes: {"n": len(list(buckets))}  # type: ignore
+        actor = Worker(SlowEngine())
+        actor._engine.receive = lambda buckets: {"n": len(list(buckets))}  # type: ignore
         with pytest.raises(ValueError, match="version 2 of the weights came late or again: after version 2"):
             await actor.prefetch(*sent(weights, FIRST_VERSION - 1))
         await actor.prefetch(*sent(weights, FIRST_VERSION))  # the very version of the first weights: it verifies them
@@ -256,15 +220,15 @@ def test_late_and_repeated_manifests_are_refused() -> None:
 
 def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
     async def main() -> None:
-        actor, newer_is_here = Actor(SlowEngine()), threading.Event()
-        actor._engine.receive = lambda buckets, load_bytes: {"bucket": next(iter(buckets))}  # type: ignore
-        manifest, (bucket,) = sent({"a": torch.ones(4)}, 5)
+        actor, newer_is_here = Worker(SlowEngine()), threading.Event()
+        actor._engine.receive = lambda buckets: {"bucket": next(iter(buckets))}  # type: ignore
+        manifest, (one,) = sent({"a": torch.ones(4)}, 5)
 
         def get() -> Bucket:
             assert newer_is_here.wait(WAIT_S)
-            return bucket
+            return one.read()
 
-        older = asyncio.create_task(actor.prefetch(manifest, [get]))
+        older = asyncio.create_task(actor.prefetch(manifest, [Sent(get)]))
         await asyncio.sleep(0)
         newer = sent({"a": torch.zeros(4)}, 6)
         await actor.prefetch(*newer)
@@ -273,7 +237,7 @@ def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
             await older
         assert actor._received is not None
         assert actor._received.manifest.version == 6
-        assert actor._received.weights == {"bucket": newer[1][0]}
+        assert actor._received.weights == {"bucket": newer[1][0].read()}
 
     asyncio.run(main())
 
@@ -283,7 +247,7 @@ def test_a_version_that_arrives_after_a_newer_one_does_not_replace_it() -> None:
 
 @asynccontextmanager
 async def started(model_dir: Path) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=64)
+    engine = TransformersEngine(*made_for(model_dir, slots=4, max_prompt_tokens=16, max_response_tokens=64))
     await engine.start()
     try:
         yield engine
@@ -301,20 +265,20 @@ def assert_holds(engine: TransformersEngine, weights: dict[str, torch.Tensor]) -
     assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
 
 
-KNOBS = list(itertools.product((True, False), (True, False), (2**12, 2**24), (2**17, 2**24)))
+KNOBS = list(itertools.product((True, False), (True, False), (2**17, 2**24)))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> None:
-    """One engine loads a version per combination: dual_buffer, overlap, load bucket, gather bucket."""
+    """One engine loads a version per combination: dual_buffer, overlap, gather bucket."""
     model = tiny.make_model(tied=tied)
     model_dir = tiny.save(model, tmp_path)
 
     async def main() -> None:
         async with started(model_dir) as engine:
             held = FIRST_VERSION - 1
-            for version, (dual_buffer, overlap, load_bytes, gather_bytes) in enumerate(KNOBS, FIRST_VERSION):
-                actor = Actor(engine, dual_buffer=dual_buffer, overlap=overlap, load_bytes=load_bytes)
+            for version, (dual_buffer, overlap, gather_bytes) in enumerate(KNOBS, FIRST_VERSION):
+                actor = Worker(engine, dual_buffer=dual_buffer, overlap=overlap)
                 actor._held = held
                 weights = tiny.weights_after(model, version)
                 interrupts: list[Interrupt] = ["keep-kv", "recompute-kv", "drain"]
@@ -336,12 +300,13 @@ def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool,
     model_dir = tiny.save(model, tmp_path)
     manifest, buckets = sent(tiny.weights_after(model, 1), 4)
     assert len(buckets) > 2
-    buckets[-1].data.flags.writeable = True
-    buckets[-1].data[5] ^= 1
+    last = buckets[-1].read().data
+    last.flags.writeable = True
+    last[5] ^= 1
 
     async def main() -> None:
         async with started(model_dir) as engine:
-            actor, before = Actor(engine, dual_buffer=dual_buffer, overlap=overlap), bits(engine)
+            actor, before = Worker(engine, dual_buffer=dual_buffer, overlap=overlap), bits(engine)
             if not dual_buffer:
                 await actor.prefetch(manifest, buckets)
             arrives = actor.prefetch(manifest, buckets) if dual_buffer else actor.load(4, "recompute-kv")
@@ -351,7 +316,7 @@ def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool,
             assert engine.version == 0
             [answer] = (await engine.score([[2, 3, 4]], 1.0)).logprobs
             assert answer == pytest.approx(tiny.plain_logprobs(model, dict(model.state_dict()), [2, 3, 4]), abs=1e-4)
-            buckets[-1].data[5] ^= 1
+            last[5] ^= 1
             await actor.prefetch(manifest, buckets)  # what was refused as damaged may come again whole
             await actor.load(4, "drain")
             assert_holds(engine, tiny.weights_after(model, 1))
@@ -367,7 +332,7 @@ def test_without_a_second_buffer_weights_that_do_not_fit_change_nothing(tmp_path
 
     async def main() -> None:
         async with started(model_dir) as engine:
-            actor, before = Actor(engine, dual_buffer=False), bits(engine)
+            actor, before = Worker(engine, dual_buffer=False), bits(engine)
             await actor.prefetch(*sent(weights, 4))
             with pytest.raises(ValueError, match=r"do not fit the engine's model: wrong shape model\.norm\.weight"):
                 await actor.load(4, "keep-kv")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 import torch
 
 from asyncrl_cli.job.sending import Sending
-from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, fingerprint, plan_layout, specs_of, unpack, verify
+from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, fingerprint, plan_layout, specs_of, unpack, verified
 from tests.job.crew import make_model
 
 WAIT_S = 30.0
@@ -27,10 +28,14 @@ class Transport:
         self.held = threading.Event()
         self.held.set()
         self.versions: list[str] = []
+        self.wanted: list[list[int]] = []
         self.finished_in: list[str] = []
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, num_buckets: int) -> None:
         self.versions.append(f"begin {version}")
+
+    def keep(self, wanted: Collection[int]) -> None:
+        self.wanted.append(list(wanted))
 
     def finish(self, manifest: Manifest) -> None:
         self.versions.append(f"finish {manifest.version}")
@@ -154,7 +159,7 @@ def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap: bool, gather_
     finally:
         trainer.close()
     arrived = [transport.buckets[ref] for ref in refs]
-    verify(arrived, manifest)
+    list(verified(arrived, manifest))
     assert manifest.fingerprints == tuple(fingerprint(bucket.data) for bucket in arrived)
     assert (len(arrived) > 1) == (gather_bytes < 2**20)
     received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}

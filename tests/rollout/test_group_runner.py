@@ -19,7 +19,8 @@ from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest
 from asyncrl_cli.rollout.group_runner import GroupRunner
 from asyncrl_cli.tasks.rewards import RewardFailed
-from tests.rollout import tiny
+from tests.engines import tiny
+from tests.engines.made import made_for
 
 KEY = AttemptKey("sorting-7", 2, 1)
 SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)
@@ -45,7 +46,7 @@ class Rewards:
 
 @asynccontextmanager
 async def runner_of(model_dir: Path, rewards: Rewards, **changes: Any) -> AsyncIterator[GroupRunner]:
-    engine = TransformersEngine(model_dir, slots=8, max_prompt_tokens=64, max_response_tokens=128)
+    engine = TransformersEngine(*made_for(model_dir, slots=8, max_prompt_tokens=64, max_response_tokens=128))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = changes.pop("chat_template", None)
     values = {"sampling": SAMPLING, "max_prompt_tokens": 64} | changes

@@ -16,7 +16,7 @@ from collections import Counter
 import pytest
 
 from asyncrl_cli.checkpoint.find import verify
-from tests.engines import needs_vllm
+from tests.engines.needs import needs_vllm
 from tests.run.commands import (
     SMALL,
     alive,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines import needs_vllm
+from tests.engines.needs import needs_vllm
 from tests.run.commands import SMALL, command_line, descendants, finish, kill, start, wait_for_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")]

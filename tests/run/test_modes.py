@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.engines import needs_vllm
+from tests.engines.needs import needs_vllm
 from tests.run.commands import lines, train
 
 pytestmark = pytest.mark.slow

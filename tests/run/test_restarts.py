@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.engines import needs_vllm
+from tests.engines.needs import needs_vllm
 from tests.run.commands import LIMIT_S, SMALL, command_line, descendants, finish, lines, start, wait_for_steps, wait_until_gone
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Buckets: roundtrip, sizes, aliases, splitting, fingerprints; probes."""
+"""Buckets: roundtrip, sizes, aliases, fingerprints; probes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack, split, unpack, verify
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack, unpack, verified
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
@@ -44,15 +44,14 @@ def read_only(bucket: Bucket) -> Bucket:
 
 
 @settings(max_examples=60, deadline=None)
-@given(specs, st.integers(1, 3000), st.integers(1, 1500))
-def test_tensors_come_out_as_they_went_in_through_any_bucket_sizes(specs, bucket_bytes, load_bytes):
+@given(specs, st.integers(1, 3000))
+def test_tensors_come_out_as_they_went_in_through_any_bucket_size(specs, bucket_bytes):
     tensors = make_tensors(specs)
     buckets = [read_only(b) for b in pack(tensors, bucket_bytes)]
-    verify(buckets, manifest_of(buckets))
+    list(verified(buckets, manifest_of(buckets)))
     received = {}
-    for piece in (piece for bucket in buckets for piece in split(bucket, load_bytes)):
-        assert len(piece.data) <= load_bytes or len(piece.entries) == 1
-        received |= unpack(piece)
+    for bucket in buckets:
+        received |= unpack(bucket)
     assert list(received) == list(tensors)
     for name, tensor in tensors.items():
         assert received[name].dtype == tensor.dtype
@@ -66,6 +65,13 @@ def test_a_packed_bucket_shares_no_memory_with_its_tensors():
     (bucket,) = pack({"w": weight}, 1000)
     weight.zero_()
     assert unpack(bucket)["w"].tolist() == [1.0] * 4
+
+
+def test_a_copy_shares_no_memory_with_its_bucket():
+    (bucket,) = pack({"w": torch.ones(4), "tied": torch.ones(2)}, 1000)
+    copied, viewed = unpack(bucket, copy=True), unpack(bucket)
+    bucket.data[:] = 0
+    assert (copied["w"].sum(), viewed["w"].sum()) == (4.0, 0.0)
 
 
 def test_the_same_tensor_under_two_names_travels_once():
@@ -94,12 +100,12 @@ def test_fingerprints_are_xxh3_of_the_bytes():
 def test_a_flipped_bit_or_a_missing_bucket_is_told_apart():
     buckets = pack({"a": torch.randn(50), "b": torch.randn(50)}, 250)
     manifest = manifest_of(buckets)
-    verify(buckets, manifest)
+    list(verified(buckets, manifest))
     with pytest.raises(DamagedWeights, match="version 3: 1 buckets arrived, 2 were sent"):
-        verify(buckets[:1], manifest)
+        list(verified(buckets[:1], manifest))
     buckets[1].data[17] ^= 1
     with pytest.raises(DamagedWeights, match=r"bucket 1 of 2 .* arrived damaged"):
-        verify(buckets, manifest)
+        list(verified(buckets, manifest))
 
 
 def test_probes_are_the_same_for_the_same_seed_and_stay_in_the_vocabulary():
@@ -115,3 +121,18 @@ def test_mean_abs_diff_is_over_all_tokens_and_never_hides_a_nan():
     assert mean_abs_diff([[1.0, math.nan]], [[1.0, 1.0]]) == math.inf
     with pytest.raises(ValueError, match="differ in shape"):
         mean_abs_diff([[1.0]], [[1.0, 2.0]])
+
+
+def test_buckets_are_handed_on_one_by_one_each_verified_and_the_last_says_whether_all_came():
+    buckets = pack({name: torch.randn(50) for name in "abc"}, 250)
+    manifest = manifest_of(buckets)
+    buckets[2].data[3] ^= 1
+    handed = verified(iter(buckets), manifest)
+    assert [next(handed), next(handed)] == buckets[:2]
+    with pytest.raises(DamagedWeights, match="bucket 2 of 3"):
+        next(handed)
+    with pytest.raises(DamagedWeights, match="2 buckets arrived, 3 were sent"):
+        list(verified(iter(buckets[:2]), manifest))
+    buckets[2].data[3] ^= 1
+    with pytest.raises(DamagedWeights, match="4 buckets arrived, 3 were sent"):
+        list(verified(iter([*buckets, buckets[0]]), manifest))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncrl_cli.weights.buckets import pack
-from asyncrl_cli.weights.kept import keep, kept_versions
+from asyncrl_cli.weights.disk import keep_version, kept_versions
+from tests.weights.test_buckets import manifest_of
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
@@ -27,14 +30,18 @@ def model_dir(request, tmp_path):
     return tmp_path / "model"
 
 
+def keep(root, version, buckets, model_dir, keep_versions):
+    keep_version(root, replace(manifest_of(buckets), version=version), buckets, model_dir, keep_versions)
+
+
 def test_a_kept_version_opens_with_transformers_and_has_the_published_weights(tmp_path, model_dir):
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
     buckets = pack(dict(model.named_parameters(remove_duplicate=False)), 10_000)
-    directory = keep(tmp_path / "weights", 12, buckets, model_dir, "all")
-    assert directory == tmp_path / "weights" / "version-000012"
+    keep(tmp_path / "weights", 12, buckets, model_dir, "all")
+    directory = tmp_path / "weights" / "version-000012"
     assert (directory / "tokenizer.json").read_text() == "{}"
     again = AutoModelForCausalLM.from_pretrained(directory)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -44,7 +51,6 @@ def test_a_kept_version_opens_with_transformers_and_has_the_published_weights(tm
 def test_only_the_newest_versions_stay(tmp_path, model_dir):
     root = tmp_path / "weights"
     buckets = pack(dict(AutoModelForCausalLM.from_pretrained(model_dir).named_parameters()), 10_000)
-    assert keep(root, 0, buckets, model_dir, 0) is None
     assert kept_versions(root) == []
     for version in (0, 1, 2, 2, 3):
         keep(root, version, buckets, model_dir, 2)

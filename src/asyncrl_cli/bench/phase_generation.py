@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.bench.phase_processes import ANSWER_TIMEOUT_S, Barrier, CpuTime
-from asyncrl_cli.job.settings import RolloutSettings
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.port import Completion, Sampling
@@ -30,11 +31,12 @@ NO_SUCH_TOKEN = 1_000_000_000
 class GenerationOrder:
     """What a child generates: responses to `items`, `n` to each, over and over.
 
-    With `response_tokens` the responses have these lengths, in this order, over and over, and `settings.model_dir` is
+    With `response_tokens` the responses have these lengths, in this order, over and over, and `place.model_dir` is
     a model that does not end by itself (`endless_model`).
     """
 
-    settings: RolloutSettings
+    profile: Profile
+    place: Place
     items: Sequence[Mapping[str, Any]]
     n: int
     response_tokens: Sequence[int] = ()
@@ -72,13 +74,13 @@ class GenerationPhase:
         from asyncrl_cli.engines.registry import make_engine, sampling_of
         from asyncrl_cli.rollout.prompts import tokenize_prompts
 
-        settings = order.settings
-        tokenizer = AutoTokenizer.from_pretrained(settings.model_dir, trust_remote_code=settings.trust_remote_code)
+        profile, place = order.profile, order.place
+        tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         self._index, self._order, self._barrier = index, order, barrier
         self._prompts = tokenize_prompts(tokenizer, order.items)
-        self._sampling = sampling_of(settings, settings.temperature)
+        self._sampling = sampling_of(profile.rollout, profile.rollout.temperature)
         self._area = _Area()
-        self._engine = make_engine(settings, self._area.change)
+        self._engine = make_engine(profile, place, self._area.change)
         self._count = itertools.count()
         self._ended = 0
         self._runner = asyncio.Runner()
@@ -104,7 +106,7 @@ class GenerationPhase:
             while self._ended < engine.slots:
                 await _first_failure(sources, 0.02)
             await asyncio.to_thread(self._barrier.wait, ANSWER_TIMEOUT_S)
-            began_s, cpu = time.perf_counter(), CpuTime(self._order.settings.threads)
+            began_s, cpu = time.perf_counter(), CpuTime(self._order.place.threads)
             tokens, area = engine.sampled_tokens, self._area.until_now()
             await _first_failure(sources, seconds)
             spent_s, cpu_s = time.perf_counter() - began_s, cpu.spent_s()
@@ -125,16 +127,15 @@ class GenerationPhase:
     async def _generate(self, number: int) -> Completion:
         """Response `number` of this process: neighbours in number share a prompt, processes share no random number."""
         prompt = self._prompts[number // self._order.n % len(self._prompts)]
-        seed = hash((self._order.settings.seed, self._index, number))
+        seed = hash((self._order.profile.run.seed, self._index, number))
         return await self._engine.generate(f"phase-{number}", prompt, self._sampling_of(number), seed)
 
     def _sampling_of(self, number: int) -> Sampling:
         lengths = self._order.response_tokens
         if not lengths:
             return self._sampling
-        return replace(
-            self._sampling, max_response_tokens=min(lengths[number % len(lengths)], self._order.settings.max_response_tokens)
-        )
+        most = self._sampling.max_response_tokens
+        return replace(self._sampling, max_response_tokens=min(lengths[number % len(lengths)], most))
 
     async def _groups(self, count: int) -> list[GroupPayload]:
         completions = await asyncio.gather(*(self._generate(next(self._count)) for _ in range(count * self._order.n)))

@@ -28,10 +28,10 @@ from asyncrl_cli.bench.phase_figures import PhaseFigures, Repeats, phase_figures
 from asyncrl_cli.bench.phase_generation import GenerationOrder, endless_model, make_generation
 from asyncrl_cli.bench.phase_processes import Processes
 from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_training
-from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job, place_of
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile, RunSection
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.train.settings import TrainerSettings
 
@@ -52,8 +52,9 @@ Progress = Callable[[str, int, int], None]
 class Side:
     """All that a profile's capacities depend on: profiles with equal sides have equal ones."""
 
-    rollout: RolloutSettings
-    rollout_workers: int
+    profile: Profile
+    """What of it the engine sees."""
+    place: Place
     n: int
     trainer: TrainerSettings
     trainer_workers: int
@@ -100,8 +101,8 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Sid
     """What the job's own workers would be started with. The trainer's learning rate is 0: see phase_training.py."""
     trainer = TrainerSettings.from_profile(profile, model_dir.absolute(), 1)
     return Side(
-        rollout=RolloutSettings.from_profile(profile, plan, model_dir=model_dir.absolute(), reward=task.reward, version=0),
-        rollout_workers=plan.role(ROLLOUT).workers,
+        profile=_of_the_engine(profile),
+        place=place_of(plan, ROLLOUT, model_dir),
         n=profile.rollout.n,
         trainer=_same_work(replace(trainer, lr=0.0, threads=plan.role(TRAINER).threads)),
         trainer_workers=plan.role(TRAINER).workers,
@@ -117,6 +118,11 @@ def lengths_of(lines: Iterable[Mapping[str, Any]]) -> list[int]:
     """Lengths of a run's responses, from its metrics lines' quantiles: as many of each step, evenly over its distribution."""
     points = [line["response_tokens/quantiles"] for line in lines if line.get("response_tokens/quantiles")]
     return [max(1, round((low + high) / 2)) for step in points for low, high in pairwise(step)]
+
+
+def _of_the_engine(profile: Profile) -> Profile:
+    run = RunSection(seed=profile.run.seed)
+    return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
 
 
 def _same_work(settings: TrainerSettings) -> TrainerSettings:
@@ -198,12 +204,12 @@ class _Bench:
         return [_Pair(generation, training, _steps_of(side, training)) for side, generation, training in sides]
 
     def _start_generation(self, index: int, side: Side) -> Processes:
-        settings = side.rollout
+        place = side.place
         if self._lengths:
-            endless = endless_model(Path(settings.model_dir), self._directory / f"model-{index}")
-            settings = replace(settings, model_dir=str(endless))
-        order = GenerationOrder(settings=settings, items=self._items, n=side.n, response_tokens=self._lengths)
-        return self._start(f"generation-{index}", side.rollout_workers, make_generation, order, settings.threads)
+            endless = endless_model(Path(place.model_dir), self._directory / f"model-{index}")
+            place = replace(place, model_dir=str(endless))
+        order = GenerationOrder(profile=side.profile, place=place, items=self._items, n=side.n, response_tokens=self._lengths)
+        return self._start(f"generation-{index}", place.workers, make_generation, order, place.threads)
 
     def _start_training(self, index: int, side: Side, generation: Processes) -> Processes:
         """The batches are made by the side's own rollout workers, one of which is as good as all."""

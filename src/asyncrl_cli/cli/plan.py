@@ -103,15 +103,15 @@ def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gi
     Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
     """
     from asyncrl_cli.cli.plan_memory import memory_report, print_memory
-    from asyncrl_cli.engines.registry import check_arguments
+    from asyncrl_cli.engines.registry import kind_of
     from asyncrl_cli.profile.arithmetic import Schedule
 
     profile = loaded.profile
     schedule = Schedule.of(profile)
     job = _planned(profile, gpus)
-    check_arguments(profile, job.device)
+    kind_of(profile).check_arguments(profile, job.device)
     memory = memory_report(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
-    missing = _missing_engine(job) if gpus is None else []
+    missing = _missing_engine(profile, job) if gpus is None else []
     for warning in (*loaded.warnings, *job.warnings, *missing, *_unused(job, gpus, gpu_memory_gib), *memory.warnings):
         warn(warning)
     if as_json:
@@ -140,15 +140,14 @@ def _planned(profile: Profile, gpus: int | None) -> JobPlan:
     return compile_job(profile, replace(here, nodes=(replace(there, cpus=max(there.cpus, job.cpus)),)))
 
 
-def _missing_engine(job: JobPlan) -> list[str]:
-    """A plan needs no vLLM; a run on this machine does."""
-    from asyncrl_cli.engines.vllm.preflight import check_version
+def _missing_engine(profile: Profile, job: JobPlan) -> list[str]:
+    """A plan needs no engine; a run on this machine does."""
+    from asyncrl_cli.engines.registry import kind_of
 
-    if job.engine == "vllm":
-        try:
-            check_version(job.device)
-        except PreflightError as refusal:
-            return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
+    try:
+        kind_of(profile).check_here(job.device)
+    except PreflightError as refusal:
+        return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
     return []
 
 

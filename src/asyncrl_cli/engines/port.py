@@ -1,17 +1,21 @@
-"""The engine port: what a rollout worker asks of an inference engine, and the values that cross."""
+"""The engine port: what a rollout worker asks of an inference engine, the values that cross, and what an engine is known by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile, WeightsSection
 
 if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.weights.buckets import Bucket
+    from asyncrl_cli.weights.direct import HeldVersions, RankZero
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -80,27 +84,11 @@ class EngineCounters:
 NO_COUNTERS = EngineCounters(sums={}, gauges={})
 
 
-def check_request(
-    request_id: str,
-    prompt_tokens: list[int],
-    sampling: Sampling,
-    so_far: Completion | None,
-    *,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
-) -> None:
-    """ValueError for a request that an engine of these sizes cannot serve."""
-    if not 0 < len(prompt_tokens) <= max_prompt_tokens:
-        raise ValueError(f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {max_prompt_tokens}")
-    asked = sampling.max_response_tokens
-    if asked > max_response_tokens:
-        raise ValueError(f"{asked} response tokens asked, the engine was made for {max_response_tokens}")
-    if so_far is not None and len(so_far.tokens) >= asked:
-        raise ValueError(f"{request_id} has {len(so_far.tokens)} tokens already, and {asked} are asked: nothing is left to do")
-
-
 class Engine(Protocol):
-    """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now."""
+    """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now.
+
+    Engines derive from this class, and may leave out `counters`, `connect`, `load_in_place`, `sleep` and `wake`.
+    """
 
     slots: int
     stops_to_score: bool
@@ -121,50 +109,51 @@ class Engine(Protocol):
     def decode_steps(self) -> int:
         """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
 
-    def counters(self) -> EngineCounters: ...
+    def counters(self) -> EngineCounters:
+        return NO_COUNTERS
 
     def tokens_of(self, request_id: str) -> int:
         """Tokens so far of a request that waits or runs; 0 for others."""
-
-    def so_far(self, request_id: str) -> Completion | None:
-        """What a request that waits or runs has by now, as if it were aborted; None for others."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None:
         """Ends all requests with an error."""
 
-    async def generate(
-        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, so_far: Completion | None = None
-    ) -> Completion:
+    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Wait for a free slot (first come, first served) and sample a response.
 
-        With `so_far`, go on after its tokens: they are part of the result, and of `max_response_tokens`.
+        Raises ValueError for what the engine was not made for, ExecutorFailed once the engine has failed or is closed.
         """
 
     async def abort(self, request_id: str) -> None:
         """Its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
 
-    def receive(self, buckets: Iterable[Bucket], load_bucket_size_bytes: int) -> Mapping[str, torch.Tensor]:
+    async def connect(self, rank_zero: RankZero) -> None:
+        """For direct transports: agree with rank 0 on how weights come. After `start`, before the first load."""
+        raise NotImplementedError
+
+    def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
         """Copy buckets, as they arrive, to where `load` takes them from, beside generation. In any thread; may take long."""
 
-    async def prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Do beside generation what of the next `load` of these very weights can be done there (`load` does what was not).
-
-        Raises what `load` would; nothing has changed then. A version that was prepared and never loaded is forgotten.
-        """
-
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
-        """Swap the weights in place. Always resumes.
+        """Swap the weights in place: what `receive` returned, or by a direct transport `AnnouncedWeights`. Always resumes.
 
         Names, shapes and kinds of dtypes are looked at before anything has changed: ValueError, and the old version goes
-        on. (Damaged bytes are refused earlier, by their fingerprints.) A failure after that, with layers of two versions
-        in the model, raises the engine's own error; an engine that cannot put the old layers back ends with it: what
-        runs and what comes later raises ExecutorFailed.
+        on. (Damaged bytes are refused earlier, by their fingerprints.) A failure after that leaves layers of two versions
+        in the model: it ends the engine, and what runs and what comes later raises ExecutorFailed.
 
         `drain`: start nothing, wait for the running ones. `keep-kv`: freeze, go on with the old KV cache.
         `recompute-kv`: freeze, go on with a cache rebuilt by the new weights.
         """
+
+    async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
+        """As `load`, with nothing held beside the model (`weights.dual_buffer = false`).
+
+        `fetch` is called in a thread while no sequence runs. It returns all buckets, verified; what it raises is raised, and
+        the old version goes on.
+        """
+        raise NotImplementedError
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         """Given tokens, scored by the current weights."""
@@ -176,15 +165,32 @@ class Engine(Protocol):
         """The device is back, with the weights that were there before."""
 
 
-@runtime_checkable
-class OneBufferEngine(Engine, Protocol):
-    """An engine that can also do without a second buffer (`weights.dual_buffer = false`)."""
+def _fine(*args: object) -> None:
+    """Nothing to refuse."""
 
-    async def load_in_place(
-        self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt, load_bucket_size_bytes: int
-    ) -> PauseReport:
-        """As `load`, with nothing held beside the model but one slice of at most `load_bucket_size_bytes`.
 
-        `fetch` is called in a thread while no sequence runs. It returns all buckets, verified; what it raises is raised, and
-        the old version goes on.
-        """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """What is known of an engine while none is made; importing it imports no inference library.
+
+    An engine of another package is an entry point of `asyncrl.engines` that leads to one of these. Only `make` must be given.
+    """
+
+    make: Callable[[Profile, Place, Callable[[int], None]], Engine]
+    """Not yet started. The last argument is called in the event loop with the number of generating sequences as it changes."""
+    keys: frozenset[str] = frozenset()
+    """Those of [rollout] that not every engine knows and this one does."""
+    direct_transports: frozenset[str] = frozenset()
+    """Values of `weights.transport` by which it takes weights from rank 0's GPU."""
+    rank_zero_end: Callable[[WeightsSection, HeldVersions, torch.device], Any] | None = None
+    """Of a direct transport: what serves the calls of `RankZero` on rank 0, each with the worker's name before its arguments."""
+    loads_in_place: bool = False
+    """Whether it does without a second buffer (`Engine.load_in_place`)."""
+    conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
+    """What in a profile it cannot do."""
+    check_arguments: Callable[[Profile, str], None] = _fine
+    """ConfigError for arguments that it would refuse on that device."""
+    check_here: Callable[[str], None] = _fine
+    """PreflightError if it cannot run on this machine, on that device."""
+    check_driver: Callable[[], None] = _fine
+    """PreflightError for what breaks the driver of a job whose workers are on other machines."""

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from asyncrl_cli.checkpoint.files import fsync_directory
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.weights.buckets import torch_dtype
-from asyncrl_cli.weights.kept import sync_files
+from asyncrl_cli.weights.disk import sync_files
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
 
 Read = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]

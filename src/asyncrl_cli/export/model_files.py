@@ -15,7 +15,7 @@ from asyncrl_cli.models.names import first_names
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
-from asyncrl_cli.weights.kept import kept_versions, version_directory
+from asyncrl_cli.weights.disk import kept_versions, version_directory
 from asyncrl_cli.weights.model_files import CONFIG, RUN_COPY
 
 if TYPE_CHECKING:

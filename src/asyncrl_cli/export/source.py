@@ -21,7 +21,7 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.publication import PUBLISHED_FILE
-from asyncrl_cli.weights.kept import kept_versions, version_directory
+from asyncrl_cli.weights.disk import kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"
 VERSIONS = "versions"

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.job.calls import answer
-from asyncrl_cli.job.settings import BYTES_PER_MB
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.weights.limits import AT_ONCE_S, CALL_MARGIN_S, KEY, turn_s
 
 if TYPE_CHECKING:
-    import torch
-
-    from asyncrl_cli.engines.vllm.ipc import IpcExports
-    from asyncrl_cli.engines.vllm.nccl import NcclLinks
-    from asyncrl_cli.weights.direct import HeldVersions, Meeting
+    from asyncrl_cli.weights.direct import Meeting
 
 
 class RayRankZero:
@@ -65,28 +58,3 @@ async def leave(rank_zero_actor: Any, worker: str) -> None:
     """Rank 0 ends what it does for this worker."""
     ref = rank_zero_actor.leave.remote(worker)
     await answer(ref, executor="trainer-0", call=f"the leave of {worker}", timeout_s=AT_ONCE_S)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirectTransport:
-    """What rank 0 serves its workers with. `wire_bytes`: of a buffer that bytes pass through on a GPU."""
-
-    name: str
-    wire_bytes: int
-    timeout_s: float
-
-    @classmethod
-    def of(cls, profile: Profile) -> DirectTransport | None:
-        weights = profile.weights
-        if weights.transport not in DIRECT_TRANSPORTS:
-            return None
-        return cls(name=weights.transport, wire_bytes=weights.load_bucket_size_mb * BYTES_PER_MB, timeout_s=weights.timeout_s)
-
-    def end(self, held: HeldVersions, device: torch.device) -> NcclLinks | IpcExports:
-        if self.name == "nccl":
-            from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
-
-            return NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=self.timeout_s)
-        from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
-
-        return IpcExports(held, produce_on(device), buffer_bytes=self.wire_bytes)

@@ -23,7 +23,7 @@ from asyncrl_cli.job.calls import all_of, answer
 from asyncrl_cli.job.direct import leave
 from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.exchange import GroupExchange
-from asyncrl_cli.job.transports import HeldLayouts, held
+from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import (
     EvalRequest,
@@ -172,8 +172,7 @@ class RayTrainer:
         self._seed = profile.run.seed
         self._call_timeout_s = profile.rollout.call_timeout_s
         self._weights_timeout_s = profile.weights.timeout_s
-        self._transport = profile.weights.transport
-        self._wanted: WeakValueDictionary[int, list[Any]] = WeakValueDictionary()
+        self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: TrainBatch) -> TrainReport:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
@@ -221,9 +220,7 @@ class RayTrainer:
         ref = self.actors[0].publish.remote(version)
         what = f"the publish of version {version}"
         manifest, bucket_refs = await self._answer(0, ref, what, self._weights_timeout_s, WEIGHTS_KEY)
-        refs = held(self._transport, bucket_refs)
-        if isinstance(refs, HeldLayouts):
-            self._wanted[version] = refs
+        refs = self._wanted[version] = HeldRefs(bucket_refs)
         publish_s = time.monotonic() - began_s
         return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
 

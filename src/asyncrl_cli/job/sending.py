@@ -9,13 +9,14 @@ Either way the same buckets arrive, in the same order. A failed send is raised b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from asyncrl_cli.weights.transports import Sender, send
+
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing
-    from asyncrl_cli.weights.transports import Sender
 
     OnFull = Callable[[Packing, int], None]
 
@@ -30,26 +31,26 @@ class Sending:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send") if overlap else None
         self._begun: dict[int, list[Future[Any]]] = {}
 
-    def of(self, version: int) -> OnFull:
+    def of(self, version: int, wanted: Collection[int] = ()) -> OnFull:
         """What to call with each bucket of `version` that a gather has filled, in their order.
 
-        A version that was begun and never published (a run that stops) is let go of.
+        Lets go of a version that was begun and never published (a run that stops), and of all older ones but those `wanted`.
         """
         self._begun.clear()
         if self._thread is None:
+            self._sender.keep(wanted)
             return lambda packing, index: None
-        sends, thread = self._begun.setdefault(version, []), self._thread
+        thread = self._thread
+        sends = self._begun[version] = [thread.submit(self._sender.keep, wanted)]
         return lambda packing, index: sends.append(thread.submit(self._seal_and_put, version, packing, index))
 
     def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
         """What the sender returned for each of the version's `buckets`; puts those that no gather has begun (a resumed version)."""
         sends = self._begun.pop(manifest.version, None)
         if sends is None:
-            from asyncrl_cli.weights.transports import send
-
             return self._in_thread(send, self._sender, manifest, buckets)
-        assert len(sends) == len(buckets), f"{len(sends)} of {len(buckets)} buckets of version {manifest.version} were sent"
-        refs = [one.result() for one in sends]
+        _, *refs = [one.result() for one in sends]
+        assert len(refs) == len(buckets), f"{len(refs)} of {len(buckets)} buckets of version {manifest.version} were sent"
         self._in_thread(self._sender.finish, manifest)
         return refs
 
@@ -59,5 +60,5 @@ class Sending:
 
     def _seal_and_put(self, version: int, packing: Packing, index: int) -> Any:
         if index == 0:
-            self._sender.begin(version)
+            self._sender.begin(version, len(packing.layout))
         return self._sender.put(packing.seal_bucket(index))

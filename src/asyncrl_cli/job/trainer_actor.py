@@ -26,20 +26,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 
 from asyncrl_cli.checkpoint.files import telling_storage
-from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
+from asyncrl_cli.plugins import engine_kind
 
 if TYPE_CHECKING:
+    from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.samples.trajectory import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.policy_trainer import RankReport
     from asyncrl_cli.train.settings import TrainerSettings
     from asyncrl_cli.weights.buckets import Manifest
-    from asyncrl_cli.weights.direct import HeldVersions
     from asyncrl_cli.weights.transports import Sender
 
 CONCURRENCY_GROUPS = {"main": 1, "publish": 1, "write": 1, "control": 1}
@@ -67,17 +67,17 @@ class TrainerActor:
         log_path: Path | None = None,
         kept: KeptVersions | None = None,
         weights_dir: Path | None = None,
-        direct: DirectTransport | None = None,
+        direct: Profile | None = None,
     ) -> None:
-        """`weights_dir`: where published versions go as files; `direct`: who serves them itself; neither: the object store does."""
+        """`weights_dir`: where published versions go as files; `direct`: the profile, where rank 0 serves them itself; neither: the
+        object store does."""
         set_up_process(threads=settings.threads, log_path=log_path)
         self._rank = rank
         self._world_size = world_size
         self._settings = settings
         self._kept = kept
         self._weights_dir = weights_dir
-        self._transport = direct
-        self._held: HeldVersions | None = None
+        self._direct = direct
         self._tokenizer: Any = None
         self._lock = threading.Lock()
         self._clock = StateClock("trainer", "trainer", time.monotonic)
@@ -136,12 +136,10 @@ class TrainerActor:
     def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
         """Seconds, and this rank's report: with the answer, because a further call would cost the loop its delay.
 
-        `wanted`: older versions that a worker may still ask for (`nccl`, `ipc`); rank 0 lets go of the others.
+        `wanted`: older versions that a worker may still ask for; rank 0 lets go of the others.
         """
-        if self._held is not None:
-            self._held.keep(wanted)
         with self._in(State.SYNCING, "weights to be gathered"):
-            gather_s = self._trainer.gather(version, self._sending.of(version))
+            gather_s = self._trainer.gather(version, self._sending.of(version, wanted))
         with self._lock:
             return gather_s, self._clock.report()
 
@@ -153,18 +151,18 @@ class TrainerActor:
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:
         """Rank 0: the gathered buckets, put into the transport, as refs for the workers."""
-        from asyncrl_cli.weights.kept import keep
+        from asyncrl_cli.weights.disk import keep_version
 
         manifest, buckets = self._trainer.published(version)
         refs = self._sending.sent(manifest, buckets)
         if self._kept is not None:
             with telling_storage():
-                keep(self._kept.root, version, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
+                keep_version(self._kept.root, manifest, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
         return manifest, refs
 
     @ray.method(concurrency_group="direct")
     def direct(self, call: str, worker: str, *args: Any) -> Any:
-        """Rank 0: `join`, `turn`, `broadcast` or `export` of `engines/vllm/nccl.py` or `engines/vllm/ipc.py`, for that worker."""
+        """Rank 0: `join`, `turn`, `broadcast` or `export` of the engine's end (`EngineKind.rank_zero_end`), for that worker."""
         return getattr(self._end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")
@@ -172,13 +170,14 @@ class TrainerActor:
         self._end.leave(worker)
 
     def _make_sender(self) -> Sender:
-        if self._transport is None or self._rank > 0:
-            return sender_for(self._weights_dir, Path(self._settings.model_dir))
+        if self._direct is None or self._rank > 0:
+            return sender_for(self._weights_dir if self._rank == 0 else None, Path(self._settings.model_dir))
         from asyncrl_cli.weights.direct import HeldVersions
 
-        self._held = HeldVersions()
-        self._end = self._transport.end(self._held, self._trainer.ranks.device)
-        return self._held
+        held = HeldVersions()
+        make_end = engine_kind(self._direct.rollout.engine).rank_zero_end
+        self._end = make_end(self._direct.weights, held, self._trainer.ranks.device)
+        return held
 
     @ray.method(concurrency_group="write")
     def write(self, step: int, directory: str, payload_refs: list[Any], with_published: bool) -> None:

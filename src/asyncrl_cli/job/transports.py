@@ -1,36 +1,33 @@
-"""Transports by name: `object-store` keeps buckets as Ray objects, `disk` as files that live as long as the driver holds them;
-`nccl` and `ipc` leave them on rank 0 (weights/direct.py)."""
+"""Both ends of `weights.transport`: who sends for rank 0, and how a worker gets a version's buckets by their refs.
+
+`object-store` keeps buckets as Ray objects, `disk` as files; `nccl` and `ipc` leave them on rank 0 (weights/direct.py).
+"""
 
 from __future__ import annotations
 
-import logging
 import shutil
-import threading
-import time
-import weakref
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.weights.transports import Sender
+
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Manifest
-    from asyncrl_cli.weights.disk import BucketFile
-    from asyncrl_cli.weights.transports import Receiver, Sender
 
-logger = logging.getLogger(__name__)
-
-REMOVALS_TIMEOUT_S = 2.0
-"""How long the end of a run waits for versions that are still being removed; a second Ctrl-C must be out in 5 s."""
-_removers: set[threading.Thread] = set()
-"""The threads that remove a version. Finalizers may run at any point of any thread, so no lock guards it."""
+GETS_AHEAD = 2
+"""Buckets that are fetched, or wait in memory, while an earlier one is verified and copied."""
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(Sender):
     """The objects live as long as somebody holds their refs: the driver does, until no worker can want the version."""
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, num_buckets: int) -> None:
         pass
 
     def put(self, bucket: Bucket) -> Any:
@@ -39,20 +36,12 @@ class ObjectStoreSender:
     def finish(self, manifest: Manifest) -> None:
         pass
 
-
-class ObjectStoreReceiver:
-    def get(self, manifest: Manifest, ref: Any) -> Bucket:
-        bucket: Bucket = ray.get(ref)
-        return bucket
+    def keep(self, wanted: Collection[int]) -> None:
+        pass
 
 
-class HeldFiles(list["BucketFile"]):
-    """The driver's refs of a version on disk: when nobody holds them any more, its directories are removed."""
-
-    def __init__(self, files: Iterable[BucketFile]) -> None:
-        super().__init__(files)
-        for directory in {file.directory for file in self}:
-            weakref.finalize(self, _remove_beside, directory).atexit = False
+class HeldRefs(list[Any]):
+    """A version's refs as the driver holds them: while they live it may be wanted, and the next gather tells rank 0 so."""
 
 
 def sender_for(weights_dir: Path | None, model_dir: Path) -> Sender:
@@ -64,42 +53,34 @@ def sender_for(weights_dir: Path | None, model_dir: Path) -> Sender:
     return DiskSender(weights_dir, model_dir)
 
 
-def receiver_for(transport: str) -> Receiver:
-    if transport == "object-store":
-        return ObjectStoreReceiver()
-    from asyncrl_cli.weights.disk import DiskReceiver
+def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
+    """In a thread: the buckets in the order in which they were sent, each verified. Those of the object store are mapped.
 
-    return DiskReceiver()
+    Raises DamagedWeights, at the bucket that is damaged or at the end if some are missing.
+    """
+    from asyncrl_cli.weights.buckets import verified
+
+    with ThreadPoolExecutor(GETS_AHEAD, thread_name_prefix="get") as gets:
+        yield from verified(_in_order(gets, refs), manifest)
 
 
-class HeldLayouts(list[Any]):
-    """The driver's refs of a version that rank 0 holds. While they live it may be wanted; the next gather says so (RayTrainer)."""
+def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]:
+    """The next get begins when a bucket is taken, so that a slow taker has no more than GETS_AHEAD of them waiting."""
+    submits = (gets.submit(_get, ref) for ref in refs)
+    ahead = deque(islice(submits, GETS_AHEAD))
+    while ahead:
+        ahead[0].result()
+        ahead.extend(islice(submits, 1))
+        yield ahead.popleft().result()
 
 
-def held(transport: str, refs: list[Any]) -> list[Any]:
-    """The refs as the driver is to hold them."""
-    kinds: dict[str, type[list[Any]]] = {"disk": HeldFiles, "nccl": HeldLayouts, "ipc": HeldLayouts}
-    return kinds.get(transport, list)(refs)
+def _get(ref: Any) -> Bucket:
+    bucket: Bucket = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
+    return bucket
 
 
 def clear(weights_dir: Path) -> None:
-    """Remove what this attempt, or one that was killed, has left. Nobody reads it any more. May take long: in a thread.
-
-    It waits for removals in progress: one that renames a version meanwhile would leave it, and the directory, behind.
-    """
-    ends_s = time.monotonic() + REMOVALS_TIMEOUT_S
-    for remover in list(_removers):
-        remover.join(max(ends_s - time.monotonic(), 0.0))
+    """Remove what this attempt, or one that was killed, has left. Nobody reads it any more. May take long: in a thread."""
     shutil.rmtree(weights_dir, ignore_errors=True)
     if weights_dir.exists():
-        shutil.rmtree(weights_dir, ignore_errors=True)  # something in it was renamed after it was listed
-
-
-def _remove_beside(directory: Path) -> None:
-    """In a thread: large files take their time to go, and the driver's event loop must not wait."""
-    from asyncrl_cli.weights.disk import remove_version
-
-    remover = threading.Thread(target=remove_version, args=(directory,), name=f"remove {directory.name}")
-    remover.start()
-    _removers.difference_update([other for other in list(_removers) if not other.is_alive()])
-    _removers.add(remover)
+        shutil.rmtree(weights_dir, ignore_errors=True)  # rank 0, which was just killed, renamed something after it was listed

@@ -16,14 +16,12 @@ from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.job.calls import all_of
-from asyncrl_cli.job.direct import DirectTransport
 from asyncrl_cli.job.placement import Placement, place
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer, put_payloads
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, KeptVersions, TrainerActor
 from asyncrl_cli.job.transports import clear
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.reward_spec import RewardSpec
@@ -138,7 +136,7 @@ def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
         root = (crew.run_dir / "versions").absolute()
         kept = KeptVersions(root=root, keep_versions=crew.profile.weights.keep_versions)
     weights_dir = (crew.run_dir / WEIGHTS_DIR).absolute() if crew.profile.weights.transport == "disk" else None
-    direct = DirectTransport.of(crew.profile)
+    direct = crew.profile if crew.profile.weights.transport in DIRECT_TRANSPORTS else None
     groups = CONCURRENCY_GROUPS | {"direct": crew.plan.role(ROLLOUT).workers if direct is not None else 1}
     actor_class = ray.remote(concurrency_groups=groups, **NEVER_AGAIN)(TrainerActor)
     return [
@@ -152,13 +150,12 @@ def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
 def _rollout_workers(
     crew: _Crew, placement: Placement, reward: RewardSpec, version: int, timeout_s: float
 ) -> list[RayRolloutWorker]:
-    settings = RolloutSettings.from_profile(
-        crew.profile, crew.plan, model_dir=crew.model_dir.absolute(), reward=reward, version=version
-    )
+    place = place_of(crew.plan, ROLLOUT, crew.model_dir, version)
     actor_class = ray.remote(**NEVER_AGAIN)(RolloutActor)
     workers: list[RayRolloutWorker] = []
-    for index in range(settings.workers):
+    for index in range(place.workers):
         name = f"rollout-{index}"
-        make_actor = partial(actor_class.options(**placement.options(ROLLOUT, index)).remote, name, settings, crew.log_path(name))
-        workers.append(RayRolloutWorker(name, make_actor, crew.profile, restart_timeout_s=timeout_s, workers=settings.workers))
+        make = actor_class.options(**placement.options(ROLLOUT, index)).remote
+        make_actor = partial(make, name, crew.profile, place, reward, crew.log_path(name))
+        workers.append(RayRolloutWorker(name, make_actor, crew.profile, restart_timeout_s=timeout_s, workers=place.workers))
     return workers

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, counted
 from asyncrl_cli.plan.counts import Counts, cpu_counts, cuda_counts
 from asyncrl_cli.plan.packing import Bundle, bundles_of, check_fit
+from asyncrl_cli.profile.arithmetic import tensor_parallel_size
+from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 
 TRAINER = "trainer"
@@ -110,28 +112,17 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     ]
 
 
+def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:
+    """Where each worker of a role computes. `version`: of the weights in `model_dir`."""
+    role, path = plan.role(name), str(model_dir.absolute())
+    return Place(model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version)
+
+
 def device_of(profile: Profile, cluster: ClusterResources) -> str:
     """`cpu` or `cuda`, for all roles."""
     if profile.placement.device != "auto":
         return profile.placement.device
     return "cuda" if cluster.gpus or profile.placement.gpus is not None else "cpu"
-
-
-def tensor_parallel_size(profile: Profile, device: str) -> int:
-    """Over how many of its processes vLLM shares one model: a worker's GPUs; on CPUs as many as are asked for.
-
-    ConfigError if that is another number than the worker has GPUs.
-    """
-    asked, gpus = profile.rollout.tensor_parallel_size, profile.placement.gpus_per_rollout_worker
-    if device == "cpu":
-        return asked or 1
-    if asked not in (None, gpus):
-        raise ConfigError(
-            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a worker's model is "
-            "shared by all of its GPUs",
-            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out",
-        )
-    return gpus
 
 
 def _role(name: str, counts: Counts, groups: Sequence[GroupPlan]) -> RolePlan:

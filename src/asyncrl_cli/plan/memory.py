@@ -10,9 +10,9 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
-                   host     the second buffer eP: the version that waits for its load; with weights.dual_buffer = false one slice
+                   host     the second buffer eP: the version that waits for its load; none with weights.dual_buffer = false
     with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (memory_vllm.py)
-                   host     its own processes; on CPUs its next layers eP, beside those that generate
+                   host     its own processes
 
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
                             nccl 3 (w + m) at rank 0 beside training, 2 (w + m) at each process of vLLM; ipc max(w, m) at both
@@ -242,14 +242,7 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes
     yield item(what, "device", "always", cache_bytes, how)
     yield item("prefill", "device", "step", prefill, f"{batch_tokens} tokens in one pass")
     yield item("sampling", "device", "step", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
-    slice_mb = profile.weights.load_bucket_size_mb
     if profile.weights.transport in DIRECT_TRANSPORTS:
         yield from _wires(profile, shape, ROLLOUT, workers)
     elif profile.weights.dual_buffer:
-        copied = "which vLLM's processes map" if vllm else f"copied in slices of {slice_mb} MB"
-        yield item("load buffer", "host", "sync", weights, f"received weights, {copied}")
-    else:
-        in_place = f"one slice of the weights of at most {slice_mb} MB (weights.dual_buffer = false)"
-        yield item("load buffer", "host", "sync", min(weights, slice_mb * BYTES_PER_MB), in_place)
-    if rollout.engine == "vllm" and plan.device == "cpu":
-        yield item("prepared layers", "host", "sync", weights, "vLLM's next layers, packed beside those that generate")
+        yield item("load buffer", "host", "sync", weights, "received weights" + (", which vLLM's processes map" if vllm else ""))

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.engines.vllm.settings import BATCHED_TOKENS, VllmSetup, engine_arguments
-from asyncrl_cli.job.settings import planned_vllm
+from asyncrl_cli.engines.vllm.settings import BATCHED_TOKENS, engine_arguments
 from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 
 PROCESS_BYTES = 450 * 2**20
@@ -30,7 +30,7 @@ SHARED_CACHE = "vLLM's cache"
 class VllmMemory:
     """One rollout worker's. `arguments` are those that vLLM will be started with."""
 
-    setup: VllmSetup
+    device: str
     arguments: Mapping[str, Any]
 
     @property
@@ -40,7 +40,7 @@ class VllmMemory:
 
     @property
     def batch_tokens(self) -> int:
-        return int(self.arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, self.setup.max_model_len)))
+        return int(self.arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, self.arguments["max_model_len"])))
 
     @property
     def told_cache_bytes(self) -> int | None:
@@ -50,7 +50,7 @@ class VllmMemory:
 
     def processes(self) -> tuple[int, str]:
         """Bytes of host memory, and which processes they are."""
-        shared_by = self.setup.options.tensor_parallel_size
+        shared_by = self.arguments["tensor_parallel_size"]
         if shared_by == 1:
             return PROCESS_BYTES, "EngineCore, a process of its own, with nothing loaded"
         return (1 + shared_by) * PROCESS_BYTES, f"EngineCore and {shared_by} Workers, processes of its own, with nothing loaded"
@@ -60,7 +60,7 @@ class VllmMemory:
 
         None where that is not known.
         """
-        processes = self.setup.options.tensor_parallel_size if self.setup.device == "cpu" else 1
+        processes = self.arguments["tensor_parallel_size"] if self.device == "cpu" else 1
         each = f", in each of {processes} processes" if processes > 1 else ""
         if self.told_cache_bytes is not None:
             return "KV cache", processes * self.told_cache_bytes, f"kv_cache_memory_bytes that vLLM is told{each}"
@@ -71,5 +71,5 @@ class VllmMemory:
 
 
 def of(profile: Profile, plan: JobPlan) -> VllmMemory:
-    setup = planned_vllm(profile, plan.device)
-    return VllmMemory(setup=setup, arguments=engine_arguments(setup))
+    place = Place(model_dir=profile.model.path, device=plan.device)
+    return VllmMemory(device=plan.device, arguments=engine_arguments(profile, place))

@@ -9,13 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl_cli.checkpoint.run_directory import check_name
-from asyncrl_cli.engines.vllm.arguments import not_yours
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
+from asyncrl_cli.profile.engine import engine_conflicts
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.weights.probes import PROBE_TOKENS
 
-VLLM_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
 MOST_PROBLEMS = 20
 """Told in one error."""
 
@@ -129,62 +127,12 @@ def _old_logprobs(profile: Profile) -> Iterator[ConfigError]:
         )
 
 
-def _vllm_keys(profile: Profile) -> Iterator[ConfigError]:
-    rollout = profile.rollout
-    if rollout.engine != "vllm":
-        for key in VLLM_KEYS:
-            if getattr(rollout, key) not in (None, {}):
-                yield ConfigError(
-                    f'rollout.{key} with rollout.engine = "{rollout.engine}", which does not know it',
-                    hint=f"--set rollout.engine=vllm, or leave rollout.{key} out",
-                )
-
-
-def _vllm_arguments(profile: Profile) -> Iterator[ConfigError]:
-    """The names that are ours; those that vLLM does not know are found when it is there to be asked."""
-    if profile.rollout.engine == "vllm":
-        yield from filter(None, map(not_yours, profile.rollout.engine_args))
-
-
-def _vllm_sizes(profile: Profile) -> Iterator[ConfigError]:
-    rollout = profile.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    needed, what = longest, "max_prompt_tokens + max_response_tokens"
-    if profile.weights.probe_sequences and longest <= PROBE_TOKENS:
-        needed, what = PROBE_TOKENS + 1, "a probe (weights.probe_sequences) and one token"
-    if rollout.max_model_len is not None and rollout.max_model_len < needed:
-        yield ConfigError(
-            f"rollout.max_model_len = {rollout.max_model_len} is less than {what} = {needed}",
-            hint=f"--set rollout.max_model_len={needed}, or leave it out",
-        )
-
-
-def _vllm_sampling(profile: Profile) -> Iterator[ConfigError]:
-    """vLLM has logprobs before temperature and truncation, or after both: never the scaled, untruncated ones that are trained."""
-    rollout = profile.rollout
-    if rollout.engine != "vllm" or (rollout.top_p == 1 and rollout.top_k == 0):
-        return
-    temperatures = {"rollout.temperature": rollout.temperature, "eval.temperature": profile.eval.temperature}
-    for key, value in temperatures.items():
-        if value not in (0, 1):
-            yield ConfigError(
-                f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the scaled, untruncated '
-                "distribution then",
-                hint=f"--set {key}=1, or rollout.top_p=1 and rollout.top_k=0, or rollout.engine=transformers",
-            )
-
-
 def _direct_transport(profile: Profile) -> Iterator[ConfigError]:
-    """`nccl` and `ipc` end in vLLM's processes, on a GPU; what arrives is verified by its effect only."""
+    """`nccl` and `ipc` end on a GPU; what arrives is verified by its effect only."""
     transport, placement = profile.weights.transport, profile.placement
     if transport not in DIRECT_TRANSPORTS:
         return
     given = f'weights.transport = "{transport}"'
-    if profile.rollout.engine != "vllm":
-        yield ConfigError(
-            f'{given} with rollout.engine = "{profile.rollout.engine}": the bytes go into vLLM\'s own processes',
-            hint="--set rollout.engine=vllm, or --set weights.transport=object-store",
-        )
     if placement.device != "cuda":
         yield ConfigError(
             f'{given} with placement.device = "{placement.device}": the bytes go from GPU memory to GPU memory',
@@ -213,14 +161,6 @@ def _direct_transport(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _one_buffer(profile: Profile) -> Iterator[ConfigError]:
-    if profile.weights.transport in DIRECT_TRANSPORTS:
-        return
-    if profile.rollout.engine == "vllm" and not profile.weights.dual_buffer:
-        yield ConfigError(
-            'weights.dual_buffer = false with rollout.engine = "vllm": vLLM\'s processes read new weights from memory that the '
-            "worker shares with them, all of a version at once, so there is always a second buffer",
-            hint="--set weights.dual_buffer=true, or rollout.engine=transformers",
-        )
     if profile.weights.transport == "disk" and not profile.weights.dual_buffer:
         yield ConfigError(
             'weights.dual_buffer = false with weights.transport = "disk": what is read from files takes memory until it is loaded, '
@@ -237,10 +177,7 @@ RULES: tuple[Callable[[Profile], Iterator[ConfigError]], ...] = (
     _colocate,
     _slots,
     _old_logprobs,
-    _vllm_keys,
-    _vllm_arguments,
-    _vllm_sizes,
-    _vllm_sampling,
+    engine_conflicts,
     _direct_transport,
     _one_buffer,
 )

@@ -191,8 +191,8 @@ class TrainerSection(Section):
 class RolloutSection(Section):
     """Rollout workers and sampling."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """The inference engine in each rollout worker."""
+    engine: str = "transformers"
+    """The inference engine in each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
     workers: Processes | None = None
     """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
     slots: PositiveInt = 64
@@ -290,7 +290,7 @@ class WeightsSection(Section):
     gather_bucket_size_mb: PositiveInt = 2048
     """Bucket size on the trainer's side."""
     load_bucket_size_mb: PositiveInt = 128
-    """Bucket size on the rollout side: a load's extra memory; nccl, ipc: the size of the buffers on the GPUs at both ends."""
+    """nccl, ipc: size of the buffers on the GPUs at both ends that a version passes through."""
     mode: Literal["async", "sync"] = "async"
     """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
     overlap: bool = True

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, Spec, plan_layout
-from asyncrl_cli.weights.kept import sync_files
+from asyncrl_cli.weights.disk import sync_files
 
 PUBLISHED_FILE = "published.safetensors"
 

@@ -30,7 +30,7 @@ from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.safe_files import Count, load_json
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.state_reader import StateReader, read_tensors
-from asyncrl_cli.weights.kept import sync_files
+from asyncrl_cli.weights.disk import sync_files
 
 SCHEMA_VERSION = 1
 COUNTERS_FILE = "trainer.json"

@@ -1,7 +1,7 @@
 """Buckets: flat host buffers in which full parameters travel, their layout, and the fingerprints that verify them.
 
     trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket   (gather, publish)
-    worker    verified(buckets, manifest) -> split(bucket, load size)... -> unpack(bucket)            (prefetch, load)
+    worker    verified(buckets, manifest) -> unpack(bucket)...                                       (prefetch, load)
 
 A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once, under the
 first of their names; the others are recorded as `aliases`.
@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
 
+BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of it, so that any dtype can be viewed in place."""
 
@@ -42,9 +44,13 @@ class Spec:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * int(torch_dtype(self.dtype).itemsize)
 
-    def name_among(self, names: Collection[str]) -> str | None:
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name, *self.aliases)
+
+    def name_among(self, required: Collection[str]) -> str | None:
         """The first of its names that is asked for; None if it is to be left out."""
-        return next((name for name in (self.name, *self.aliases) if name in names), None)
+        return next((name for name in self.names if name in required), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """One flat buffer of uint8 and what lies in it. `fingerprint`: xxh3_64 of `data`; None in a slice by `split`."""
+    """One flat buffer of uint8 and what lies in it. `fingerprint`: xxh3_64 of `data`; None where it was read from a file."""
 
     data: NDArray[np.uint8]
     entries: tuple[Entry, ...]
@@ -171,50 +177,30 @@ def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bu
     return packing.seal()
 
 
-def unpack(bucket: Bucket) -> dict[str, torch.Tensor]:
+def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Tensors of a bucket by name; aliases map to the same tensor object.
 
-    They are views where the buffer is writable. An object store's memory is read-only, which torch cannot express:
-    from there they are copies (so `split` first: a copy is then no larger than a load bucket).
+    Unless `copy`, they are views of the bucket and must not be written to: an object store's memory is read-only, and a write
+    there ends the process.
     """
-    data = bucket.data if bucket.data.flags.writeable else bucket.data.copy()
     tensors: dict[str, torch.Tensor] = {}
     for entry in bucket.entries:
-        tensor = view_of(data, entry)
-        for name in (entry.spec.name, *entry.spec.aliases):
-            tensors[name] = tensor
+        tensor = view_of(bucket.data, entry)
+        tensors |= dict.fromkeys(entry.spec.names, tensor.clone() if copy else tensor)
     return tensors
-
-
-def split(bucket: Bucket, load_bucket_size_bytes: int) -> Iterator[Bucket]:
-    """Cut a published bucket into slices of at most this size (or one tensor). Slices share the bucket's memory."""
-    start = 0
-    for stop in range(1, len(bucket.entries) + 1):
-        first_bytes = bucket.entries[start].offset_bytes
-        is_last = stop == len(bucket.entries)
-        if is_last or bucket.entries[stop].end_bytes - first_bytes > load_bucket_size_bytes:
-            yield _slice(bucket, bucket.entries[start:stop])
-            start = stop
 
 
 def fingerprint(data: NDArray[np.uint8]) -> int:
     return xxhash.xxh3_64_intdigest(data.data)
 
 
-def verify(buckets: Iterable[Bucket], manifest: Manifest) -> None:
-    """Compare the fingerprint of every received bucket with the manifest's.
+def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
+    """The buckets as they arrive, each after its fingerprint was compared with the manifest's.
+
+    Only when the last one has come is the version known to be whole: load nothing before.
 
     Raises:
         DamagedWeights: naming the version and the first bucket that differs.
-    """
-    for _ in verified(buckets, manifest):
-        pass
-
-
-def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
-    """The buckets as they arrive, each behind the comparison of its fingerprint; `verify` says what it raises.
-
-    Only when the last one has come is the version known to be whole: load nothing before.
     """
     count = len(manifest.fingerprints)
     arrived = 0
@@ -237,10 +223,9 @@ def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
         )
 
 
-def parameter_dtype(buckets: Iterable[Bucket]) -> str | None:
+def parameter_dtype(specs: Iterable[Spec]) -> str | None:
     """The dtype of the parameters, which all share one and come before buffers; None where nothing is floating point."""
-    names = (entry.spec.dtype for bucket in buckets for entry in bucket.entries)
-    return next((name for name in names if torch_dtype(name).is_floating_point), None)
+    return next((spec.dtype for spec in specs if torch_dtype(spec.dtype).is_floating_point), None)
 
 
 def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
@@ -248,22 +233,17 @@ def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
-    return [_spec_of(first, tensors[first], tuple(others)) for first, *others in names.values()]
-
-
-def _spec_of(name: str, tensor: torch.Tensor, aliases: tuple[str, ...]) -> Spec:
-    return Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), aliases=aliases)
-
-
-def _slice(bucket: Bucket, entries: Sequence[Entry]) -> Bucket:
-    first_bytes, end_bytes = entries[0].offset_bytes, entries[-1].end_bytes
-    moved = tuple(replace(entry, offset_bytes=entry.offset_bytes - first_bytes) for entry in entries)
-    return Bucket(data=bucket.data[first_bytes:end_bytes], entries=moved, fingerprint=None)
+    return [
+        Spec(name=first, dtype=dtype_name(tensors[first].dtype), shape=tuple(tensors[first].shape), aliases=tuple(others))
+        for first, *others in names.values()
+    ]
 
 
 def view_of(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
     """The tensor of an entry, in the memory of its buffer."""
     if entry.spec.num_bytes == 0:
         return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype))
-    raw = torch.from_numpy(data[entry.offset_bytes : entry.end_bytes])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # and is not written to
+        raw = torch.from_numpy(data[entry.offset_bytes : entry.end_bytes])
     return raw.view(torch_dtype(entry.spec.dtype)).reshape(entry.spec.shape)

@@ -3,7 +3,7 @@
     rank 0   keeps the gathered buckets (HeldVersions): what travels as a bucket's ref is its layout, without a byte
     driver   carries (manifest, layouts), and says with each gather which versions are still wanted
     worker   prefetch: notes the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
-    rank 0   sends exactly that version to exactly that worker, in a thread beside training: vllm_nccl.py, vllm_ipc.py
+    rank 0   sends exactly that version to exactly that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
 
 The worker asks, because it alone knows when its engine stands still: rank 0 holds nothing ready on its GPU, and no transfer waits
 there for a worker that drains.
@@ -12,13 +12,14 @@ there for a worker that drains.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from asyncrl_cli.weights.buckets import Bucket, Entry, Manifest, Spec, torch_dtype, view_of
+from asyncrl_cli.weights.transports import Sender
 
 Layout = tuple[Entry, ...]
 
@@ -47,7 +48,8 @@ class RankZero(Protocol):
         a transfer may take."""
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        """`nccl`: send these tensors (`loaded_as`) to the group, in the order of their layouts. Returns when they are sent."""
+        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns when they are
+        sent."""
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
         """`ipc`: the next part of the version, as vLLM's update info; None when all parts were exported. Part 0 begins anew."""
@@ -56,15 +58,15 @@ class RankZero(Protocol):
         """Whatever rank 0 does for this worker, or holds on its GPU for it, ends. Answered at once."""
 
 
-class HeldVersions:
-    """Rank 0's `transports.Sender`: the host buckets of published versions, until `keep` leaves them out."""
+class HeldVersions(Sender):
+    """Rank 0's `Sender`: the host buckets of published versions, until `keep` leaves them out."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, list[Bucket]] = {}
         self._begun = -1
         self._lock = threading.Lock()
 
-    def begin(self, version: int) -> None:
+    def begin(self, version: int, num_buckets: int) -> None:
         with self._lock:
             self._begun = version
             self._buckets[version] = []
@@ -78,7 +80,7 @@ class HeldVersions:
         assert manifest.version == self._begun, f"version {self._begun} was begun, {manifest.version} is finished"
 
     def keep(self, wanted: Collection[int]) -> None:
-        """Let go of all other versions. One that is being sent goes when it is sent."""
+        """One that is being sent goes when it is sent."""
         with self._lock:
             self._buckets = {version: buckets for version, buckets in self._buckets.items() if version in wanted}
 
@@ -97,32 +99,14 @@ class HeldVersions:
         return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)
 
 
-class AnnouncedWeights(Mapping[str, torch.Tensor]):
+class AnnouncedWeights(dict[str, torch.Tensor]):
     """A version by its layouts: all names, aliases too, to tensors of the right shape and dtype that have no memory."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
-        self._tensors = {
-            name: torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
-            for spec in self.specs
-            for name in (spec.name, *spec.aliases)
-        }
+        for spec in self.specs:
+            self |= dict.fromkeys(spec.names, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"))
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def loaded_as(specs: Sequence[Spec], required: Collection[str]) -> list[tuple[str, Spec]]:
-    """What vLLM is to load: each tensor once, by the first of its names that is required; the others are left out."""
-    chosen = []
-    for spec in specs:
-        name = spec.name_among(required)
-        if name is not None:
-            chosen.append((name, spec))
-    return chosen
+    def chosen(self, required: Collection[str]) -> list[tuple[str, Spec]]:
+        """What an engine is to load: each tensor once, by the first of its names that is required; the others are left out."""
+        return [(name, spec) for spec in self.specs if (name := spec.name_among(required)) is not None]

@@ -1,4 +1,5 @@
-"""How long the waits of `nccl` and `ipc` may take. Each outlasts what is inside it, so that who knows most speaks first.
+"""How long the waits of `nccl` and `ipc` may take. Each wait is longer than those inside it: the innermost fails first, and its
+error is the most precise.
 
     rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
     worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
@@ -16,9 +17,9 @@ KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
 """For what rank 0 answers at once, whatever else it does: an address, a worker's leave."""
 WORKER_MARGIN_S = 10.0
-"""Rank 0's words are on their way: when they have not come after this, rank 0 is who is missing."""
+"""Time for rank 0's own error to arrive. If none has come by then, it is rank 0 that does not answer."""
 CALL_MARGIN_S = 20.0
-"""Longer than WORKER_MARGIN_S: a late meeting or transfer is told by who waits for both ends."""
+"""Longer than WORKER_MARGIN_S: the worker waits for both ends, so it reports a late meeting or transfer first."""
 DRIVER_MARGIN_S = 60.0
 """An address, the worker's margin, the pause; and when a transfer has failed, to tell rank 0 and to end vLLM's processes."""
 LOOP_MARGIN_S = 60.0

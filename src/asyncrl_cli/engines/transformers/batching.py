@@ -26,6 +26,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from asyncrl_cli.engines.transformers import paged_attention
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.models.attention import Attention
+from asyncrl_cli.profile.schema import RolloutSection
 
 PAGE_TOKENS = 32
 PREFILL_TOKENS_PACKED = 4096
@@ -39,10 +40,8 @@ def make_manager(
     model: PreTrainedModel,
     sampler: TokenSampler,
     attention: Attention,
+    rollout: RolloutSection,
     *,
-    slots: int,
-    max_prompt_tokens: int,
-    max_response_tokens: int,
     seed: int,
 ) -> ContinuousBatchingManager:
     """A manager that is not started yet. `attention`: what was chosen for the model."""
@@ -52,9 +51,9 @@ def make_manager(
     prefill_tokens = PREFILL_TOKENS_PACKED if packed else PREFILL_TOKENS_MASKED
     config = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
-        num_blocks=_num_blocks(model, slots, max_prompt_tokens + max_response_tokens),
-        max_batch_tokens=slots + max(prefill_tokens, max_prompt_tokens),
-        max_requests_per_batch=slots,
+        num_blocks=_num_blocks(model, rollout.slots, rollout.max_prompt_tokens + rollout.max_response_tokens),
+        max_batch_tokens=rollout.slots + max(prefill_tokens, rollout.max_prompt_tokens),
+        max_requests_per_batch=rollout.slots,
         max_blocks_per_request=0,
         allow_block_sharing=False,
         use_async_batching=False,
@@ -64,7 +63,7 @@ def make_manager(
         return_logprobs=False,
         seed=seed,
     )
-    greedy = GenerationConfig(do_sample=False, max_new_tokens=max_response_tokens, eos_token_id=-1)
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=rollout.max_response_tokens, eos_token_id=-1)
     manager = model.init_continuous_batching(greedy, config)
     manager.logit_processor = _processors(sampler)
     return manager

@@ -49,10 +49,6 @@ class Track:
     def tokens_left(self) -> int:
         return self.sampling.max_response_tokens - len(self.tokens)
 
-    def go_on_from(self, so_far: Completion) -> None:
-        """Its tokens count as this response's own, also for the random numbers: it goes on as it would have gone on."""
-        self.tokens, self.logprobs, self.versions = list(so_far.tokens), list(so_far.logprobs), list(so_far.versions)
-
     def completion(self, finish_reason: FinishReason) -> Completion:
         """An aborted response may still be growing: `versions` grows last, so the others are at least as long."""
         count = len(self.versions)

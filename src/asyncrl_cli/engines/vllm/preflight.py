@@ -1,5 +1,5 @@
-"""Whether vLLM can run here, told before anything starts: installed in the version that we know, and nothing beside it that
-breaks transformers. Imports neither vLLM nor transformers."""
+"""Checks before anything starts: vLLM is installed in the version that we know, and no package beside it breaks transformers.
+Imports neither of the two."""
 
 from __future__ import annotations
 

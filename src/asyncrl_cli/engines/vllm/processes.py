@@ -16,10 +16,13 @@ from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
+from asyncrl_cli.engines.vllm.arguments import check_engine_args
 from asyncrl_cli.engines.vllm.counters import VllmCounters, logger_into
 from asyncrl_cli.engines.vllm.log import EngineLog, how_it_ended
-from asyncrl_cli.engines.vllm.settings import VllmSetup, check_engine_args, engine_arguments
+from asyncrl_cli.engines.vllm.settings import engine_arguments, weight_backend
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -40,7 +43,7 @@ def import_vllm() -> None:
     importlib.import_module("vllm.v1.engine.async_llm")
 
 
-def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
+def start_llm(profile: Profile, place: Place, counters: VllmCounters) -> AsyncLLM:
     """Blocks until the model is loaded and the cache allocated. Its stat logger adds to `counters`.
 
     ExecutorFailed, with what the log tells of it, if one of its processes ends instead.
@@ -49,9 +52,9 @@ def start_llm(setup: VllmSetup, counters: VllmCounters) -> AsyncLLM:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    check_engine_args(setup, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
-    transfer = WeightTransferConfig(backend=setup.weight_backend)
-    engine_args = AsyncEngineArgs(**engine_arguments(setup), weight_transfer_config=transfer)
+    check_engine_args(profile, place.device, {entry.name for entry in dataclasses.fields(AsyncEngineArgs)})
+    transfer = WeightTransferConfig(backend=weight_backend(profile))
+    engine_args = AsyncEngineArgs(**engine_arguments(profile, place), weight_transfer_config=transfer)
     log = EngineLog()
     try:
         llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[logger_into(counters)])
@@ -79,7 +82,7 @@ async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
 async def end_processes(llm: AsyncLLM) -> None:
     """Kill vLLM's processes, which may wait for something that never comes. Returns when vLLM knows, so that nobody asks them.
 
-    That it does not know in time is a warning: who ends them has an error of its own to tell."""
+    If vLLM does not notice in time, that is only a warning: the caller has an error of its own to raise."""
     for process in llm.engine_core.resources.engine_manager.processes:
         process.kill()
     try:

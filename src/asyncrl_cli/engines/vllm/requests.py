@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,16 +14,14 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
 _REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 @dataclass(slots=True, eq=False)
 class VllmTrack:
-    """One response in the making. `before`: what it went on from; `tokens` and `logprobs`: sampled since."""
+    """One response in the making."""
 
     request_id: str
-    before: Completion
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     aborted: bool = False
@@ -36,13 +33,10 @@ class VllmTrack:
         self.logprobs.extend(logprobs_of(part))
 
     def completion(self, versions: list[int], finish_reason: FinishReason) -> Completion:
-        """`versions`: of the tokens sampled since; tokens without one are left out."""
+        """`versions`: of its tokens; tokens without one are left out."""
         count = len(versions)
         return Completion(
-            tokens=self.before.tokens + self.tokens[:count],
-            logprobs=self.before.logprobs + self.logprobs[:count],
-            versions=self.before.versions + versions,
-            finish_reason=finish_reason,
+            tokens=self.tokens[:count], logprobs=self.logprobs[:count], versions=versions, finish_reason=finish_reason
         )
 
 
@@ -62,7 +56,7 @@ def prompt(tokens: list[int], version: int) -> Any:
     return tokens_input(tokens, cache_salt=f"version {version}")
 
 
-def parameters(sampling: Sampling, num_before: int, seed: int) -> SamplingParams:
+def parameters(sampling: Sampling, seed: int) -> SamplingParams:
     """Tokens and their logprobs as they come; text is made only where a stop string has to be found in it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -71,8 +65,8 @@ def parameters(sampling: Sampling, num_before: int, seed: int) -> SamplingParams
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
-        max_tokens=sampling.max_response_tokens - num_before,
-        seed=_seed_of(seed, num_before),
+        max_tokens=sampling.max_response_tokens,
+        seed=seed % 2**63,
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
@@ -113,23 +107,9 @@ def first_version(track: VllmTrack, part: CompletionOutput) -> int | None:
 
 
 def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
+    """With those that vLLM has not handed over yet: all of them are in this process already."""
     state = state_of(llm, track)
-    return len(track.before.tokens) + (len(track.tokens) if state is None else state.detokenizer.num_output_tokens())
-
-
-def completion_so_far(llm: AsyncLLM, track: VllmTrack) -> Completion:
-    """Of a running request, with the tokens that vLLM has not handed over yet; all of it is in this process already.
-
-    vLLM reports the spans of versions at the end, and notes their starts until then.
-    """
-    if (state := state_of(llm, track)) is None:
-        return track.completion([], "abort")
-    tokens, starts = list(state.detokenizer.output_token_ids), state.weight_version_starts
-    ends = [start for _, start in starts[1:]] + [len(tokens)]
-    versions = [int(version) for (version, start), end in zip(starts, ends, strict=False) for _ in range(start, end)]
-    logprobs = list(state.logprobs_processor.logprobs.logprobs)
-    known = VllmTrack(request_id=track.request_id, before=track.before, tokens=tokens, logprobs=logprobs)
-    return known.completion(versions, "abort")
+    return len(track.tokens) if state is None else int(state.detokenizer.num_output_tokens())
 
 
 def state_of(llm: AsyncLLM, track: VllmTrack) -> Any:
@@ -178,8 +158,3 @@ async def _last(llm: AsyncLLM, request_id: str, tokens: list[int], salt: str, pa
     params.output_kind = RequestOutputKind.FINAL_ONLY
     outputs = [output async for output in llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)]
     return outputs[-1]
-
-
-def _seed_of(seed: int, num_before: int) -> int:
-    """A continuation draws other numbers than the beginning did."""
-    return random.Random(f"{seed}/{num_before}").getrandbits(63)

@@ -17,11 +17,11 @@ from asyncrl_cli.engines.vllm.ipc import Chunk, IpcExports
 from asyncrl_cli.engines.vllm.nccl import LOOK_S, NcclLinks
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.buckets import Manifest, pack
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting, loaded_as
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting
 from asyncrl_cli.weights.shared import SharedWeights
 from asyncrl_cli.weights.transports import send
-from tests.rollout import tiny
-from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
+from tests.engines import tiny
+from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
 
 WORKER = "rollout-0"
 
@@ -38,7 +38,7 @@ def published(held: HeldVersions, version: int, weights: dict[str, torch.Tensor]
 
 
 def names_of(layouts: list[Layout], required: set[str]) -> dict[str, str]:
-    return {spec.name: name for name, spec in loaded_as(AnnouncedWeights(layouts).specs, required)}
+    return {spec.name: name for name, spec in AnnouncedWeights(layouts).chosen(required)}
 
 
 # --- what is announced, and what is held
@@ -58,10 +58,10 @@ def test_a_tied_tensor_travels_once_under_the_name_that_vllm_loads(required: str
     weights = weights_of(1)
     assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
     needed = {name for name in weights if name not in ("model.embed_tokens.weight", "lm_head.weight")} | {required}
-    chosen = loaded_as(AnnouncedWeights(published(HeldVersions(), 1, weights)).specs, needed)
+    chosen = AnnouncedWeights(published(HeldVersions(), 1, weights)).chosen(needed)
     assert [name for name, _ in chosen].count(required) == 1
     assert {name for name, _ in chosen} == needed
-    told_otherwise = SharedWeights.of_tensors(weights).describe(needed)["tensors"]
+    told_otherwise = SharedWeights(pack(weights, 300_000)).describe(needed)["tensors"]
     assert [(name, spec.dtype, list(spec.shape)) for name, spec in chosen] == [tensor[:3] for tensor in told_otherwise]
 
 

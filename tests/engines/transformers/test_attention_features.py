@@ -21,7 +21,8 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention
 from asyncrl_cli.train.settings import TrainerSettings
-from tests.rollout import tiny
+from tests.engines import tiny
+from tests.engines.made import made_for
 from tests.train.conftest import make_trainer as make_trainer
 
 SIZES: dict[str, Any] = {
@@ -107,7 +108,7 @@ def test_the_embedded_engine_samples_and_scores_by_the_models_own_attention(fami
     directory = tiny.save(model, tmp_path / "model")
 
     async def sampled() -> tuple[list[Any], list[list[float]]]:
-        engine = TransformersEngine(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24))
         try:
             await engine.start()
             assert engine.sampled_tokens == 0
@@ -147,7 +148,7 @@ def test_trainer_and_engine_score_alike_in_either_dtype(family, dtype, tmp_path,
     trainer = make_trainer(TrainerSettings(model_dir=str(directory), dtype=dtype))
 
     async def scored() -> list[list[float]]:
-        engine = TransformersEngine(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24, dtype=dtype)
+        engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24, dtype=dtype))
         try:
             await engine.start()
             return (await engine.score(sequences(), 1.0)).logprobs
@@ -164,7 +165,7 @@ def test_a_model_with_attention_that_cannot_be_exchanged_is_refused_by_the_embed
     directory = tiny.save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
 
     async def start() -> None:
-        engine = TransformersEngine(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24))
         try:
             await engine.start()
         finally:

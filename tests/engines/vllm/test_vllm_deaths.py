@@ -7,19 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.engines.vllm.settings import VllmOptions
 from asyncrl_cli.errors import ExecutorFailed
-from tests.engines import needs_vllm
-from tests.rollout.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, replace, sampling, world
+from tests.engines.needs import needs_vllm
+from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,10 +32,10 @@ HOLD_AN_ENGINE = """
 import asyncio, sys
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.vllm.engine import VllmEngine
-from asyncrl_cli.engines.vllm.settings import VllmSetup
+from tests.engines.made import made_for
 
 async def main():
-    engine = VllmEngine(VllmSetup(model_dir=sys.argv[1], slots=2, max_prompt_tokens=8, max_response_tokens=900))
+    engine = VllmEngine(*made_for(sys.argv[1], slots=2, max_prompt_tokens=8, max_response_tokens=900))
     await engine.start()
     how = Sampling(temperature=0.1, max_response_tokens=900)
     running = asyncio.create_task(engine.generate("a", [5, 6], how, 0))
@@ -95,45 +92,12 @@ def log_file(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("log_file")
 def test_a_start_that_fails_in_another_process_is_told_with_its_error(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    too_small = VllmOptions(engine_args={"kv_cache_memory_bytes": 1000})
+    too_small = {"kv_cache_memory_bytes": 1000}
     with (
         pytest.raises(ExecutorFailed, match=r"vLLM did not start: ValueError: No available memory for the cache blocks"),
-        world(model, model_dir, options=too_small),
+        world(model, model_dir, engine_args=too_small),
     ):
         pass
-
-
-def is_preparing(worker: Any) -> bool:
-    return "prepare-weights" in [thread.name for thread in threading.enumerate()]
-
-
-def test_an_engine_that_is_killed_while_it_prepares_a_version_fails_that(
-    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(*FUNCTIONS_MAY_BE_SENT)
-    with world(model, model_dir) as there:
-
-        async def body() -> None:
-            asked = asyncio.Event()
-            ask = there.engine._updates._ask
-
-            async def ask_and_say_so(announced: dict[str, Any]) -> None:
-                await ask(announced)
-                asked.set()
-
-            monkeypatch.setattr(there.engine._updates, "_ask", ask_and_say_so)
-            await there.in_engine(replace, "loaded_twin", "never returns")
-            version = there.newer()
-            preparing = asyncio.create_task(there.engine.prepare(there.weights[version], version))
-            await asked.wait()
-            assert await there.in_engine(is_preparing)
-            assert not preparing.done()
-            engine_processes(os.getpid())["VLLM::EngineCore"].kill()
-            for failing in (preparing, there.engine.load(there.weights[version], version, "keep-kv")):
-                with pytest.raises(ExecutorFailed, match="engine process has ended"):
-                    await asyncio.wait_for(failing, FAILS_WITHIN_S)
-
-        there.run(body)
 
 
 @pytest.mark.usefixtures("log_file")
@@ -147,12 +111,12 @@ def test_processes_that_share_a_model_sample_what_plain_forwards_score_and_die_t
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
     """`rollout.tensor_parallel_size = 2`, before and after a load; then one of the two is killed."""
-    with world(model, model_dir, options=VllmOptions(tensor_parallel_size=2)) as there:
+    with world(model, model_dir, tensor_parallel_size=2) as there:
 
         async def body() -> None:
             prompt, version = [5, 6, 7], there.newer()
             first = await there.generate(prompt, sampling(32))
-            await there.engine.load(there.weights[version], version, "drain")
+            await there.load(version, "drain")
             second = await there.generate(prompt, sampling(32))
             assert (set(first.versions), set(second.versions)) == ({0}, {version})
             assert first.logprobs == pytest.approx(there.plain(0, prompt, first), abs=1e-4)
@@ -168,8 +132,7 @@ async def kill_and_expect(there: World, victim: str, how_it_ended: str) -> None:
     waits = [asyncio.create_task(there.generate([5, 6, 7], how)) for _ in range(8)]
     await there.sampled(20)
     version = there.newer()
-    await there.engine.prepare(there.weights[version], version)
-    waits.append(asyncio.create_task(there.engine.load(there.weights[version], version, "drain")))
+    waits.append(asyncio.create_task(there.load(version, "drain")))
     await asyncio.sleep(0)
     waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed
     await asyncio.sleep(0)

@@ -15,11 +15,13 @@ from typing import Any
 
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.engines.port import Completion, Sampling
+from asyncrl_cli.engines.port import Completion, PauseReport, Sampling
 from asyncrl_cli.engines.vllm.engine import VllmEngine
 from asyncrl_cli.engines.vllm.processes import answer
-from asyncrl_cli.engines.vllm.settings import VllmSetup
-from tests.rollout import tiny
+from asyncrl_cli.loop.ports import Interrupt
+from asyncrl_cli.weights.buckets import pack
+from tests.engines import tiny
+from tests.engines.made import made_for
 
 DEADLINE_S = 120.0
 MAX_PROMPT_TOKENS = 64
@@ -58,6 +60,14 @@ class World:
         self.weights[version] = weights
         return version
 
+    async def load(self, version: int, interrupt: Interrupt) -> PauseReport:
+        return await self.load_these(self.weights[version], version, interrupt)
+
+    async def load_these(self, weights: dict[str, Any], version: int, interrupt: Interrupt) -> PauseReport:
+        """As they arrive from rank 0."""
+        received = self.engine.receive(pack(weights, 300_000))
+        return await self.engine.load(received, version, interrupt)
+
     async def all_of(self, requests: list[list[int]], how: Sampling) -> list[Completion]:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(self.generate(prompt, how)) for prompt in requests]
@@ -81,7 +91,7 @@ class World:
 
     @asynccontextmanager
     async def replaced(self, name: str, how: str) -> AsyncIterator[None]:
-        """A function of `engines/vllm/twin.py` does otherwise in the block."""
+        """A function of `engines/vllm/bucket_engine.py` does otherwise in the block."""
         await self.in_engine(replace, name, how)
         try:
             yield
@@ -95,29 +105,27 @@ class World:
 
 
 def replace(worker: Any, name: str, how: str) -> None:
-    """For `in_engine`: a function of `engines/vllm/twin.py` does otherwise from here on."""
-    from asyncrl_cli.engines.vllm import twin as vllm_twin
+    """For `in_engine`: a function of `engines/vllm/bucket_engine.py` does otherwise from here on."""
+    from asyncrl_cli.engines.vllm import bucket_engine
 
     def fails(*args: Any) -> None:
         raise MemoryError("no memory for packing")
 
-    original = vars(vllm_twin).setdefault(f"original_{name}", getattr(vllm_twin, name))
+    original = vars(bucket_engine).setdefault(f"original_{name}", getattr(bucket_engine, name))
     ways = {
         "original": original,
         "does nothing": lambda *args: None,
-        "is false": lambda *args: False,
-        "is 1000": lambda *args: 1000,
         "fails": fails,
         "never returns": lambda *args: threading.Event().wait(),
     }
-    setattr(vllm_twin, name, ways[how])
+    setattr(bucket_engine, name, ways[how])
 
 
 @contextmanager
 def world(model: Qwen3ForCausalLM, directory: Path, **changes: Any) -> Iterator[World]:
     with asyncio.Runner() as runner:
         settings = {"slots": 8, "max_prompt_tokens": MAX_PROMPT_TOKENS, "max_response_tokens": MAX_RESPONSE_TOKENS}
-        engine = VllmEngine(VllmSetup(model_dir=directory, **(settings | changes)))
+        engine = VllmEngine(*made_for(directory, **(settings | changes)))
         began_s = time.monotonic()
         try:
             runner.run(engine.start())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.engines.vllm import processes as vllm_processes
-from asyncrl_cli.engines.vllm.engine import VllmEngine
 from asyncrl_cli.engines.vllm.processes import end_processes
-from asyncrl_cli.engines.vllm.settings import VllmSetup
-from asyncrl_cli.engines.vllm.weights import Updates, paused
+from asyncrl_cli.engines.vllm.transfers import paused
 from asyncrl_cli.errors import ExecutorFailed
 
 
@@ -124,31 +121,3 @@ def test_a_pause_ends_with_a_resume() -> None:
 
     asyncio.run(body())
     assert llm.asked == ["pause keep True", "load", "resume"]
-
-
-@pytest.mark.parametrize("is_opened", [False, True])
-def test_a_close_closes_the_pipe_of_updates_though_vllm_does_not_shut_down(tmp_path: Any, is_opened: bool) -> None:
-    """Or though the pipe was never opened, because the start failed."""
-    engine = VllmEngine(VllmSetup(model_dir=tmp_path, slots=1, max_prompt_tokens=1, max_response_tokens=1))
-    llm = Llm()
-    before = open_descriptors()
-
-    async def body() -> None:
-        engine._llm = llm  # type: ignore[assignment]
-        engine._updates = Updates(llm)  # type: ignore[arg-type]
-        inside = open_descriptors()
-        if is_opened:
-            await engine._updates.open()
-            assert open_descriptors() == inside + 2
-        with pytest.raises(RuntimeError, match="does not go"):
-            await engine.close()
-        await asyncio.sleep(0)
-        assert open_descriptors() == inside
-
-    asyncio.run(body())
-    assert llm.asked == ["shutdown"]
-    assert open_descriptors() == before
-
-
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))

@@ -7,22 +7,34 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from asyncrl_cli.engines.vllm.arguments import OURS, names_in_source
-from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup, check_engine_args, engine_arguments, set_environment
+from asyncrl_cli.engines.vllm.arguments import OURS, check_engine_args, names_in_source
+from asyncrl_cli.engines.vllm.settings import engine_arguments, set_environment
 from asyncrl_cli.errors import ConfigError
-from tests.engines import needs_vllm
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
+from tests.engines.made import made_for
+from tests.engines.needs import needs_vllm
 
 NAMES = (*OURS, "block_size", "max_num_batched_tokens", "enable_chunked_prefill")
 
 
-def setup(device: str = "cpu", slots: int = 8, **engine_args: object) -> VllmSetup:
-    options = VllmOptions(engine_args=engine_args)
-    return VllmSetup(model_dir="x", slots=slots, max_prompt_tokens=100, max_response_tokens=200, device=device, options=options)
+Setup = tuple[Profile, Place]
+
+
+def setup(device: str = "cpu", slots: int = 8, **engine_args: object) -> Setup:
+    lengths = {"max_prompt_tokens": 100, "max_response_tokens": 200}
+    return made_for("x", device=device, slots=slots, engine_args=engine_args, **lengths)
+
+
+def check(made: Setup, known: Collection[str] | None) -> None:
+    profile, place = made
+    check_engine_args(profile, place.device, known)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +44,7 @@ def test_threads_of_its_processes_wait_without_spinning_on_cpus(
     monkeypatch: pytest.MonkeyPatch, device: str, given: dict[str, str], policy: str | None
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(given))
-    set_environment(setup(device))
+    set_environment(*setup(device))
     assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
@@ -75,12 +87,12 @@ def test_a_source_of_another_form_tells_nothing_and_nothing_is_refused_for_it(
 ) -> None:
     source(tmp_path, monkeypatch, text)
     assert names_in_source() is None
-    check_engine_args(setup(whatever=1), None)
+    check(setup(whatever=1), None)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match="blck_size: vLLM has no such argument") as refused:
-        check_engine_args(setup(blck_size=32), NAMES)
+        check(setup(blck_size=32), NAMES)
     assert refused.value.hint == "did you mean block_size?"
 
 
@@ -92,30 +104,29 @@ def test_an_unknown_name_is_refused_with_the_nearest_one() -> None:
         (setup("cuda", slots=128, max_num_batched_tokens=127), "rollout.slots = 128", 128),
     ],
 )
-def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(made: VllmSetup, told: str, least: int) -> None:
+def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(made: Setup, told: str, least: int) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_engine_args(made, NAMES)
-    assert (
-        f"max_num_batched_tokens = {made.options.engine_args['max_num_batched_tokens']} is less than {told}"
-        in refused.value.message
-    )
+        check(made, NAMES)
+    profile, place = made
+    given = profile.rollout.engine_args
+    assert f"max_num_batched_tokens = {given['max_num_batched_tokens']} is less than {told}" in refused.value.message
     assert refused.value.hint.startswith(f"max_num_batched_tokens = {least} in rollout.engine_args")
-    options = dataclasses.replace(made.options, engine_args=made.options.engine_args | {"max_num_batched_tokens": least})
-    check_engine_args(dataclasses.replace(made, options=options), NAMES)
+    given["max_num_batched_tokens"] = least
+    check((profile, place), NAMES)
 
 
 def test_a_pass_that_is_no_number_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens = 'many' is no number of tokens"):
-        check_engine_args(setup(max_num_batched_tokens="many"), NAMES)
+        check(setup(max_num_batched_tokens="many"), NAMES)
 
 
 def test_a_pass_may_be_smaller_than_a_sequence_where_prompts_are_computed_in_parts() -> None:
-    check_engine_args(setup("cuda", max_num_batched_tokens=128), NAMES)
+    check(setup("cuda", max_num_batched_tokens=128), NAMES)
 
 
 def test_more_slots_than_vllms_own_pass_get_a_larger_one() -> None:
-    assert "max_num_batched_tokens" not in engine_arguments(setup("cuda", slots=2048))
-    assert engine_arguments(setup("cuda", slots=2049))["max_num_batched_tokens"] == 2049
+    assert "max_num_batched_tokens" not in engine_arguments(*setup("cuda", slots=2048))
+    assert engine_arguments(*setup("cuda", slots=2049))["max_num_batched_tokens"] == 2049
 
 
 @needs_vllm

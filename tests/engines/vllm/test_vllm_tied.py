@@ -13,9 +13,9 @@ import pytest
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.settings import MAX_LOGPROB_DIFF
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
-from tests.engines import needs_vllm
-from tests.rollout import tiny
-from tests.rollout.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+from tests.engines import tiny
+from tests.engines.needs import needs_vllm
+from tests.engines.vllm.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, replace, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -54,7 +54,7 @@ def tied(living: Callable[[], World]) -> World:
 
 async def load_newer(there: World) -> int:
     version = there.newer()
-    await there.engine.load(there.weights[version], version, "recompute-kv")
+    await there.load(version, "recompute-kv")
     return version
 
 
@@ -72,37 +72,6 @@ def packed_matrices(worker: Any) -> tuple[int, int]:
 
     held = sum(isinstance(one, CPUDNNLGEMMHandler) for one in gc.get_objects())
     return held, sum("cpu_linear" in vars(layer) for layer in worker.get_model().modules())
-
-
-def keep_loaders(worker: Any) -> None:
-    """For `in_engine`. A model that is loaded in place keeps loaders that lead to its own layers: no twin can have them, which no
-    engine of one kind ever sees, and the next test would."""
-    from asyncrl_cli.engines.vllm import twin as vllm_twin
-
-    kept = []
-    for layer in worker.get_model().modules():
-        info = vllm_twin.get_layerwise_info(layer)
-        metadata = tuple({name: vllm_twin._copy(tensor, {}) for name, tensor in kind.items()} for kind in info.restore_metadata)
-        kept.append((info, metadata))
-    vars(vllm_twin)["kept_loaders"] = kept
-
-
-def put_loaders_back(worker: Any) -> None:
-    from asyncrl_cli.engines.vllm import twin as vllm_twin
-
-    for info, metadata in vars(vllm_twin).pop("kept_loaders"):
-        info.restore_metadata = metadata
-
-
-@asynccontextmanager
-async def loaded_in_place(tied: World) -> AsyncIterator[None]:
-    """As on GPUs."""
-    await tied.in_engine(keep_loaders)
-    try:
-        async with tied.replaced("is_exchangeable", "is false"), tied.replaced("exchange", "fails"):
-            yield
-    finally:
-        await tied.in_engine(put_loaders_back)
 
 
 def collector(worker: Any, is_on: bool) -> None:
@@ -130,11 +99,10 @@ async def at_the_end_one_version_is_held(tied: World) -> AsyncIterator[None]:
 async def check_that_the_head_follows(tied: World) -> None:
     before = tied.engine.version
     version = tied.newer()
-    await tied.engine.prepare(tied.weights[version], version)  # first: on a busy machine the responses could end meanwhile
     requests = prompts(8)
     generating = asyncio.create_task(tied.all_of(requests, sampling(200, temperature=0.8)))
     await tied.sampled(100)
-    await tied.engine.load(tied.weights[version], version, "recompute-kv")
+    await tied.load(version, "recompute-kv")
     assert await probe_diff(tied, version) < 1e-4
     completions = await generating
     assert any(set(completion.versions) == {before, version} for completion in completions)
@@ -164,45 +132,8 @@ def test_loads_in_a_row_hold_one_versions_layers_and_leave_the_collector_nothing
     async def body() -> None:
         async with at_the_end_one_version_is_held(tied):
             await load_newer(tied)
-            given_up = tied.newer()
-            await tied.engine.prepare(tied.weights[given_up], given_up)
             for _ in range(3):
                 await load_newer(tied)
-
-    tied.run(body)
-
-
-@pytest.mark.parametrize(
-    ("name", "how", "why"),
-    [
-        ("pack_tied_layers", "fails", "MemoryError: no memory for packing"),
-        ("available_bytes", "is 1000", r"AsyncrlError: a second set of layers takes (?!0\.0)\S+ MiB of memory, 0\.0 MiB are free"),
-    ],
-)
-def test_a_preparation_that_fails_leaves_the_old_version_serving(tied: World, name: str, how: str, why: str) -> None:
-    async def body() -> None:
-        before = tied.engine.version
-        running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.8)))
-        await tied.sampled(5)
-        async with at_the_end_one_version_is_held(tied):
-            async with tied.replaced(name, how):
-                for _ in range(2):
-                    with pytest.raises(ExecutorFailed, match=f"could not prepare the next weights: {why}"):
-                        await load_newer(tied)
-                completion = await running
-            assert set(completion.versions) == {before}
-            assert completion.logprobs == pytest.approx(tied.plain(before, [5, 6, 7], completion, 0.8), abs=1e-4)
-            assert tied.engine.version == before
-            assert await probe_diff(tied, await load_newer(tied)) < 1e-4
-
-    tied.run(body)
-
-
-def test_layers_that_cannot_be_exchanged_are_overwritten_in_place(tied: World) -> None:
-    async def body() -> None:
-        async with loaded_in_place(tied):
-            await check_that_the_head_follows(tied)
-            await check_that_the_probes_tell_of_a_head_left_behind(tied)
 
     tied.run(body)
 
@@ -214,9 +145,9 @@ def test_a_load_that_fails_half_way_ends_the_engine_rather_than_mix_versions(tie
         before = tied.engine.version
         running = asyncio.create_task(tied.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
         await tied.sampled(5)
-        async with tied.replaced("is_exchangeable", "is false"), tied.replaced("pack_tied_layers", "fails"):
-            with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
-                await load_newer(tied)
+        await tied.in_engine(replace, "pack_tied_layers", "fails")
+        with pytest.raises(ExecutorFailed, match=r"half-way.*no memory for packing"):
+            await load_newer(tied)
         with pytest.raises(ExecutorFailed, match="half-way"):
             await running
         with pytest.raises(ExecutorFailed, match="half-way"):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 from asyncrl_cli.engines.vllm.preflight import check_vllm
-from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup, engine_arguments
+from asyncrl_cli.engines.vllm.settings import engine_arguments
 from asyncrl_cli.errors import PreflightError
-from tests.rollout import tiny
+from tests.engines import tiny
+from tests.engines.made import made_for
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **versions: str) -> None:
@@ -63,14 +65,8 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
 
 def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_path: Path) -> None:
     model = tiny.make_model()
-    setup = VllmSetup(
-        model_dir=tiny.save(model, tmp_path),
-        slots=8,
-        max_prompt_tokens=100,
-        max_response_tokens=200,
-        options=VllmOptions(engine_args={"block_size": 32}),
-    )
-    arguments = engine_arguments(setup)
+    lengths = {"max_prompt_tokens": 100, "max_response_tokens": 200}
+    arguments = engine_arguments(*made_for(tiny.save(model, tmp_path), slots=8, engine_args={"block_size": 32}, **lengths))
     kv_bytes_per_token = 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
     assert arguments["block_size"] == 32
     assert arguments["enforce_eager"] is True
@@ -80,15 +76,15 @@ def test_a_users_arguments_come_last_and_a_cpu_gets_a_cache_for_its_slots(tmp_pa
 
 
 def test_an_engine_that_takes_turns_with_a_trainer_can_sleep_and_leaves_it_half_of_the_gpu(tmp_path: Path) -> None:
-    sizes: dict[str, int] = {"slots": 8, "max_prompt_tokens": 100, "max_response_tokens": 200}
+    sizes: dict[str, Any] = {"slots": 8, "max_prompt_tokens": 100, "max_response_tokens": 200}
     model_dir = tiny.save(tiny.make_model(), tmp_path)
-    arguments = engine_arguments(VllmSetup(model_dir=model_dir, device="cuda", sleeps=True, **sizes))
-    told = VllmSetup(model_dir=model_dir, device="cuda", sleeps=True, options=VllmOptions(gpu_memory_utilization=0.7), **sizes)
+    shared = {"device": "cuda", "colocate": True, **sizes}
+    arguments = engine_arguments(*made_for(model_dir, **shared))
     assert (arguments["enable_sleep_mode"], arguments["gpu_memory_utilization"]) == (True, 0.5)
-    assert engine_arguments(told)["gpu_memory_utilization"] == 0.7
-    assert "enable_sleep_mode" not in engine_arguments(VllmSetup(model_dir=model_dir, device="cuda", **sizes))
+    assert engine_arguments(*made_for(model_dir, gpu_memory_utilization=0.7, **shared))["gpu_memory_utilization"] == 0.7
+    assert "enable_sleep_mode" not in engine_arguments(*made_for(model_dir, device="cuda", **sizes))
 
 
 def test_a_probe_of_32_tokens_fits_where_responses_are_shorter(tmp_path: Path) -> None:
-    setup = VllmSetup(model_dir=tiny.save(tiny.make_model(), tmp_path), slots=2, max_prompt_tokens=8, max_response_tokens=8)
-    assert engine_arguments(setup)["max_model_len"] == 33  # vLLM wants room for one token more than it scores
+    made = made_for(tiny.save(tiny.make_model(), tmp_path), slots=2, max_prompt_tokens=8, max_response_tokens=8)
+    assert engine_arguments(*made)["max_model_len"] == 33  # vLLM wants room for one token more than it scores

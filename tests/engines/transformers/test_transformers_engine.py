@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,21 +15,20 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.engines.transformers import engine as transformers_engine
 from asyncrl_cli.engines.transformers import paged_attention
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.buckets import Bucket, pack
-from asyncrl_cli.weights.in_place import copy_into
+from tests.engines import tiny
+from tests.engines.made import made_for
 from tests.products import counted_products
-from tests.rollout import tiny
 
 DEADLINE_S = 60.0
 
 
 @asynccontextmanager
 async def engine_of(model_dir: Path, *, slots: int = 8, max_response_tokens: int = 128) -> AsyncIterator[TransformersEngine]:
-    engine = TransformersEngine(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens)
+    engine = TransformersEngine(*made_for(model_dir, slots=slots, max_prompt_tokens=64, max_response_tokens=max_response_tokens))
     try:
         async with asyncio.timeout(DEADLINE_S):
             await engine.start()
@@ -239,7 +238,7 @@ def test_all_slots_run_in_every_forward(model_dir: Path) -> None:
 def test_more_requests_than_slots_wait_for_their_turn(model_dir: Path) -> None:
     async def body() -> None:
         seen: list[int] = []
-        engine = TransformersEngine(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32, on_running=seen.append)
+        engine = TransformersEngine(*made_for(model_dir, slots=3, max_prompt_tokens=64, max_response_tokens=32), seen.append)
         await engine.start()
         completions = await all_of(engine, prompts(10), sampling(12))
         await engine.close()
@@ -419,29 +418,22 @@ def test_without_a_second_buffer_too_only_a_started_copy_ends_the_engine(
     model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buckets = pack(tiny.weights_after(model, 1), 300_000)
-    copied: list[Bucket] = []
 
     def lost() -> list[Bucket]:
         raise OSError("the bucket is lost")
 
-    def copy_one(own: Mapping[str, torch.Tensor], bucket: Bucket, load_bucket_size_bytes: int) -> None:
-        if copied:
-            raise OSError("the memory is gone")
-        copied.append(bucket)
-        copy_into(own, bucket, load_bucket_size_bytes)
-
-    monkeypatch.setattr(transformers_engine, "copy_into", copy_one)
-
     async def body() -> None:
         async with engine_of(model_dir) as engine:
             with pytest.raises(OSError, match="the bucket is lost"):
-                await engine.load_in_place(lost, 9, "keep-kv", 2**20)
+                await engine.load_in_place(lost, 9, "keep-kv")
             with pytest.raises(ValueError, match="do not fit"):
-                await engine.load_in_place(lambda: buckets[:1], 9, "keep-kv", 2**20)
+                await engine.load_in_place(lambda: buckets[:1], 9, "keep-kv")
             completion = await engine.generate("on", [5, 6, 7], sampling(4), 0)
             assert set(completion.versions) == {0}
-            with pytest.raises(ExecutorFailed, match="loading version 9 failed half-way: OSError: the memory is gone"):
-                await engine.load_in_place(lambda: buckets, 9, "keep-kv", 2**20)
+            name, own = "model.norm.weight", engine._model.state_dict
+            monkeypatch.setattr(engine._model, "state_dict", lambda: {k: v for k, v in own().items() if k != name})
+            with pytest.raises(ExecutorFailed, match=r"loading version 9 failed half-way: KeyError: 'model\.norm\.weight'"):
+                await engine.load_in_place(lambda: buckets, 9, "keep-kv")
             with pytest.raises(ExecutorFailed, match="half-way"):
                 await engine.generate("late", [5, 6, 7], sampling(4), 0)
 
@@ -479,29 +471,6 @@ def test_a_cancelled_generate_gives_its_slot_back(model_dir: Path) -> None:
                     await task
             assert engine.running == 0
             assert (await engine.generate("next", [5, 6, 7], sampling(4), 0)).tokens
-
-    run(body)
-
-
-def test_a_partial_response_goes_on_as_it_would_have_gone_on(model_dir: Path) -> None:
-    async def body() -> None:
-        async with engine_of(model_dir, slots=1) as engine:
-            prompt, how = prompts(1)[0], sampling(60, temperature=0.5)
-            whole = await engine.generate("whole", prompt, how, 3)
-            begun = Completion(
-                tokens=whole.tokens[:5], logprobs=whole.logprobs[:5], versions=whole.versions[:5], finish_reason="abort"
-            )
-            running = asyncio.create_task(engine.generate("again", prompt, how, 3, begun))
-            await until(lambda: engine.tokens_of("again") >= 6)
-            known = engine.so_far("again")
-            assert known is not None
-            assert known.tokens == whole.tokens[: len(known.tokens)]
-            again = await running
-            assert (again.tokens, again.versions, again.finish_reason) == (whole.tokens, whole.versions, whole.finish_reason)
-            assert again.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
-            assert engine.so_far("again") is None
-            with pytest.raises(ValueError, match="nothing is left to do"):
-                await engine.generate("over", prompt, sampling(5), 3, begun)
 
     run(body)
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.engines import needs_vllm
+from tests.engines.needs import needs_vllm
 
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("default")]  # vLLM's imports warn
 

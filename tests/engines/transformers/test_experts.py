@@ -20,12 +20,13 @@ from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
 from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Bucket, Manifest
-from asyncrl_cli.weights.kept import keep
+from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.transports import send
-from tests.engines import needs_vllm
-from tests.rollout import tiny
-from tests.rollout.test_attention_features import make_model, mean_diff, own_logprobs, sequences
-from tests.rollout.vllm_world import world
+from tests.engines import tiny
+from tests.engines.made import made_for
+from tests.engines.needs import needs_vllm
+from tests.engines.transformers.test_attention_features import make_model, mean_diff, own_logprobs, sequences
+from tests.engines.vllm.vllm_world import world
 from tests.train.train_samples import make_step
 
 LOAD_BUCKET_BYTES = 10_000
@@ -81,7 +82,7 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
     if way == "disk":
         send(sender_for(tmp_path / "versions", published.model_dir), published.manifest, published.buckets)
     else:
-        keep(tmp_path / "versions", 1, published.buckets, published.model_dir, 1)
+        keep_version(tmp_path / "versions", published.manifest, published.buckets, published.model_dir, 1)
     directory = tmp_path / "versions" / "version-000001"
     assert names_in(directory) == names_in(published.model_dir)
     assert "model.layers.0.mlp.experts.3.gate_proj.weight" in names_in(directory)
@@ -93,13 +94,13 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
 @pytest.mark.parametrize("dual_buffer", [True, False])
 def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
     async def loaded() -> tuple[list[list[float]], Any]:
-        engine = TransformersEngine(published.model_dir, slots=4, max_prompt_tokens=64, max_response_tokens=24)
+        engine = TransformersEngine(*made_for(published.model_dir, slots=4, max_prompt_tokens=64, max_response_tokens=24))
         try:
             await engine.start()
             if dual_buffer:
-                await engine.load(engine.receive(published.buckets, LOAD_BUCKET_BYTES), 1, "drain")
+                await engine.load(engine.receive(published.buckets), 1, "drain")
             else:
-                await engine.load_in_place(lambda: published.buckets, 1, "drain", LOAD_BUCKET_BYTES)
+                await engine.load_in_place(lambda: published.buckets, 1, "drain")
             completion = await engine.generate("r", sequences()[0], Sampling(temperature=1.0, max_response_tokens=24), 0)
             return (await engine.score(sequences(), 1.0)).logprobs, completion
         finally:
@@ -121,8 +122,7 @@ def test_vllm_loads_a_published_version(published):
 
         async def loaded() -> tuple[list[list[float]], list[list[float]]]:
             before = await there.engine.score(sequences(), 1.0)
-            weights = there.engine.receive(published.buckets, LOAD_BUCKET_BYTES)
-            await there.engine.prepare(weights, 1)
+            weights = there.engine.receive(published.buckets)
             await there.engine.load(weights, 1, "keep-kv")
             return before.logprobs, (await there.engine.score(sequences(), 1.0)).logprobs
 

@@ -2,20 +2,41 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.engines.transformers.slot_gate import SlotGate
+from asyncrl_cli.engines.slot_gate import SlotGate
 
 
 def test_slots_are_given_first_come_first_served() -> None:
     async def body() -> None:
         running: list[int] = []
         gate = SlotGate(2, running.append)
-        turns = [gate.enter() for _ in range(5)]
+        turns = [asyncio.create_task(gate.entered(name)) for name in "abcde"]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert [turn.done() for turn in turns] == [True, True, False, False, False]
         turns[2].cancel()
+        await asyncio.sleep(0)
         gate.leave()
-        assert [turn.done() for turn in turns] == [True, True, True, True, False]
+        assert await turns[3]
+        assert not turns[4].done()
         assert gate.running == 2
         assert max(running) == 2
+        gate.give_up("e")
+        assert not await turns[4]
+
+    asyncio.run(body())
+
+
+def test_who_is_cancelled_just_when_let_in_gives_the_slot_back() -> None:
+    async def body() -> None:
+        gate = SlotGate(1, lambda running: None)
+        assert await gate.entered("first")
+        second = asyncio.create_task(gate.entered("second"))
+        await asyncio.sleep(0)
+        gate.leave()
+        second.cancel()
+        await asyncio.wait([second])
+        assert second.cancelled()
+        assert gate.running == 0
 
     asyncio.run(body())
 
@@ -23,9 +44,9 @@ def test_slots_are_given_first_come_first_served() -> None:
 def test_a_closed_gate_lets_nobody_in_until_it_opens() -> None:
     async def body() -> None:
         gate = SlotGate(2, lambda running: None)
-        gate.enter()
+        assert await gate.entered("early")
         gate.close()
-        late = gate.enter()
+        late = asyncio.create_task(gate.entered("late"))
         idle = asyncio.create_task(gate.idle())
         await asyncio.sleep(0)
         assert not idle.done()
@@ -33,7 +54,7 @@ def test_a_closed_gate_lets_nobody_in_until_it_opens() -> None:
         await idle
         assert not late.done()
         gate.open()
-        assert late.done()
+        assert await late
 
     asyncio.run(body())
 

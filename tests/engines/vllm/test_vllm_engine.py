@@ -12,12 +12,10 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
-from asyncrl_cli.engines.vllm.settings import VllmOptions
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.weights.buckets import pack
-from tests.engines import needs_vllm
-from tests.rollout import tiny
-from tests.rollout.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
+from tests.engines import tiny
+from tests.engines.needs import needs_vllm
+from tests.engines.vllm.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,8 +41,7 @@ def there(model: Qwen3ForCausalLM, model_dir: Path) -> Iterator[World]:
         # Room for one whole response in a pass, and not for all: where prefills were cut to fit, seeded requests would end vLLM.
         "max_num_batched_tokens": MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS,
     }
-    options = VllmOptions(engine_args=cache)
-    with world(model, model_dir, options=options) as running:
+    with world(model, model_dir, engine_args=cache) as running:
         yield running
 
 
@@ -134,7 +131,7 @@ async def _in_flight_loads(there: World, interrupt: str) -> tuple[list[list[int]
     for _ in range(2):
         await there.sampled(100)
         versions.append(there.newer())
-        report = await there.engine.load(there.weights[versions[-1]], versions[-1], interrupt)  # type: ignore[arg-type]
+        report = await there.load(versions[-1], interrupt)  # type: ignore[arg-type]
         print(f"{interrupt}: load {report.load_s * 1e3:.1f} ms, pause {report.pause_s * 1e3:.1f} ms")
         assert 0 < report.load_s <= report.pause_s
         assert there.engine.version == versions[-1]
@@ -180,7 +177,7 @@ def test_after_keep_kv_no_new_request_meets_prefixes_of_older_weights(there: Wor
         long = [3 + i % 50 for i in range(MAX_PROMPT_TOKENS)]
         await there.generate(long, sampling())
         version = there.newer()
-        await there.engine.load(there.weights[version], version, "keep-kv")
+        await there.load(version, "keep-kv")
         completion = await there.generate(long, sampling(temperature=1.0))
         assert completion.logprobs == pytest.approx(there.plain(version, long, completion), abs=1e-4)
 
@@ -212,7 +209,7 @@ def test_a_request_that_a_load_overtakes_on_its_way_begins_again(
         overtaken = asyncio.create_task(there.generate(long, how))
         await on_its_way.wait()
         version = there.newer()
-        await there.engine.load(there.weights[version], version, "keep-kv")
+        await there.load(version, "keep-kv")
         sampled = there.engine.sampled_tokens
         loaded.set()
         completion = await overtaken
@@ -234,7 +231,7 @@ def test_without_the_salt_a_new_request_would_meet_prefixes_of_older_weights(the
         long = [3 + i % 47 for i in range(MAX_PROMPT_TOKENS)]
         await there.generate(long, sampling())
         version = there.newer()
-        await there.engine.load(there.weights[version], version, "keep-kv")
+        await there.load(version, "keep-kv")
         completion = await there.generate(long, sampling())
         assert set(completion.versions) == {version}
         plain = there.plain(version, long, completion)
@@ -256,57 +253,6 @@ def test_drain_lets_running_responses_end_on_their_version(there: World) -> None
     there.run(body)
 
 
-def test_preparing_changes_nothing_for_generation_not_a_bit(there: World) -> None:
-    async def body() -> None:
-        prompt, how, before = prompts(1)[0], sampling(MAX_RESPONSE_TOKENS, temperature=0.2), there.engine.version
-        alone = await there.generate(prompt, how, seed=8)
-        version = there.newer()
-        running = asyncio.create_task(there.generate(prompt, how, seed=8))
-        await there.sampled(5)
-        await there.engine.prepare(there.weights[version], version)
-        assert not running.done()
-        beside = await running
-        after = await there.generate(prompt, how, seed=8)
-        assert alone == beside == after
-        assert set(alone.versions) == {before} == {there.engine.version}
-
-    there.run(body)
-
-
-def test_a_prepared_version_that_is_overtaken_is_never_sampled_from(there: World) -> None:
-    async def body() -> None:
-        overtaken = there.newer()
-        await there.engine.prepare(there.weights[overtaken], overtaken)
-        version = there.newer()
-        await there.engine.prepare(there.weights[version], version)
-        await there.engine.load(there.weights[version], version, "recompute-kv")
-        prompt = prompts(1)[0]
-        completion = await there.generate(prompt, sampling())
-        assert set(completion.versions) == {version}
-        assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
-
-    there.run(body)
-
-
-def test_a_preparation_that_is_cancelled_makes_way_for_the_next(there: World) -> None:
-    async def body() -> None:
-        given_up = there.newer()
-        preparing = asyncio.create_task(there.engine.prepare(there.weights[given_up], given_up))
-        asked = there.engine._updates._number
-        while there.engine._updates._number == asked:  # noqa: ASYNC110  (until vLLM is asked)
-            await asyncio.sleep(0)
-        preparing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await preparing
-        version = there.newer()
-        await there.engine.load(there.weights[version], version, "keep-kv")
-        prompt = prompts(1)[0]
-        completion = await there.generate(prompt, sampling())
-        assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
-
-    there.run(body)
-
-
 @pytest.mark.parametrize("interrupt", ["drain", "keep-kv", "recompute-kv"])
 def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: World, interrupt: str) -> None:
     async def body() -> None:
@@ -321,7 +267,7 @@ def test_a_load_that_does_not_fit_leaves_the_old_version_serving(there: World, i
         with pytest.raises(
             ValueError, match=r"missing lm_head.weight; unknown surprise; wrong shape model.norm.weight; wrong dtype model.layers.0"
         ):
-            await there.engine.load(bad, version + 1, interrupt)  # type: ignore[arg-type]
+            await there.load_these(bad, version + 1, interrupt)  # type: ignore[arg-type]
         for prompt, completion in zip(prompts(4), await generating, strict=True):
             assert set(completion.versions) == {version}
             assert completion.logprobs == pytest.approx(there.plain(version, prompt, completion), abs=1e-4)
@@ -335,7 +281,7 @@ def test_a_cancelled_drain_resumes_on_the_old_version(there: World) -> None:
         version = there.engine.version
         generating = asyncio.create_task(there.all_of(prompts(4), sampling(100, temperature=0.3)))
         await there.sampled(20)
-        loading = asyncio.create_task(there.engine.load(tiny.weights_after(there.model, 1), version + 1, "drain"))
+        loading = asyncio.create_task(there.load_these(tiny.weights_after(there.model, 1), version + 1, "drain"))
         await asyncio.sleep(0.01)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -351,7 +297,7 @@ def test_score_equals_plain_forwards_of_the_loaded_weights(there: World, tempera
     async def body() -> None:
         generating = asyncio.create_task(there.all_of(prompts(4), sampling()))
         version = there.newer()
-        await there.engine.load(there.engine.receive(pack(there.weights[version], 2**18), 2**16), version, "keep-kv")
+        await there.load(version, "keep-kv")
         sequences = prompts(6)
         scores = await there.engine.score(sequences, temperature)
         for sequence, logprobs in zip(sequences, scores.logprobs, strict=True):
@@ -370,15 +316,12 @@ def test_abort_returns_what_there_is_and_frees_the_slot(there: World) -> None:
         await there.engine.abort("a8")
         await there.engine.abort("unknown")
         assert await running[8] == Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
-        known = there.engine.so_far("a0")
-        assert known is not None
-        well_formed(known)
+        known = there.engine.tokens_of("a0")
         for i in range(8):
             await there.engine.abort(f"a{i}")
         aborted = await running[0]
         assert aborted.finish_reason == "abort"
-        assert 0 < len(known.tokens) <= len(aborted.tokens) < MAX_RESPONSE_TOKENS
-        assert aborted.tokens[: len(known.tokens)] == known.tokens
+        assert 0 < known <= len(aborted.tokens) < MAX_RESPONSE_TOKENS
         well_formed(aborted)
         await asyncio.gather(*running)
         assert there.engine.running == 0
@@ -408,70 +351,11 @@ def test_a_cancelled_generate_gives_its_slot_back(there: World) -> None:
     there.run(body)
 
 
-def test_a_partial_response_goes_on_where_it_was_with_newer_weights(there: World) -> None:
-    async def body() -> None:
-        prompt, how = prompts(1)[0], sampling(100, temperature=0.8)
-        running = asyncio.create_task(there.engine.generate("begun", prompt, how, 3))
-        await there.sampled(10)
-        await there.engine.abort("begun")
-        begun = await running
-        version = there.newer()
-        await there.engine.load(there.weights[version], version, "keep-kv")
-        done = await there.engine.generate("begun", prompt, how, 3, begun)
-        well_formed(done)
-        count = len(begun.tokens)
-        assert (done.tokens[:count], done.logprobs[:count], done.versions[:count]) == (begun.tokens, begun.logprobs, begun.versions)
-        assert set(done.versions[count:]) == {version}
-        assert len(done.tokens) <= 100
-        assert done.logprobs[count:] == pytest.approx(there.plain(version, prompt, done, 0.8)[count:], abs=1e-4)
-
-    there.run(body)
-
-
-def test_partial_responses_know_their_versions_while_they_run(there: World) -> None:
-    async def body() -> None:
-        before, version = there.engine.version, there.newer()
-        running = asyncio.create_task(there.engine.generate("watched", [5, 6], sampling(MAX_RESPONSE_TOKENS, temperature=0.1), 0))
-        await there.sampled(10)
-        await there.engine.load(there.weights[version], version, "recompute-kv")
-        await there.sampled(5)
-        known = there.engine.so_far("watched")
-        assert known is not None
-        assert set(known.versions) == {before, version}
-        well_formed(known)
-        assert there.engine.tokens_of("watched") == len(known.tokens)
-        await there.engine.abort("watched")
-        assert (await running).versions[: len(known.versions)] == known.versions
-        assert there.engine.so_far("watched") is None
-
-    there.run(body)
-
-
-def test_partial_responses_are_known_to_the_last_token_though_they_come_in_lots(there: World) -> None:
-    """Each pass of a lone request samples one token: all that were sampled are told, not whole lots only."""
-
-    async def body() -> None:
-        running = asyncio.create_task(there.engine.generate("lots", [5, 6], sampling(100, temperature=0.1), 0))
-        known: dict[int, Completion] = {}
-        while not running.done():
-            if (so_far := there.engine.so_far("lots")) is not None:
-                assert len(so_far.tokens) >= max(known, default=0)
-                known[len(so_far.tokens)] = so_far
-            await asyncio.sleep(0)
-        whole = await running
-        assert len(known) > len(whole.tokens) / 4
-        for count, so_far in known.items():
-            well_formed(so_far)
-            assert (so_far.tokens, so_far.logprobs) == (whole.tokens[:count], whole.logprobs[:count])
-
-    there.run(body)
-
-
 def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: World) -> None:
     async def body() -> None:
         engine = there.engine
         version = there.newer()
-        await engine.load(there.weights[version], version, "drain")
+        await there.load(version, "drain")
         before, tokens = engine.decode_steps, engine.sampled_tokens
         alone = await there.generate([5, 6, 7], sampling(20))
         assert engine.decode_steps - before == engine.sampled_tokens - tokens == len(alone.tokens)
@@ -491,7 +375,7 @@ def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(th
         engine = there.engine
         assert engine.counters().sums == {"preemptions": 0}  # though tests before have cleared the caches
         version = there.newer()
-        await engine.load(there.weights[version], version, "drain")
+        await there.load(version, "drain")
         most = {"kv_cache_usage": 0.0, "engine_running": 0.0, "engine_waiting": 0.0}
         for first in range(5, 45, 8):  # an answer may still end early
             requests = [[first + i] * MAX_PROMPT_TOKENS for i in range(8)]

@@ -18,23 +18,23 @@ import pytest
 import torch
 from transformers import Qwen3ForCausalLM
 
-from asyncrl_cli.engines.vllm import direct as vllm_direct
-from asyncrl_cli.engines.vllm.direct import NcclWay, nccl_init_info, nccl_update_info
+from asyncrl_cli.engines.vllm import transfers
 from asyncrl_cli.engines.vllm.engine import VllmEngine
 from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on, update_info
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
-from asyncrl_cli.engines.vllm.settings import VllmSetup
+from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update_info
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
+from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import Manifest, pack
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting, loaded_as
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting
 from asyncrl_cli.weights.transports import send
-from tests.engines import needs_vllm
-from tests.rollout import tiny
-from tests.rollout.vllm_world import sampling, world
-from tests.weights.in_process_ends import (
+from tests.engines import tiny
+from tests.engines.made import made_for
+from tests.engines.needs import needs_vllm
+from tests.engines.vllm.in_process_ends import (
     WAIT_S,
     Exchange,
     InProcessChunk,
@@ -43,6 +43,7 @@ from tests.weights.in_process_ends import (
     InProcessMemory,
     InProcessRankZero,
 )
+from tests.engines.vllm.vllm_world import sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,7 +77,7 @@ def test_vllms_nccl_engine_understands_our_infos() -> None:
     )
     assert (init_info.packed, init_info.packed_buffer_size_bytes, init_info.packed_num_buffers) == (True, 2**27, 2)
     weights = tiny.weights_after(tiny.make_model(tied=True), 1)
-    chosen = loaded_as(AnnouncedWeights(layouts_of(HeldVersions(), 1, weights)).specs, weights.keys() - {"lm_head.weight"})
+    chosen = AnnouncedWeights(layouts_of(HeldVersions(), 1, weights)).chosen(weights.keys() - {"lm_head.weight"})
     info = engine.parse_update_info(nccl_update_info(chosen))
     assert dict(zip(info.names, info.shapes, strict=True)) == {
         name: list(tensor.shape) for name, tensor in weights.items() if name != "lm_head.weight"
@@ -152,7 +153,7 @@ def test_what_vllm_packs_of_rank_zeros_tensors_it_unpacks_by_our_info(wire_bytes
 
     weights = {name: tensor.bfloat16() for name, tensor in tiny.weights_after(tiny.make_model(), 1).items()}
     held = HeldVersions()
-    chosen = loaded_as(AnnouncedWeights(layouts_of(held, 1, weights)).specs, weights.keys())
+    chosen = AnnouncedWeights(layouts_of(held, 1, weights)).chosen(weights.keys())
     info = nccl_update_info(chosen)
     sent = held.tensors(1, {spec.name: name for name, spec in chosen})
     dtypes = [getattr(torch, name) for name in info["dtype_names"]]
@@ -207,23 +208,24 @@ class Direct:
             self.end: Any = NcclLinks(self.held, lambda meeting: InProcessGroup(self.exchange, meeting), timeout_s=timeout_s)
         else:
             self.end = IpcExports(self.held, self.memory.produce, buffer_bytes=100_000, collect=self.memory.collect)
-        setup = VllmSetup(model_dir=model_dir, slots=2, max_prompt_tokens=8, max_response_tokens=8, weight_backend=backend)
+        lengths = {"slots": 2, "max_prompt_tokens": 8, "max_response_tokens": 8}
+        self.made = made_for(model_dir, transport=backend, timeout_s=timeout_s, **lengths)
         self.shape = skeleton(model_dir, trust_remote_code=False)
         self.llm = InProcessLlm(self.exchange, self.memory if backend == "ipc" else None, **llm)
-        self.engine = self._engine(setup, self.llm)
+        self.engine = self._engine(self.llm)
 
-    def _engine(self, setup: VllmSetup, llm: InProcessLlm) -> VllmEngine:
-        engine = VllmEngine(setup)
+    def _engine(self, llm: InProcessLlm) -> VllmEngine:
+        engine = VllmEngine(*self.made)
         engine._llm, engine._form = llm, SavedForm(self.shape)  # type: ignore[assignment]
         return engine
 
     def restarted(self) -> None:
         """A fresh process in the worker's place."""
         self.llm = InProcessLlm(self.exchange, self.memory if self.llm._memory is not None else None)
-        self.engine = self._engine(self.engine._setup, self.llm)
+        self.engine = self._engine(self.llm)
 
     async def connect(self) -> None:
-        await self.engine.connect(InProcessRankZero(self.end, self.exchange, "rollout-0"), 100_000, self.timeout_s)
+        await self.engine.connect(InProcessRankZero(self.end, self.exchange, "rollout-0"))
 
     async def load(self, version: int, interrupt: Interrupt = "keep-kv") -> Any:
         return await self.engine.load(AnnouncedWeights(self.layouts[version]), version, interrupt)
@@ -275,7 +277,7 @@ def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
         await there.connect()
         other = InProcessLlm(there.exchange)
         rank_zero = InProcessRankZero(there.end, there.exchange, "rollout-1")
-        await NcclWay(rank_zero, 1, WAIT_S).join(other)  # type: ignore[arg-type]
+        await Nccl(rank_zero, WeightsSection(timeout_s=WAIT_S)).join(other)  # type: ignore[arg-type]
         await rank_zero.turn()
         asks, turn = threading.Event(), there.end.turn
         there.end.turn = lambda worker: (asks.set(), turn(worker))
@@ -284,7 +286,7 @@ def test_generation_goes_on_while_rank_zero_sends_to_another_worker(
         asked_s = time.perf_counter()
         await asyncio.wait([loading], timeout=0.2)
         assert there.llm.calls == []
-        assert there.engine._gate._is_open != is_drained
+        assert there.engine._gate.is_open != is_drained
         waited_s = time.perf_counter() - asked_s
         await rank_zero.leave()
         report = await loading
@@ -432,7 +434,7 @@ def test_a_meeting_that_rank_zero_says_nothing_of_names_who_is_missing(
     rank_zero: Any, vllm: Any, missing: str, model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither end comes: it is rank 0, which would have said that it waits."""
-    monkeypatch.setattr(vllm_direct, "WORKER_MARGIN_S", 0.0)
+    monkeypatch.setattr(transfers, "WORKER_MARGIN_S", 0.0)
     monkeypatch.setattr(InProcessRankZero, "join", rank_zero)
 
     async def body() -> None:
@@ -504,7 +506,7 @@ def test_a_turn_that_does_not_come_fails_the_load_and_the_old_version_goes_on(
             with pytest.raises(ExecutorFailed, match="the wait until rank 0 sends to this worker failed: trainer-0: rank 0 has no"):
                 await there.load(1)
         assert there.llm.calls == []
-        assert there.engine._gate._is_open
+        assert there.engine._gate.is_open
         await there.load(2)
         assert there.holds(2)
 
@@ -527,7 +529,8 @@ def test_real_processes_of_vllm_are_ended_when_the_bytes_do_not_come(model: Qwen
             held = HeldVersions()
             layouts = layouts_of(held, 1, tiny.weights_after(model, 1))
             links = NcclLinks(held, lambda meeting: InProcessGroup(Exchange(), meeting), timeout_s=WAIT_S)
-            there.engine._way = NcclWay(Absent(links, Exchange(), "rollout-0"), 1, WAIT_S)
+            absent = Absent(links, Exchange(), "rollout-0")
+            there.engine._transfer = Nccl(absent, WeightsSection(timeout_s=WAIT_S))
             running = asyncio.create_task(there.generate([5, 6, 7], sampling(256, temperature=0.1)))
             await there.sampled(20)
             began_s = time.monotonic()
