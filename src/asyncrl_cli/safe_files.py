@@ -8,6 +8,7 @@ Python takes. Here all of that is an error with a reason.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval, IsFinite
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 
 T = TypeVar("T")
 MIB = 2**20
@@ -29,6 +30,7 @@ MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """What Linux takes as the name of a file, and as a path."""
+VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KINDS = {
     stat.S_ISDIR: "a directory",
     stat.S_ISFIFO: "a pipe",
@@ -52,6 +54,15 @@ def is_path(text: str) -> bool:
     encoded = text.encode("utf-8", "surrogatepass")
     is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
     return is_short and b"\0" not in encoded
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError if `name` cannot name a run and its directory."""
+    if not VALID_NAME.fullmatch(name):
+        raise ConfigError(
+            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
+            hint="give another --name",
+        )
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
@@ -124,10 +135,14 @@ def load_json(
         raise error(f"{path} cannot be read: {reason(wrong)}", hint=hint) from None
 
 
+def decapitalized(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
 def reason(error: Exception) -> str:
     """Why a file cannot be read, without the path that the message has already."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror[:1].lower() + error.strerror[1:]
+        return decapitalized(error.strerror)
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 (byte {error.start})"
     return str(error)
@@ -138,7 +153,7 @@ def first_of(error: Any) -> str:
     details = error.errors(include_url=False, include_input=False, include_context=False)
     first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
+    return f"{key}: {decapitalized(first['msg'])}{more}" if key else f"{decapitalized(first['msg'])}{more}"
 
 
 @cache
@@ -146,7 +161,3 @@ def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

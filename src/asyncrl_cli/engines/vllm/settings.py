@@ -10,11 +10,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.engines.vllm.arguments import not_yours
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
-from asyncrl_cli.weights.probes import PROBE_TOKENS
+from asyncrl_cli.profile.schema import PROBE_TOKENS
+from asyncrl_cli.profile.vllm_arguments import not_yours
 
 PAGE_TOKENS = 128
 """At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
