@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl_cli.engines.vllm.settings import VllmOptions, VllmSetup
-from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan, tensor_parallel_size
+from asyncrl_cli.plan.job_plan import ROLLOUT, JobPlan
+from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 

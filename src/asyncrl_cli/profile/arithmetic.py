@@ -121,3 +121,20 @@ def train_steps_of(profile: Profile) -> int:
             hint="give one of the two",
         )
     return groups // step_groups
+
+
+def tensor_parallel_size(profile: Profile, device: str) -> int:
+    """Over how many processes an engine shares one model: a worker's GPUs; on CPUs as many as are asked for.
+
+    ConfigError if that is another number than the worker has GPUs.
+    """
+    asked, gpus = profile.rollout.tensor_parallel_size, profile.placement.gpus_per_rollout_worker
+    if device == "cpu":
+        return asked or 1
+    if asked not in (None, gpus):
+        raise ConfigError(
+            f"rollout.tensor_parallel_size = {asked}, but placement.gpus_per_rollout_worker = {gpus}: a worker's model is "
+            "shared by all of its GPUs",
+            hint=f"--set placement.gpus_per_rollout_worker={asked}, or leave rollout.tensor_parallel_size out",
+        )
+    return gpus
