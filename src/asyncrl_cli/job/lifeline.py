@@ -7,8 +7,8 @@ Ray itself goes on for a minute without its gcs_server, and then exits in the mi
     raylet dies       its workers die with it: everybody fails at once
     reaper dies       nobody fails: another takes its place
 
-A driver that is then in a call of Ray's that blocks (it makes an actor, say) hears nothing for a minute: the reaper, which is not
-told that it is awake, ends it after `reaper.DEAF_S` and says so.
+A driver that is then in a call of Ray's that blocks (it makes an actor, say) hears nothing for a minute: after `DEAF_S` the thread
+that watches says so in its place, and ends the process.
 
 There is one session per process, as there is one Ray.
 """
@@ -21,11 +21,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 from asyncrl_cli.errors import SessionLost
-from asyncrl_cli.job import reaper
+from asyncrl_cli.job.stopping import leave, tell
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
 """For the checkpoint of a run whose gcs_server is gone."""
+DEAF_S = 8.0
+"""How long the event loop may take to hear of a daemon's end."""
 HINT = "a run that has begun goes on with `asyncrl resume`; if this machine was out of memory, `dmesg` says so"
 OUTLIVED = "gcs_server"
 
@@ -46,6 +48,7 @@ class Lifeline:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waits: dict[asyncio.Timeout, bool] = {}
         self._first: tuple[str, str] | None = None
+        self._is_heard = False
         self._patience_is_over = False
 
     def error(self, *, patient: bool = False) -> SessionLost | None:
@@ -61,7 +64,7 @@ class Lifeline:
     def waiting(self, limit: asyncio.Timeout, *, patient: bool) -> Iterator[None]:
         """`limit` runs out when a daemon dies. Raises SessionLost if one has."""
         if self._first is not None and (error := self.error(patient=patient)) is not None:  # a look would take longer than a call
-            reaper.say(reaper.AWAKE)
+            self._is_heard = True
             raise error
         self._loop = asyncio.get_running_loop()
         self._waits[limit] = patient
@@ -87,6 +90,9 @@ class Lifeline:
         if not self._ended.wait(CHECKPOINT_S):
             self._patience_is_over = True
             self._wake()
+            if not self._ended.wait(DEAF_S - CHECKPOINT_S) and not self._is_heard:
+                tell(f"error: {self.error()}\nhint: {HINT}")
+                leave(SessionLost.exit_code)
 
     def _wake(self) -> None:
         """In the thread of who waits: timeouts are its own."""
@@ -95,7 +101,7 @@ class Lifeline:
                 self._loop.call_soon_threadsafe(self._expire)
 
     def _expire(self) -> None:
-        reaper.say(reaper.AWAKE)
+        self._is_heard = True
         for limit, patient in self._waits.items():
             if self.error(patient=patient) is not None and not limit.expired():
                 limit.reschedule(0.0)

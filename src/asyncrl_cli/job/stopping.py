@@ -122,7 +122,7 @@ def end_descendants() -> None:
 def leave(exit_code: int = INTERRUPTED) -> NoReturn:
     """End this process now. Python would wait for threads that nobody can interrupt: an import, a download, a stuck terminal."""
     remove_unfinished()
-    reaper.say(reaper.GOODBYE)
+    reaper.say_goodbye()
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)
