@@ -1,5 +1,5 @@
-"""Files that anybody may have written, read with limits: regular files only, never more bytes than asked for, in UTF-8, and
-JSON only of the type that its writer declares.
+"""Reading files that anybody may have written: only regular files, only so many bytes, only UTF-8, and JSON only of the type that
+its writer declares.
 
 Opening a pipe waits until somebody writes into it, a device may never end, and a number or a nesting may be longer than
 Python takes. Here all of that is an error with a reason.

@@ -64,14 +64,14 @@ NOT_IN_USE = -1
 
 
 class LocalNode(Node):
-    """A head node without what `RayParams` can not leave out."""
+    """A head node without the parts that `RayParams` cannot leave out."""
 
     def start_api_server(self, **options: object) -> None:
         self._webui_url = ""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        """The raylet insists on two agents and on hearing their ports, and ends when one of them does. In their place it gets
-        `cat`s, which wait for the raylet's end: there are no metrics to collect, and no runtime environment to build."""
+        """The raylet needs two agents and their ports, and ends when an agent does. We have no metrics to collect and no runtime
+        environment to build, so each agent is a `cat`, which waits for the raylet's end."""
         for name in AGENT_PORTS:
             persist_port(self._session_dir, self._node_id, name, NOT_IN_USE)
         start = services.start_ray_process

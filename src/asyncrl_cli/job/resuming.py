@@ -1,4 +1,4 @@
-"""What a checkpoint must hold so that its run can go on, looked at before anything is started."""
+"""Whether a run can go on from a checkpoint, checked before anything is started."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: in
 
 @contextlib.contextmanager
 def _ray_variables() -> Iterator[None]:
-    """What Ray is told by variables, and what it sets itself, is not for what comes after the session."""
+    """Ray's variables are as they were once the session has ended: those that we set, and those that Ray sets itself."""
     before = {name: os.environ[name] for name in os.environ if name.startswith(RAYS_VARIABLES)}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.

@@ -24,7 +24,7 @@ MOST_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Values that no profile has together: each is given itself, or as what holds for it."""
+    """Values that do not go together: by key, the value itself or a test of it."""
 
     values: Mapping[str, object]
     because: str
