@@ -79,25 +79,6 @@ def shared_memory_of(pid: int) -> set[str]:
     return {name for name in found if name.startswith(SHARED_MEMORY) and not name.endswith(" (deleted)")}
 
 
-def users_of(directory: str) -> Seen:
-    """Python processes of ours with a file open in `directory`: Ray's agents, if the driver died before we saw them."""
-    found: Seen = {}
-    executable = os.readlink("/proc/self/exe")
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if os.readlink(entry / "exe") != executable:
-                continue
-            files = [os.readlink(file) for file in (entry / "fd").iterdir()]
-        except OSError:
-            continue  # not ours, or just ended
-        start = started_at(int(entry.name))
-        if start is not None and any(file.startswith(directory + "/") for file in files):
-            found[int(entry.name)] = start
-    return found
-
-
 def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
@@ -179,18 +160,14 @@ def remove_shared_memory(names: set[str]) -> None:
 def main(driver_pid: int, directory: str, since: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    driver_started_at = started_at(driver_pid)
     watched = watch(driver_pid, since)
-    seen = watched.seen
     if watched.said_goodbye:
         heard(GRACE_S)  # it closes the pipe, or ends
     else:
         with contextlib.suppress(OSError):  # nobody reads it any more
             sys.stderr.write(LAST_WORD)
             sys.stderr.flush()
-    if driver_started_at is None or started_at(driver_pid) != driver_started_at:
-        seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
-    reap(seen)
+    reap(watched.seen)
     remove_shared_memory(watched.memory)
     shutil.rmtree(directory, ignore_errors=True)
 

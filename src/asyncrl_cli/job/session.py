@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -168,25 +167,22 @@ def _short_directory() -> str:
 
 
 class Reaper:
-    """The process that cleans up after this one. Where there is no /proc, this one does it itself."""
+    """The process that cleans up after this one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._process = self._start("0") if Path("/proc/self/stat").exists() else None
-        self._since = started_at(self._process.pid) or 0 if self._process is not None else 0
+        self._process = self._start(since=0)
+        self._since = started_at(self._process.pid) or 0
 
     def mend(self) -> None:
-        """Another in its place, if it is dead, which also knows what the first was to look after."""
-        if self._process is not None and self._process.poll() is not None:
+        """If it is dead, another in its place, which also looks after what the first one did."""
+        if self._process.poll() is not None:
             self._close_pipe()
-            self._process = self._start(str(self._since))
+            self._process = self._start(self._since)
 
     def end(self) -> None:
         """Returns when everything is gone."""
         self.mend()
-        if self._process is None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            return
         reaper.say_goodbye()
         self._close_pipe()
         try:
@@ -196,14 +192,13 @@ class Reaper:
             self._process.wait()
 
     def _close_pipe(self) -> None:
-        assert self._process is not None
         assert self._process.stdin is not None
         reaper.speak_to(None)  # soon the pipe's number may be another file's
         self._process.stdin.close()
 
-    def _start(self, since: str) -> subprocess.Popen[bytes]:
+    def _start(self, since: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), since],
+            [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), str(since)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
