@@ -105,7 +105,9 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Nested tables as dotted keys; raises ConfigError for all that are unknown, naming the nearest known ones."""
     flat: dict[str, Any] = {}
     problems: list[ConfigError] = []
-    for section, table in islice(content.items(), MOST_PROBLEMS + len(sections())):
+    for section, table in content.items():
+        if len(problems) > MOST_PROBLEMS:
+            break
         if section not in sections():
             problems.append(_unknown(section, where, [*sections(), *keys()]))
         elif not isinstance(table, Mapping):
