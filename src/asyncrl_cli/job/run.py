@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl_cli.checkpoint.find import Checkpoint, load_checkpoint, refuse_ended, resolve
-from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.assembling import make_observers, make_pipeline
 from asyncrl_cli.job.attempt_log import logged_to
@@ -159,7 +159,6 @@ class Run:
         if self.checkpoint is not None:
             return RunDirectory.open(self.checkpoint.directory.parent.parent)
         self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
-        check_free(self.runs_dir, self.name)
         document = to_document(self.profile, self.origins)
         toml = to_toml(self.profile, self.origins)
         self._unbegun = RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=document)
