@@ -1,5 +1,5 @@
-"""Files that anybody may have written, read with limits: regular files only, never more bytes than asked for, in UTF-8, and
-JSON only of the type that its writer declares.
+"""Reading files that anybody may have written: only regular files, only so many bytes, only UTF-8, and JSON only of the type that
+its writer declares.
 
 Opening a pipe waits until somebody writes into it, a device may never end, and a number or a nesting may be longer than
 Python takes. Here all of that is an error with a reason.
@@ -8,6 +8,7 @@ Python takes. Here all of that is an error with a reason.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from functools import cache
@@ -17,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 from annotated_types import Interval, IsFinite
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 
 T = TypeVar("T")
 MIB = 2**20
@@ -29,13 +30,9 @@ MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
 """What Linux takes as the name of a file, and as a path."""
-_KINDS = {
-    stat.S_ISDIR: "a directory",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-}
+VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
+"""By the first letter of their mode as `ls -l` writes it."""
 
 
 class UnsafeFile(ValueError):
@@ -54,6 +51,15 @@ def is_path(text: str) -> bool:
     return is_short and b"\0" not in encoded
 
 
+def check_name(name: str) -> None:
+    """Raises ConfigError if `name` cannot name a run and its directory."""
+    if not VALID_NAME.fullmatch(name):
+        raise ConfigError(
+            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
+            hint="give another --name",
+        )
+
+
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     """Open a regular file for reading, without waiting. Raises UnsafeFile for anything else and OSError as `open` does."""
     try:
@@ -63,8 +69,7 @@ def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            kind = next((name for is_kind, name in _KINDS.items() if is_kind(found.st_mode)), "of another kind")
-            raise UnsafeFile(f"it is {kind}, not a file")
+            raise UnsafeFile(f"it is {_KINDS.get(stat.filemode(found.st_mode)[0], 'of another kind')}, not a file")
         if max_bytes is not None and found.st_size > max_bytes:
             raise UnsafeFile(f"it has {found.st_size:,} bytes; at most {max_bytes:,} are read")
         return os.fdopen(descriptor, "rb")
@@ -124,10 +129,14 @@ def load_json(
         raise error(f"{path} cannot be read: {reason(wrong)}", hint=hint) from None
 
 
+def decapitalized(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
 def reason(error: Exception) -> str:
     """Why a file cannot be read, without the path that the message has already."""
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror[:1].lower() + error.strerror[1:]
+        return decapitalized(error.strerror)
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 (byte {error.start})"
     return str(error)
@@ -138,7 +147,7 @@ def first_of(error: Any) -> str:
     details = error.errors(include_url=False, include_input=False, include_context=False)
     first, key = details[0], ".".join(str(part)[:80] for part in details[0]["loc"])
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{key}: {_lower(first['msg'])}{more}" if key else f"{_lower(first['msg'])}{more}"
+    return f"{key}: {decapitalized(first['msg'])}{more}" if key else f"{decapitalized(first['msg'])}{more}"
 
 
 @cache
@@ -146,7 +155,3 @@ def _adapter(kind: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]

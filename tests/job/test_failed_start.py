@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import run as run_module
-from asyncrl_cli.job import session, workers
+from asyncrl_cli.job import workers
 from asyncrl_cli.job.ports import RayTrainer
 from asyncrl_cli.job.preparing import Prepared
 from asyncrl_cli.job.run import Run
@@ -38,8 +38,8 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
         yield
 
     monkeypatch.setattr(run_module, "prepare", prepare)
-    monkeypatch.setattr(session, "ray_session", ray_session)
-    monkeypatch.setattr(session, "object_store_bytes_for", lambda model_dir: 0)
+    monkeypatch.setattr(run_module, "ray_session", ray_session)
+    monkeypatch.setattr(run_module, "object_store_bytes_for", lambda model_dir: 0)
     monkeypatch.setattr(workers, "started_workers", started_workers)
     for _ in range(2):
         run = Run(small_profile(), runs_dir=tmp_path / "runs", name="otter", ui="none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +16,7 @@ from asyncrl_cli.errors import SessionLost
 from asyncrl_cli.job import lifeline as module
 from asyncrl_cli.job.calls import answer
 from asyncrl_cli.job.lifeline import lifeline, lost_session
-from asyncrl_cli.job.local_ray import _how_it_ended
+from asyncrl_cli.job.local_ray import ending
 
 SOON_S = 10 * module.LOOK_EVERY_S
 
@@ -30,7 +31,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 def watched(daemons: dict[str, subprocess.Popen[bytes]], mend: Any = lambda: None) -> Any:
-    return lifeline({name: partial(_how_it_ended, process) for name, process in daemons.items()}, mend)
+    return lifeline({name: partial(ending, process) for name, process in daemons.items()}, mend)
 
 
 async def ask(*, patient: bool) -> float:
@@ -80,3 +81,34 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
     with watched(daemons, lambda: mended.append(time.monotonic())):
         assert asyncio.run(main()) == "done"
     assert mended
+
+
+DRIVER = """
+import asyncio, sys, time
+from asyncrl_cli.job import lifeline
+
+lifeline.LOOK_EVERY_S, lifeline.CHECKPOINT_S, lifeline.DEAF_S = 0.05, 0.1, 0.2
+is_dead = []
+with lifeline.lifeline({"gcs_server": lambda: "SIGKILL" if is_dead else None}, lambda: None):
+    async def wait():
+        async with asyncio.timeout(5) as limit:
+            with lifeline.session_wait(limit):
+                is_dead.append(True)
+                await asyncio.sleep(10)
+
+    if sys.argv[1] == "awake":
+        try:
+            asyncio.run(wait())
+        except (TimeoutError, lifeline.SessionLost):
+            pass
+    is_dead.append(True)
+    time.sleep(2)
+"""
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("awake", 0), ("deaf", 1)])
+def test_a_driver_that_cannot_hear_of_a_daemons_end_is_ended_and_one_that_can_is_not(how: str, exit_code: int) -> None:
+    """A driver in a call of Ray's that blocks would wait for a gcs_server for a minute."""
+    done = subprocess.run([sys.executable, "-c", DRIVER, how], capture_output=True, timeout=60, check=False)
+    assert done.returncode == exit_code, done.stderr
+    assert (b"error: ray's gcs_server has ended (SIGKILL)" in done.stderr) is (how == "deaf")

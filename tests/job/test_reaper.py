@@ -1,12 +1,9 @@
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -80,11 +77,6 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
         Path(memory).unlink()
     assert children[0].pid in watched.seen  # Python's resource tracker may be another
     assert watched.memory == {memory, f"/dev/shm/{foreign.name}"}
-
-
-def start_reaper(driver_pid: int, directory: Path, since: int = 0) -> subprocess.Popen[bytes]:
-    words = (str(driver_pid), str(directory), str(since))
-    return subprocess.Popen([sys.executable, "-I", reaper.__file__, *words], stdin=subprocess.PIPE)
 
 
 def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Path, foreign: SharedMemory) -> None:
@@ -167,37 +159,3 @@ def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: P
         error, hint = told.splitlines()
         assert error.startswith("error: ")
         assert "asyncrl resume" in hint
-
-
-DEAF = """
-import subprocess, sys, time
-daemon = subprocess.Popen([sys.argv[1], "60"])
-print(daemon.pid, flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("word", [b"", reaper.AWAKE])
-def test_a_driver_that_does_not_hear_of_a_daemons_end_is_ended_and_one_that_does_is_not(
-    word: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A driver in a call of Ray's that blocks would wait for a gcs_server for a minute."""
-    daemon = shutil.copy(shutil.which("sleep") or "", tmp_path / "gcs_server")
-    monkeypatch.setattr(reaper, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(reaper, "DEAF_S", 0.5)
-    reading, writing = os.pipe()
-    with os.fdopen(reading) as pipe, subprocess.Popen([sys.executable, "-c", DEAF, daemon], stdout=subprocess.PIPE) as driver:
-        monkeypatch.setattr(sys, "stdin", pipe)
-        assert driver.stdout is not None
-        daemon_pid = int(driver.stdout.readline())
-        timers = [threading.Timer(0.5, os.kill, (daemon_pid, signal.SIGKILL)), threading.Timer(3.0, os.close, (writing,))]
-        for timer in timers:
-            timer.start()
-        os.write(writing, word)
-        watched = reaper.watch(driver.pid)
-        ended = driver.poll()
-        driver.kill()
-        for timer in timers:
-            timer.join()
-    assert (watched.said_goodbye, watched.dead) == (False, "gcs_server")
-    assert ended == (None if word else -signal.SIGKILL)

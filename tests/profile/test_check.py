@@ -161,8 +161,8 @@ def test_several_conflicts_are_told_at_once() -> None:
 @pytest.mark.parametrize(
     ("sets", "message", "hint"),
     [
-        (["rollout.enforce_eager=true"], "rollout.enforce_eager with rollout.engine", "rollout.engine=vllm"),
-        (["rollout.engine_args={block_size=32}"], "rollout.engine_args with", "rollout.engine=vllm"),
+        (["rollout.enforce_eager=true"], "rollout.enforce_eager = true with rollout.engine", "rollout.engine=vllm"),
+        (["rollout.engine_args={block_size=32}"], "rollout.engine_args = {block_size = 32} with", "rollout.engine=vllm"),
         (["rollout.engine=vllm", "rollout.max_model_len=100"], "rollout.max_model_len = 100", "max_model_len=352"),
         (["rollout.engine=vllm", "rollout.top_p=0.9", "rollout.temperature=0.7"], "rollout.temperature = 0.7", "transformers"),
         (["rollout.engine=vllm", "rollout.top_k=9", "eval.temperature=0.7"], "eval.temperature = 0.7", "transformers"),

@@ -164,6 +164,9 @@ def test_environment_values_are_toml_too_and_their_errors_name_the_variable() ->
     profile = load("base", environ={"ASYNCRL_ROLLOUT__STOP": '["x"]', "ASYNCRL_TASK__PARAMS__LOW": "3"}).profile
     assert profile.rollout.stop == ("x",)
     assert profile.task.params == {"low": 3}
+    assert (
+        load("base", environ={"ASYNCRL_TASK__PARAMS": "{low = 3}"}).origins["task.params.low"] == "environment ASYNCRL_TASK__PARAMS"
+    )
     assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
 
 

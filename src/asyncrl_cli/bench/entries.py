@@ -14,8 +14,8 @@ from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import mode_of
 from asyncrl_cli.profile.layers import Loaded
-from asyncrl_cli.profile.resolved import toml_value
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml import toml_value
 
 OWN_FLAGS = {
     "run.seed": "--seed",

@@ -10,8 +10,8 @@ from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.keys import PARAMS
 from asyncrl_cli.profile.layers import set_layer
-from asyncrl_cli.profile.resolved import toml_key, toml_value
 from asyncrl_cli.profile.sources import is_file_reference, locate
+from asyncrl_cli.profile.toml import toml_key, toml_value
 
 
 def check_new(path: Path) -> None:

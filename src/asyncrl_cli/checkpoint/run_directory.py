@@ -19,8 +19,8 @@ from typing import Any
 from asyncrl_cli.checkpoint.files import replace_link, replace_text
 from asyncrl_cli.checkpoint.find import run_names
 from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
-from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, MIB, UnsafeFile, read_bytes, reason
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, MIB, UnsafeFile, check_name, read_bytes, reason
 
 RESOLVED_SCHEMA_VERSION = 1
 STOP_REQUEST = "stop"
@@ -39,7 +39,6 @@ START_FILES = {
     "reward.json",
     "weights",
 }
-VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 class RunDirectory:
@@ -234,15 +233,6 @@ def _in_use(path: Path) -> RefusedError:
         f"run directory {path} is in use: a run of that name exists",
         hint=f"continue it with `asyncrl resume {path.name}`, or give another --name",
     )
-
-
-def check_name(name: str) -> None:
-    """Raises ConfigError if `name` cannot name a run."""
-    if not VALID_NAME.fullmatch(name):
-        raise ConfigError(
-            f"run.name '{name:.101}' cannot name a directory: letters, digits, '.', '_' and '-', at most 100",
-            hint="give another --name",
-        )
 
 
 def fresh_name(profile: str, runs_dir: Path) -> str:

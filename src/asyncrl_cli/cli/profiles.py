@@ -96,7 +96,7 @@ def _key_row(key: str, meaning: str) -> dict[str, Any]:
 
 def _key_text(row: dict[str, Any]) -> str:
     """As a profile would say it; a key that is not set by default is a comment."""
-    from asyncrl_cli.profile.resolved import toml_value
+    from asyncrl_cli.profile.toml import toml_value
 
     default = row["default"]
     line = f"# {row['key']} is not set by default" if default is None else f"{row['key']} = {toml_value(default)}"

@@ -1,4 +1,5 @@
-"""Dumps of samples beside training. One that fails costs its samples and not the step: the first is warned of, all are counted."""
+"""Dumps of samples beside training. A dump that fails loses its samples, not the step: people are warned of the first, and all are
+counted."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class SampleDumps:
-    """One at a time: the next waits for the last, so that no failure goes unseen. `warn` may be set to whoever tells people."""
+    """One dump at a time: the next waits for the last, so that every failure is seen. `warn` tells people; by default it logs."""
 
     def __init__(self) -> None:
         self.warn: Callable[[str], None] = logger.warning

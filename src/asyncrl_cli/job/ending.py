@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.checkpoint.files import storage_error
+from asyncrl_cli.checkpoint.find import checkpoints_in, is_sealed, step_of
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost
 from asyncrl_cli.job.stopping import StopRequests, leave, tell
+from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.observe.observers import Observers
 
 if TYPE_CHECKING:
-    from asyncrl_cli.checkpoint.run_directory import RunDirectory
-    from asyncrl_cli.job.ports import RayTrainer
-    from asyncrl_cli.loop.pipeline import Pipeline
-    from asyncrl_cli.observe.observers import Observers
+    from asyncrl_cli.job.ports import RayTrainer  # it needs Ray
 
 log = logging.getLogger("asyncrl")
 
@@ -49,18 +50,9 @@ async def run_to_the_end(
             observers.close("stopped")
             raise
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
-    except AsyncrlError as failure:
-        error = failure
-        if isinstance(error, SessionLost):
-            error.hint = _after_lost_session(directory)
-        error.hint = error.hint or _what_next(failure, directory.name)
-        log.error("the run ended early", exc_info=failure)
-    except OSError as failure:
-        error = storage_error(failure)
-        log.error("the run ended early", exc_info=failure)
     except Exception as failure:
-        error = AsyncrlError(f"asyncrl itself failed: {type(failure).__name__}: {failure}", hint="the traceback is in the log")
-        log.error("asyncrl itself failed", exc_info=failure)
+        log.error("the run ended early", exc_info=failure)
+        error = _as_ours(failure, directory)
     finally:
         requests.mean(lambda: None, lambda: None)
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
@@ -90,16 +82,20 @@ def _cancelled_from_outside() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _after_lost_session(directory: RunDirectory) -> str:
-    from asyncrl_cli.checkpoint.find import checkpoints_in, is_sealed, step_of
-
-    step = next((step_of(path) for path in checkpoints_in(directory.checkpoints) if is_sealed(path)), None)
-    return f"`asyncrl resume {directory.name}` continues from " + ("its start" if step is None else f"step {step}")
-
-
-def _what_next(error: AsyncrlError, name: str) -> str:
-    if isinstance(error, Interrupted):
-        return f"asyncrl resume {name}"
-    if isinstance(error, ExecutorFailed):
-        return f"`asyncrl logs {name}` tells more, `asyncrl resume {name}` goes on from the last checkpoint"
-    return ""
+def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
+    """The failure in words for people, with what to do next."""
+    name = directory.name
+    if isinstance(failure, OSError):
+        return storage_error(failure)
+    if not isinstance(failure, AsyncrlError):
+        what = f"asyncrl itself failed: {type(failure).__name__}: {failure}"
+        return AsyncrlError(what, hint="the traceback is in the log")
+    if isinstance(failure, SessionLost):
+        step = next((step_of(path) for path in checkpoints_in(directory.checkpoints) if is_sealed(path)), None)
+        failure.hint = f"`asyncrl resume {name}` continues from " + ("its start" if step is None else f"step {step}")
+    elif isinstance(failure, Interrupted):
+        failure.hint = failure.hint or f"asyncrl resume {name}"
+    elif isinstance(failure, ExecutorFailed):
+        goes_on = f"`asyncrl resume {name}` goes on from the last checkpoint"
+        failure.hint = failure.hint or f"`asyncrl logs {name}` tells more, {goes_on}"
+    return failure

@@ -25,8 +25,6 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.job import reaper
-from asyncrl_cli.job.reaper import children, name_of, started_at
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.tasks.child import how_it_ended
 
@@ -61,20 +59,19 @@ SYSTEM_CONFIG = PATIENT | {
 }
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
 NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
-AGENT_NAMES = "sh", "cat"
 AGENT_PORTS = "metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port"
 NOT_IN_USE = -1
 
 
 class LocalNode(Node):
-    """A head node without what `RayParams` can not leave out."""
+    """A head node without the parts that `RayParams` cannot leave out."""
 
     def start_api_server(self, **options: object) -> None:
         self._webui_url = ""
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        """The raylet insists on two agents and on hearing their ports, and ends when one of them does. In their place it gets
-        `cat`s, which wait for the raylet's end: there are no metrics to collect, and no runtime environment to build."""
+        """The raylet needs two agents and their ports, and ends when an agent does. We have no metrics to collect and no runtime
+        environment to build, so each agent is a `cat`, which waits for the raylet's end."""
         for name in AGENT_PORTS:
             persist_port(self._session_dir, self._node_id, name, NOT_IN_USE)
         start = services.start_ray_process
@@ -114,26 +111,16 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
         try:
             yield node
         finally:
-            reaper.say(reaper.AWAKE)
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 def daemons(node: LocalNode) -> dict[str, Callable[[], str | None]]:
-    """By name: how it has ended, None while it runs. The raylet's end ends its agents, so that it comes first."""
-    processes = {name: started[0].process for name, started in node.all_processes.items()}
-    agents = [pid for pid in children(processes["raylet"].pid) if name_of(pid) in AGENT_NAMES]
-    return {
-        **{name: partial(_how_it_ended, process) for name, process in processes.items()},
-        **{f"agent {pid}": partial(_gone, pid, started_at(pid)) for pid in agents},
-    }
+    """By name: how it has ended, None while it runs."""
+    return {name: partial(ending, started[0].process) for name, started in node.all_processes.items()}
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str | None:
+def ending(process: subprocess.Popen[bytes]) -> str | None:
     return None if process.poll() is None else how_it_ended(process.returncode)
-
-
-def _gone(pid: int, start: int | None) -> str | None:
-    return None if started_at(pid) == start else "killed"
 
 
 @contextlib.contextmanager

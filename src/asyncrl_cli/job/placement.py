@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import GroupPlan, JobPlan
+from asyncrl_cli.plan.counts import Bundle
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.plan.packing import asked, check_fit, fitting_hint
 
 RELEASE_S = 1.0
@@ -34,7 +36,7 @@ class Placement:
             "num_cpus": role.cpus,
             "num_gpus": role.gpus,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self.groups[role.group], placement_group_bundle_index=role.bundles[index]
+                placement_group=self.groups[role.group], placement_group_bundle_index=index
             ),
         }
 
@@ -50,8 +52,8 @@ async def place(plan: JobPlan, *, timeout_s: float) -> Placement:
     placement = Placement(plan=plan)
     try:
         async with asyncio.timeout(timeout_s):
-            for group in plan.groups:
-                placement.groups[group.name] = _create(group)
+            for name, group in plan.counts.groups.items():
+                placement.groups[name] = _create(group)
             await asyncio.gather(*(_ready(group) for group in placement.groups.values()))
     except TimeoutError:
         placement.remove()
@@ -70,37 +72,28 @@ async def place(plan: JobPlan, *, timeout_s: float) -> Placement:
 
 def ray_cluster() -> ClusterResources:
     """All resources of the connected cluster's living nodes."""
-    nodes = (
-        NodeResources(
-            name=node["NodeManagerAddress"],
-            cpus=int(node["Resources"].get("CPU", 0)),
-            gpus=int(node["Resources"].get("GPU", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    )
-    return ClusterResources(nodes=tuple(nodes))
+    return _cluster_of({node["NodeID"]: node["Resources"] for node in ray.nodes()})
 
 
 def free_cluster() -> ClusterResources:
     """What other jobs leave free now."""
-    free = ray._private.state.available_resources_per_node()
-    nodes = (
-        NodeResources(
-            name=node["NodeManagerAddress"],
-            cpus=int(free.get(node["NodeID"], {}).get("CPU", 0)),
-            gpus=int(free.get(node["NodeID"], {}).get("GPU", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    )
+    return _cluster_of(ray._private.state.available_resources_per_node())
+
+
+def _cluster_of(resources: Mapping[str, Mapping[str, float]]) -> ClusterResources:
+    """`resources` by node."""
+    nodes = []
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        has = resources.get(node["NodeID"], {})
+        name, cpus, gpus = node["NodeManagerAddress"], int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        nodes.append(NodeResources(name=name, cpus=cpus, gpus=gpus))
     return ClusterResources(nodes=tuple(nodes))
 
 
-def _create(group: GroupPlan) -> PlacementGroup:
-    bundles = [{"CPU": float(bundle.cpus), "GPU": float(bundle.gpus)} for bundle in group.bundles]
-    bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
-    return placement_group(bundles, strategy=group.strategy)
+def _create(group: Sequence[Bundle]) -> PlacementGroup:
+    """PACK: as few nodes as possible, but no refusal if it takes more."""
+    amounts = [{"CPU": float(bundle.cpus), "GPU": float(bundle.gpus)} for bundle in group]
+    return placement_group([{name: amount for name, amount in bundle.items() if amount} for bundle in amounts], strategy="PACK")
 
 
 async def _ready(group: PlacementGroup) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ logger = logging.getLogger(__name__)
 CALL_KEY = "rollout.call_timeout_s"
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of one call: `key` of the profile that `seconds` came from, and its value where the limit is longer than that."""
+
+    seconds: float | None
+    key: str | None = None
+    key_s: float | None = None
+
+
 class RayRolloutWorker:
     """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays.
 
@@ -60,14 +70,16 @@ class RayRolloutWorker:
         self, name: str, make_actor: Callable[[], Any], profile: Profile, restart_timeout_s: float, workers: int = 1
     ) -> None:
         """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: of the job."""
+        weights_s = profile.weights.timeout_s
+        is_direct = profile.weights.transport in DIRECT_TRANSPORTS
         self.name = name
         self.slots = profile.rollout.slots
         self.actor = make_actor()
         self._make_actor = make_actor
         self._restart_timeout_s = restart_timeout_s
-        self._call_timeout_s = profile.rollout.call_timeout_s
-        self._weights_timeout_s = profile.weights.timeout_s
-        self._direct_load_s = load_s(profile.weights.timeout_s, workers) if profile.weights.transport in DIRECT_TRANSPORTS else None
+        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
+        self._weights = Limit(weights_s, WEIGHTS_KEY)
+        self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
         self._rank_zero: Any = None
         self._groups = GroupExchange(self.actor, self._call)
 
@@ -84,22 +96,19 @@ class RayRolloutWorker:
     async def prefetch(self, published: Published) -> float:
         manifest, bucket_refs = published.handle
         ref = self.actor.prefetch.remote(manifest, list(bucket_refs))
-        what = f"the transfer of version {published.version}"
-        return float(await self._answer(ref, what, self._weights_timeout_s, WEIGHTS_KEY))
+        return float(await self._answer(ref, f"the transfer of version {published.version}", self._weights))
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
         """A drain may take as long as the longest response: the limit counts from when the last one was seen to run. Where rank 0
         sends the bytes within the load, the waits for it end by themselves before this one does."""
-        own_s, timeout_s = self._weights_timeout_s, self._direct_load_s or self._weights_timeout_s
-        key_s = own_s if timeout_s > own_s else None
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
-        report: LoadReport = await self._answer(ref, what, timeout_s, WEIGHTS_KEY, key_s, since)
+        report: LoadReport = await self._answer(ref, what, self._load, since)
         return report
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         ref = self.actor.evaluate.remote(request)
-        result: EvalResult = await self._answer(ref, f"the eval of version {request.version}", None, None)
+        result: EvalResult = await self._answer(ref, f"the eval of version {request.version}", Limit(None))
         return result
 
     async def abort_evals(self) -> None:
@@ -127,32 +136,25 @@ class RayRolloutWorker:
             await self.connect(self._rank_zero)
 
     async def start(self, timeout_s: float) -> None:
-        await self._answer(self.actor.start.remote(), "its start", timeout_s, None)
+        await self._answer(self.actor.start.remote(), "its start", Limit(timeout_s))
 
     async def connect(self, rank_zero: Any) -> None:
         """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
-        self._rank_zero = rank_zero
-        ref = self.actor.connect.remote(rank_zero)
-        own_s = self._weights_timeout_s
-        await self._answer(ref, "its meeting with trainer-0", own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
+        self._rank_zero, own_s = rank_zero, self._weights.seconds
+        limit = Limit(own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
+        await self._answer(self.actor.connect.remote(rank_zero), "its meeting with trainer-0", limit)
 
     async def stop(self, timeout_s: float) -> None:
-        await self._answer(self.actor.stop.remote(), "its end", timeout_s, None)
+        await self._answer(self.actor.stop.remote(), "its end", Limit(timeout_s))
 
     async def _call(self, pending: Any, call: str) -> Any:
-        return await self._answer(pending, call, self._call_timeout_s, CALL_KEY)
+        return await self._answer(pending, call, self._calls)
 
-    async def _answer(
-        self,
-        ref: Any,
-        call: str,
-        timeout_s: float | None,
-        key: str | None,
-        key_s: float | None = None,
-        since: Callable[[], float] | None = None,
-    ) -> Any:
+    async def _answer(self, ref: Any, call: str, limit: Limit, since: Callable[[], float] | None = None) -> Any:
         try:
-            return await answer(ref, executor=self.name, call=call, timeout_s=timeout_s, key=key, key_s=key_s, since=since)
+            return await answer(
+                ref, executor=self.name, call=call, timeout_s=limit.seconds, key=limit.key, key_s=limit.key_s, since=since
+            )
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
                 self._rank_zero.leave.remote(self.name)
@@ -164,33 +166,26 @@ class RayTrainer:
 
     def __init__(self, actors: Sequence[Any], profile: Profile, *, samples_dir: Path) -> None:
         self.actors = list(actors)
-        self._samples_dir = samples_dir
-        self._samples_every_steps = profile.logging.samples_every_steps
         self.dumps = SampleDumps()
-        self._num_minibatches = profile.async_training.require_batches
-        self._normalize = profile.algorithm.normalize_advantages
-        self._seed = profile.run.seed
-        self._call_timeout_s = profile.rollout.call_timeout_s
-        self._weights_timeout_s = profile.weights.timeout_s
+        self._profile = profile
+        self._samples_dir = samples_dir
+        self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
+        self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: TrainBatch) -> TrainReport:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
-        groups = training_order(batch.groups, num_minibatches=self._num_minibatches, seed=self._seed, step=batch.step)
-        plans = plan_train_step(
-            groups,
-            ranks=len(self.actors),
-            num_minibatches=self._num_minibatches,
-            normalize=self._normalize,
-        )
+        minibatches, normalize = self._profile.async_training.require_batches, self._profile.algorithm.normalize_advantages
+        groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
+        plans = plan_train_step(groups, ranks=len(self.actors), num_minibatches=minibatches, normalize=normalize)
         calls = []
         for rank, (actor, plan) in enumerate(zip(self.actors, plans, strict=True)):
             payload_refs = [groups[index].payload for index in plan.groups]
             ref = actor.train.remote(batch.step, batch.step_in_window, plan, *payload_refs)
-            calls.append(self._answer(rank, ref, f"train step {batch.step}", self._call_timeout_s, CALL_KEY))
+            calls.append(self._answer(rank, ref, f"train step {batch.step}", self._calls))
         answers = await all_of(calls)
         reports = [report for report, _ in answers]
-        if is_dump_step(batch.step, self._samples_every_steps):
+        if is_dump_step(batch.step, self._profile.logging.samples_every_steps):
             await self.dumps.begin(batch.step, lambda: self._dump(batch))
         return TrainReport(
             train_s=max(report.train_s for report in reports),
@@ -206,7 +201,7 @@ class RayTrainer:
         """Rank 0 writes samples beside training, for `weights.timeout_s` at most."""
         refs = [group.payload for group in batch.groups]
         ref = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
-        await self._answer(0, ref, f"the dump of the samples of step {batch.step}", self._weights_timeout_s, WEIGHTS_KEY)
+        await self._answer(0, ref, f"the dump of the samples of step {batch.step}", self._weights)
 
     def _failed_dumps(self) -> dict[str, float]:
         return {"samples/failed_dumps": self.dumps.num_failed} if self.dumps.num_failed else {}
@@ -218,8 +213,7 @@ class RayTrainer:
     async def publish(self, version: int) -> Published:
         began_s = time.monotonic()
         ref = self.actors[0].publish.remote(version)
-        what = f"the publish of version {version}"
-        manifest, bucket_refs = await self._answer(0, ref, what, self._weights_timeout_s, WEIGHTS_KEY)
+        manifest, bucket_refs = await self._answer(0, ref, f"the publish of version {version}", self._weights)
         refs = self._wanted[version] = HeldRefs(bucket_refs)
         publish_s = time.monotonic() - began_s
         return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
@@ -233,13 +227,13 @@ class RayTrainer:
 
     async def report(self) -> ExecutorReport:
         ref = self.actors[0].report.remote()
-        report: ExecutorReport = await self._answer(0, ref, "a report", self._call_timeout_s, CALL_KEY)
+        report: ExecutorReport = await self._answer(0, ref, "a report", self._calls)
         return report
 
     async def start(self, device: str, timeout_s: float) -> None:
         meeting_ref = self.actors[0].meeting_point.remote()
-        init_method = await self._answer(0, meeting_ref, "its start", timeout_s, None)
-        await self._collective("start", init_method, device, call="its start", timeout_s=timeout_s, key=None)
+        init_method = await self._answer(0, meeting_ref, "its start", Limit(timeout_s))
+        await self._collective("start", init_method, device, call="its start", limit=Limit(timeout_s))
 
     async def load(self, directory: Path) -> int | None:
         """Restore a checkpoint. Returns the version of the published weights that came with it, if any did."""
@@ -254,17 +248,14 @@ class RayTrainer:
                 await self.dumps.finish()
         except TimeoutError:
             logger.warning("the last dump of samples was still being written: it is lost")
-        await self._collective("stop", call="its end", timeout_s=timeout_s, key=None)
+        await self._collective("stop", call="its end", limit=Limit(timeout_s))
 
-    async def _collective(
-        self, method: str, *args: Any, call: str, timeout_s: float | None = None, key: str | None = WEIGHTS_KEY
-    ) -> list[Any]:
-        timeout_s = self._weights_timeout_s if timeout_s is None else timeout_s
+    async def _collective(self, method: str, *args: Any, call: str, limit: Limit | None = None) -> list[Any]:
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return await all_of(self._answer(rank, ref, call, timeout_s, key) for rank, ref in enumerate(refs))
+        return await all_of(self._answer(rank, ref, call, limit or self._weights) for rank, ref in enumerate(refs))
 
-    async def _answer(self, rank: int, ref: Any, call: str, timeout_s: float, key: str | None) -> Any:
-        return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=timeout_s, key=key, patient=True)
+    async def _answer(self, rank: int, ref: Any, call: str, limit: Limit) -> Any:
+        return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=limit.seconds, key=limit.key, patient=True)
 
 
 def _absolute(path: Path) -> str:

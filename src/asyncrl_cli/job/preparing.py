@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from asyncrl_cli.engines.registry import check_engine
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.job.session import check_reachable
+from asyncrl_cli.plan.cluster import local_cluster
+from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
-
-if TYPE_CHECKING:
-    from asyncrl_cli.tasks.task import Task
+from asyncrl_cli.tasks.task import Task, load_task
 
 T = TypeVar("T")
 
@@ -39,8 +41,7 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
     """
     say("looking for the engine")
     await interruptible(lambda look: check_surroundings(profile, address))
-    from asyncrl_cli.models.resolve import resolve_model
-    from asyncrl_cli.tasks.task import load_task
+    from asyncrl_cli.models.resolve import resolve_model  # not before the engine: it may be what breaks transformers
 
     say("loading the task")
     task = await interruptible(lambda look: load_task(profile, resumed))
@@ -62,7 +63,6 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 def check_without_making(profile: Profile, address: str | None = None) -> Task:
     """Raises what `prepare` would, as far as that can be told while no model is made or fetched."""
     from asyncrl_cli.models.resolve import model_here
-    from asyncrl_cli.tasks.task import load_task
 
     check_surroundings(profile, address)
     task = load_task(profile)
@@ -74,15 +74,9 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 def check_surroundings(profile: Profile, address: str | None) -> None:
     """Whether the job fits here (or the cluster answers), the engine is installed, and W&B has a login. Called before anything
     imports transformers: what is wrong with the engine's packages may break that, too."""
-    from asyncrl_cli.engines.registry import check_engine
-    from asyncrl_cli.plan.cluster import local_cluster
-    from asyncrl_cli.plan.job_plan import compile_job, device_of
-
     if address is None:
         compile_job(profile, local_cluster())
     else:
-        from asyncrl_cli.job.session import check_reachable
-
         check_reachable(address)
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     if profile.logging.wandb == "online":
@@ -142,33 +136,23 @@ def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
     """Run `work(look)` in a thread; if we are cancelled, its next call of `look` raises and ends it."""
     cancelled = threading.Event()
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()
 
     def look() -> None:
         if cancelled.is_set():
             raise Interrupted("interrupted before the run began")
 
-    loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if answer.cancelled():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)
-
     def run() -> None:
         try:
-            outcome = work(look), None
+            answer.set_result(work(look))
         except BaseException as error:
-            outcome = None, error
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, *outcome)
+            answer.set_exception(error)
 
     # A thread of its own: those of the loop's executor are waited for at the end, and an import or a download takes its time.
     threading.Thread(target=run, name="preparing", daemon=True).start()
     try:
-        return await answer
+        return await asyncio.wrap_future(answer)
     except asyncio.CancelledError:
         cancelled.set()
         raise

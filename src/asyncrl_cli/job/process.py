@@ -1,4 +1,4 @@
-"""A process of ours: its log file, its compute threads, its memory. (Its title in `ps` is Ray's: class and method.)"""
+"""How a process of ours is set up: its log file, compute threads and memory. (Ray sets its title in `ps`: class and method.)"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents l
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
 closes, because the session ended (it says goodbye first) or the driver died (we print the error then), it lets them go for
-`GRACE_S`, kills the rest, and removes the directory, and what they have left of Python's shared memory (vLLM's processes talk
-through it; who would tidy up after them, Python's resource tracker, is one of the killed).
+`GRACE_S`, kills the rest, and removes the directory and what they have left of Python's shared memory (vLLM's processes talk
+through it; Python's resource tracker, which would tidy up after them, is among the killed).
 
 Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux (/proc).
 """
@@ -25,13 +25,10 @@ from pathlib import Path
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
-DEAF_S = 8.0
-"""How long a driver may take to hear of a daemon's end. In a call of Ray's that blocks it would take a minute."""
-DAEMONS = ("gcs_server", "raylet")
-GOODBYE, AWAKE = b".", b"!"
-"""What the driver says through the pipe: that it has said all there was to say, and that a daemon's end is no news to it."""
+GOODBYE = b"."
+"""What the driver says through the pipe: it has told people all there was to tell."""
 LAST_WORD = """\
-error: {who} has ended without a word: {how}
+error: this run's process has ended without a word: it was killed
 hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had one; if memory was short, `dmesg` says so
 """
 SHARED_MEMORY = "/dev/shm/psm_"
@@ -47,13 +44,6 @@ def started_at(pid: int) -> int | None:
     except OSError:
         return None
     return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def children(pid: int) -> list[int]:
@@ -89,25 +79,6 @@ def shared_memory_of(pid: int) -> set[str]:
     return {name for name in found if name.startswith(SHARED_MEMORY) and not name.endswith(" (deleted)")}
 
 
-def users_of(directory: str) -> Seen:
-    """Python processes of ours with a file open in `directory`: Ray's agents, if the driver died before we saw them."""
-    found: Seen = {}
-    executable = os.readlink("/proc/self/exe")
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        try:
-            if os.readlink(entry / "exe") != executable:
-                continue
-            files = [os.readlink(file) for file in (entry / "fd").iterdir()]
-        except OSError:
-            continue  # not ours, or just ended
-        start = started_at(int(entry.name))
-        if start is not None and any(file.startswith(directory + "/") for file in files):
-            found[int(entry.name)] = start
-    return found
-
-
 def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
@@ -121,11 +92,11 @@ def speak_to(pipe: int | None) -> None:
     _pipe = pipe
 
 
-def say(word: bytes) -> None:
+def say_goodbye() -> None:
     """In the driver, also from a signal's handler."""
     if _pipe is not None:
         with contextlib.suppress(OSError):  # the reaper is dead itself
-            os.write(_pipe, word)
+            os.write(_pipe, GOODBYE)
 
 
 def heard(seconds: float) -> bytes | None:
@@ -133,26 +104,17 @@ def heard(seconds: float) -> bytes | None:
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
-def tell(dead: str | None) -> None:
-    """For a driver that can not. `dead`: the daemon that died before it."""
-    ended = (f"ray's {dead}", "this run's process waited for it") if dead else ("this run's process", "it was killed")
-    with contextlib.suppress(OSError):  # nobody reads it any more
-        sys.stderr.write(LAST_WORD.format(who=ended[0], how=ended[1]))
-        sys.stderr.flush()
-
-
 @dataclasses.dataclass
 class Watched:
-    """`said_goodbye`: the driver did; `dead`: the first daemon to die; `seen`: what lives on; `memory`: all shared memory seen."""
+    """`said_goodbye`: the driver did; `seen`: what lives on; `memory`: all shared memory seen."""
 
     said_goodbye: bool
-    dead: str | None
     seen: Seen
     memory: set[str]
 
 
 def watch(driver_pid: int, since: int = 0) -> Watched:
-    """Look until the driver ends, and end it if it does not hear that a daemon has.
+    """Look until the driver ends.
 
     We, or the first of us, which started at `since`, are the session's first process: what the driver had before (Python's resource
     tracker, say) is not the session's, and a driver that lives on needs it.
@@ -160,26 +122,14 @@ def watch(driver_pid: int, since: int = 0) -> Watched:
     since = since or started_at(os.getpid()) or 0
     seen: Seen = {}
     memory: set[str] = set()
-    daemons: dict[int, tuple[int, str]] = {}
-    dead: str | None = None
-    lost_s = 0.0
-    is_awake = False
-    while (word := heard(LOOK_EVERY_S)) in (None, AWAKE):
-        is_awake |= word == AWAKE
+    while (word := heard(LOOK_EVERY_S)) is None:
         seen = living(seen)
         look(driver_pid, seen, since)
         memory.update(*map(shared_memory_of, seen))
-        daemons |= {pid: (start, name) for pid, start in seen.items() if (name := name_of(pid)) in DAEMONS}
-        if dead is None:
-            dead = next((name for pid, (start, name) in daemons.items() if started_at(pid) != start), None)
-            lost_s = time.monotonic()
-        elif not is_awake and time.monotonic() - lost_s > DEAF_S:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(driver_pid, signal.SIGKILL)
     if started_at(driver_pid) is not None:
         look(driver_pid, seen, since)
     memory.update(*map(shared_memory_of, seen))
-    return Watched(word == GOODBYE, dead, living(seen), memory)
+    return Watched(word == GOODBYE, living(seen), memory)
 
 
 def reap(seen: Seen) -> None:
@@ -193,10 +143,8 @@ def reap(seen: Seen) -> None:
         for pid in list(seen):
             look(pid, seen)
         for pid in seen:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.1)
         seen = living(seen)
 
@@ -212,16 +160,14 @@ def remove_shared_memory(names: set[str]) -> None:
 def main(driver_pid: int, directory: str, since: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    driver_started_at = started_at(driver_pid)
     watched = watch(driver_pid, since)
-    seen = watched.seen
     if watched.said_goodbye:
         heard(GRACE_S)  # it closes the pipe, or ends
     else:
-        tell(watched.dead)
-    if driver_started_at is None or started_at(driver_pid) != driver_started_at:
-        seen |= users_of(directory)  # never while the driver lives: it may still have Ray's log open
-    reap(seen)
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            sys.stderr.write(LAST_WORD)
+            sys.stderr.flush()
+    reap(watched.seen)
     remove_shared_memory(watched.memory)
     shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint must hold so that its run can go on, looked at before anything is started."""
+"""Whether a run can go on from a checkpoint, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from asyncrl_cli.loop.kept_state import read_state
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe import observers
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.feed import PromptFeed
+from asyncrl_cli.tasks.task import Task
 
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
@@ -23,6 +25,14 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     payloads = [((p.uid, p.epoch, p.attempt), len(p.trajectories)) for p in read_payloads(checkpoint.directory)]
     if payloads != finished:
         raise _refused(checkpoint, "its tokens are not those of its finished groups")
+
+
+def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
+    """A checkpoint names its prompts: RefusedError unless the task still has them, as they were."""
+    feed, groups = PromptFeed(task.train, seed=seed), checkpoint.loop_state["groups"]
+    feed.restore(groups["feed"])
+    for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
+        feed.find(*entry["key"][:2])
 
 
 def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:

@@ -8,29 +8,34 @@ What can be refused is refused before anything is started, in that order. A run 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from asyncrl_cli.checkpoint.find import Checkpoint, load_checkpoint, refuse_ended, resolve
+from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
+from asyncrl_cli.job.assembling import make_observers, make_pipeline
 from asyncrl_cli.job.attempt_log import logged_to
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
-from asyncrl_cli.job.preparing import Prepared, Say, prepare
+from asyncrl_cli.job.preparing import Say, prepare
+from asyncrl_cli.job.resuming import check_resumable, refuse_other_prompts
+from asyncrl_cli.job.session import object_store_bytes_for, ray_session
 from asyncrl_cli.job.stopping import StopRequests, end_descendants, hangups_blocked, leave, leave_soon, tell
+from asyncrl_cli.observe.live_status import RunFacts
+from asyncrl_cli.observe.start_status import StartStatus
+from asyncrl_cli.observe.starting import Starting
+from asyncrl_cli.plan.job_plan import JobPlan
+from asyncrl_cli.profile.resolved import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.reward_module import keep_reward_module
+from asyncrl_cli.tasks.task import Task
+from asyncrl_cli.weights.model_files import keep_model_files
 
-if TYPE_CHECKING:
-    from asyncrl_cli.checkpoint.find import Checkpoint
-    from asyncrl_cli.checkpoint.run_directory import RunDirectory
-    from asyncrl_cli.loop.pipeline import Pipeline
-    from asyncrl_cli.observe.observers import Observers
-    from asyncrl_cli.observe.sinks import Sink
-    from asyncrl_cli.observe.start_status import StartStatus
-    from asyncrl_cli.plan.job_plan import JobPlan
-    from asyncrl_cli.tasks.task import Task
-
+Crew = tuple[Any, list[Any], list[Any]]
+"""The trainer, the rollout workers, and the payloads of a checkpoint's finished groups."""
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
 
 
@@ -54,10 +59,6 @@ class Run:
     @classmethod
     def resume(cls, argument: str, *, runs_dir: Path, ui: str = "auto", address: str | None = None) -> Run:
         """`argument` is a checkpoint, a run directory or a run's name. Raises RefusedError for a damaged or foreign one."""
-        from asyncrl_cli.checkpoint.find import load_checkpoint, refuse_ended, resolve
-        from asyncrl_cli.job.resuming import check_resumable
-        from asyncrl_cli.profile.resolved import read_document
-
         checkpoint = load_checkpoint(resolve(argument, runs_dir))
         refuse_ended(checkpoint)
         loaded = read_document(checkpoint.directory / "config.resolved.json")
@@ -89,177 +90,79 @@ class Run:
                 raise _failure_before(cancelled) or Interrupted(NEVER_BEGAN) from None
 
     async def _started_and_run(self) -> RunResult:
-        from asyncrl_cli.checkpoint.run_directory import check_free, fresh_name
-        from asyncrl_cli.job.session import object_store_bytes_for, ray_session
-        from asyncrl_cli.observe.starting import Starting
-        from asyncrl_cli.tasks.reward_module import keep_reward_module
-        from asyncrl_cli.weights.model_files import keep_model_files
-
-        if self.checkpoint is None:
-            self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
-            check_free(self.runs_dir, self.name)
-        with contextlib.ExitStack() as stack:
+        async with AsyncExitStack() as stack:
             stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
-            directory = self._open_directory(stack) if self.checkpoint else self._make_directory(stack)
+            directory = self._directory()
+            stack.callback(directory.close)
             attempt_dir = directory.start_attempt()
             stack.enter_context(logged_to(attempt_dir / "driver.log"))
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
-            with Starting(self.ui) as show, self._start_status(directory) as status:
+            self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
+            with Starting(self.ui) as show, self._start as status:
 
                 def say(text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
                     show(text, done, total, figures)
                     status(show.line)
 
-                prepared = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
-                self._refuse_other_prompts(prepared.task)
-                say("starting Ray")
-                store_bytes = object_store_bytes_for(prepared.model_dir)
-                with hangups_blocked():
-                    plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
-                keep_model_files(prepared.model_dir, directory.path)
-                keep_reward_module(directory.path, prepared.task.reward.function, prepared.task.reward.module_file)
+                plan, task, crew = await self._start_everything(stack, directory, attempt_dir, say)
+            self._start = None
+            return await self._to_the_end(directory, task, crew, [*self.warnings, *plan.warnings, *task.notes])
 
-                def begin() -> None:
-                    show.close()
-                    status.close()
-                    self._start = None
-
-                return await self._run_with(directory, attempt_dir, plan, prepared, say, begin)
-
-    def _refuse_other_prompts(self, task: Task) -> None:
-        """A checkpoint names its prompts: the task must still have them, as they were."""
-        from asyncrl_cli.tasks.feed import PromptFeed
-
+    async def _start_everything(
+        self, stack: AsyncExitStack, directory: RunDirectory, attempt_dir: Path, say: Say
+    ) -> tuple[JobPlan, Task, Crew]:
+        """Up to the loop's first turn; what has been started ends with `stack`."""
+        prepared = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
         if self.checkpoint is not None:
-            feed, groups = PromptFeed(task.train, seed=self.profile.run.seed), self.checkpoint.loop_state["groups"]
-            feed.restore(groups["feed"])
-            for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
-                feed.find(*entry["key"][:2])
-
-    async def _run_with(
-        self,
-        directory: RunDirectory,
-        attempt_dir: Path,
-        plan: JobPlan,
-        prepared: Prepared,
-        say: Say,
-        begin: Callable[[], None],
-    ) -> RunResult:
-        """`begin` ends what is said of the start."""
+            refuse_other_prompts(self.checkpoint, prepared.task, self.profile.run.seed)
+        say("starting Ray")
+        store_bytes = object_store_bytes_for(prepared.model_dir)
+        with hangups_blocked():
+            plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
+        reward = prepared.task.reward
+        keep_model_files(prepared.model_dir, directory.path)
+        keep_reward_module(directory.path, reward.function, reward.module_file)
         from asyncrl_cli.job.workers import started_workers
 
-        async with started_workers(
+        crew = started_workers(
             plan,
             self.profile,
             prepared.model_dir,
-            prepared.task.reward,
+            reward,
             log_dir=attempt_dir,
             run_dir=directory.path,
             checkpoint=self.checkpoint,
             progress=say,
-        ) as (trainer, workers, payloads):
-            begin()
-            observers = self._observers(directory)
-            try:
-                pipeline = self._pipeline(directory, prepared.task, trainer, workers, payloads, observers)
-            except BaseException as failure:
-                observers.close("failed", str(failure))
-                raise
-            for warning in (*self.warnings, *plan.warnings, *prepared.task.notes):
-                observers.warning(warning)
-            trainer.dumps.warn = observers.warning
-            self._unbegun = None
-            result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
-            if self.ui != "none":
-                tell("shutting down")  # Ray and the workers take seconds to end
-            return result
+        )
+        return plan, prepared.task, await stack.enter_async_context(crew)
 
-    def _pipeline(
-        self,
-        directory: RunDirectory,
-        task: Task,
-        trainer: Any,
-        workers: Sequence[Any],
-        payloads: Sequence[Any],
-        observers: Observers,
-    ) -> Pipeline:
-        from asyncrl_cli.checkpoint.store import CheckpointStore
-        from asyncrl_cli.job.checkpoints import RunCheckpoints
-        from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
-        from asyncrl_cli.loop.settings import LoopSettings
-        from asyncrl_cli.tasks.feed import PromptFeed
-        from asyncrl_cli.weights.limits import all_loads_s
+    async def _to_the_end(self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]) -> RunResult:
+        trainer, workers, payloads = crew
+        observers = make_observers(self.profile, directory, self.ui)
+        try:
+            pipeline = make_pipeline(self.profile, directory, task, trainer, workers, observers, self.checkpoint, payloads)
+        except BaseException as failure:
+            observers.close("failed", str(failure))
+            raise
+        for warning in warnings:
+            observers.warning(warning)
+        trainer.dumps.warn = observers.warning
+        self._unbegun = None
+        result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
+        if self.ui != "none":
+            tell("shutting down")  # Ray and the workers take seconds to end
+        return result
 
-        store = CheckpointStore(directory.path, keep=self.profile.checkpoint.keep, profile=self.profile.name)
-        resume_from = None
+    def _directory(self) -> RunDirectory:
+        """The run's own, locked: of a resumed run its old one."""
         if self.checkpoint is not None:
-            store.abandon_newer(self.checkpoint.step)
-            resume_from = ResumeFrom(loop_state=self.checkpoint.loop_state, payloads=payloads)
-        world = World(
-            feed=PromptFeed(task.train, seed=self.profile.run.seed),
-            trainer=trainer,
-            workers=workers,
-            eval_items=task.eval,
-            observers=[observers],
-            checkpoints=RunCheckpoints(store, trainer),
-            resume_from=resume_from,
-        )
-        settings = LoopSettings.of(self.profile, all_loads_s(self.profile.weights, len(workers)))
-        return Pipeline(settings, world)
-
-    def _observers(self, directory: RunDirectory) -> Observers:
-        from asyncrl_cli.observe.live_status import RunFacts
-        from asyncrl_cli.observe.observers import Observers
-        from asyncrl_cli.observe.screen import make_ui
-        from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
-        from asyncrl_cli.observe.timeline import TimelineFile
-
-        sinks: list[Sink] = [
-            MetricsFile(directory.metrics),
-            EventsFile(directory.events),
-            TimelineFile(directory.timeline),
-            StatusFile(directory.status),
-        ]
-        if self.profile.logging.wandb != "disabled":
-            sinks.append(self._wandb(directory))
-        screen = make_ui(self.ui)
-        if screen is not None:
-            sinks.append(screen)
-        return Observers(RunFacts.of(self.profile, directory.path, directory.attempts), sinks)
-
-    def _wandb(self, directory: RunDirectory) -> Any:
-        from asyncrl_cli.observe.wandb_sink import Wandb
-
-        return Wandb(
-            directory.path,
-            mode=self.profile.logging.wandb,
-            project=self.profile.logging.wandb_project,
-            name=directory.name,
-            config=self.profile.model_dump(mode="json"),
-        )
-
-    def _make_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
-        from asyncrl_cli.checkpoint.run_directory import RunDirectory
-        from asyncrl_cli.profile.resolved import to_document, to_toml
-
-        assert self.name is not None
-        directory = RunDirectory.create(
-            self.runs_dir,
-            self.name,
-            profile_toml=to_toml(self.profile, self.origins),
-            resolved=to_document(self.profile, self.origins),
-        )
-        stack.callback(directory.close)
-        self._unbegun = directory
-        return directory
-
-    def _start_status(self, directory: RunDirectory) -> StartStatus:
-        from asyncrl_cli.observe.live_status import RunFacts
-        from asyncrl_cli.observe.start_status import StartStatus
-
-        self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
-        return self._start
+            return RunDirectory.open(self.checkpoint.directory.parent.parent)
+        self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
+        document = to_document(self.profile, self.origins)
+        toml = to_toml(self.profile, self.origins)
+        self._unbegun = RunDirectory.create(self.runs_dir, self.name, profile_toml=toml, resolved=document)
+        return self._unbegun
 
     def _leave_the_start(self) -> NoReturn:
         """Asked a second time. Whoever computes or connects there is not waited for; the directory goes as it would in order."""
@@ -279,14 +182,6 @@ class Run:
         logs = self._unbegun.remove(keep_logs=isinstance(error, ExecutorFailed))
         if logs is not None and isinstance(error, ExecutorFailed):
             error.hint = error.hint or f"the logs of this start are in {logs}"
-
-    def _open_directory(self, stack: contextlib.ExitStack) -> RunDirectory:
-        from asyncrl_cli.checkpoint.run_directory import RunDirectory
-
-        assert self.checkpoint is not None
-        directory = RunDirectory.open(self.checkpoint.directory.parent.parent)
-        stack.callback(directory.close)
-        return directory
 
 
 def _interrupt() -> NoReturn:

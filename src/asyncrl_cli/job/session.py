@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -53,61 +52,55 @@ def ray_session(
     Raises ConfigError and PreflightError before anything is started, where it can; PreflightError if Ray does not start
     or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
     """
-    if address is None:
-        cluster = cluster or local_cluster()
-        plan = compile_job(profile, cluster)
-        with _local(plan, cluster, object_store_bytes):
-            yield plan
-    else:
-        with _connected(address):
-            from asyncrl_cli.job.placement import ray_cluster
-
-            yield compile_job(profile, ray_cluster())
-
-
-@contextlib.contextmanager
-def _local(plan: JobPlan, cluster: ClusterResources, object_store_bytes: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_ray_variables())
-        directory = Path(_short_directory())
-        reaping = stack.enter_context(_reaper(directory))
-        try:
-            from asyncrl_cli.job.local_ray import daemons, local_node
+        if address is None:
+            cluster = cluster or local_cluster()
+            plan = compile_job(profile, cluster)
+            stack.enter_context(_ray_variables())
+            _start_here(stack, cluster, plan.cpus, object_store_bytes)
+        else:
+            check_reachable(address)
+            stack.enter_context(_ray_variables())
+            try:
+                _init(address=address)
+            except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
+                raise _unreachable(address, error) from error
+        import ray
 
-            node = stack.enter_context(
-                local_node(
-                    directory,
-                    num_cpus=max(plan.cpus, cluster.cpus),
-                    num_gpus=cluster.gpus,
-                    object_store_bytes=max(object_store_bytes, 80 * 2**20),
-                )
+        from asyncrl_cli.job.placement import ray_cluster
+
+        stack.callback(ray.shutdown)
+        yield compile_job(profile, ray_cluster()) if address is not None else plan
+
+
+def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: int, object_store_bytes: int) -> None:
+    """Daemons, connected to; they end with `stack`, and with this process."""
+    directory = Path(_short_directory())
+    reaping = Reaper(directory)
+    stack.callback(reaping.end)
+    try:
+        from asyncrl_cli.job.local_ray import daemons, local_node
+
+        node = stack.enter_context(
+            local_node(
+                directory,
+                num_cpus=max(cpus, cluster.cpus),
+                num_gpus=cluster.gpus,
+                object_store_bytes=max(object_store_bytes, 80 * 2**20),
             )
-            stack.enter_context(lifeline(daemons(node), reaping.mend))
-            # A hook that copies what the driver was started with (`uv run`) needs the agent that a local session does without.
-            _init(address=node.address, _skip_env_hook=True)
-        except Exception as error:  # Ray's own start raises bare ones
-            raise PreflightError(
-                f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
-            ) from error
-        with _shut_down_at_the_end():
-            yield
-
-
-@contextlib.contextmanager
-def _connected(address: str) -> Iterator[None]:
-    check_reachable(address)
-    with _ray_variables():
-        try:
-            _init(address=address)
-        except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
-            raise _unreachable(address, error) from error
-        with _shut_down_at_the_end():
-            yield
+        )
+        stack.enter_context(lifeline(daemons(node), reaping.mend))
+        # A hook that copies what the driver was started with (`uv run`) needs the agent that a local session does without.
+        _init(address=node.address, _skip_env_hook=True)
+    except Exception as error:  # Ray's own start raises bare ones
+        raise PreflightError(
+            f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
+        ) from error
 
 
 @contextlib.contextmanager
 def _ray_variables() -> Iterator[None]:
-    """What Ray is told by variables, and what it sets itself, is not for what comes after the session."""
+    """Ray's variables are as they were once the session has ended: those that we set, and those that Ray sets itself."""
     before = {name: os.environ[name] for name in os.environ if name.startswith(RAYS_VARIABLES)}
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
@@ -133,16 +126,6 @@ def _init(**options: Any) -> None:
     finally:
         if in_main_thread and handler is not None:
             signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def _shut_down_at_the_end() -> Iterator[None]:
-    import ray
-
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def check_reachable(address: str) -> None:
@@ -184,40 +167,38 @@ def _short_directory() -> str:
 
 
 class Reaper:
-    """The process that cleans up after this one. Where there is no /proc, this one does it itself."""
+    """The process that cleans up after this one."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._process = self._start("0") if Path("/proc/self/stat").exists() else None
-        self._since = started_at(self._process.pid) or 0 if self._process is not None else 0
+        self._process = self._start(since=0)
+        self._since = started_at(self._process.pid) or 0
 
     def mend(self) -> None:
-        """Another in its place, if it is dead, which also knows what the first was to look after."""
-        if self._process is not None and self._process.poll() is not None:
-            assert self._process.stdin is not None
-            reaper.speak_to(None)  # soon the pipe's number may be another file's
-            self._process.stdin.close()
-            self._process = self._start(str(self._since))
+        """If it is dead, another in its place, which also looks after what the first one did."""
+        if self._process.poll() is not None:
+            self._close_pipe()
+            self._process = self._start(self._since)
 
     def end(self) -> None:
         """Returns when everything is gone."""
         self.mend()
-        if self._process is None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            return
-        assert self._process.stdin is not None
-        reaper.say(reaper.GOODBYE)
-        reaper.speak_to(None)
-        self._process.stdin.close()
+        reaper.say_goodbye()
+        self._close_pipe()
         try:
             self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
 
-    def _start(self, since: str) -> subprocess.Popen[bytes]:
+    def _close_pipe(self) -> None:
+        assert self._process.stdin is not None
+        reaper.speak_to(None)  # soon the pipe's number may be another file's
+        self._process.stdin.close()
+
+    def _start(self, since: int) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), since],
+            [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), str(since)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -225,13 +206,3 @@ class Reaper:
         assert process.stdin is not None
         reaper.speak_to(process.stdin.fileno())
         return process
-
-
-@contextlib.contextmanager
-def _reaper(directory: Path) -> Iterator[Reaper]:
-    """The reaper runs while the block does; leaving it waits until everything is gone."""
-    running = Reaper(directory)
-    try:
-        yield running
-    finally:
-        running.end()

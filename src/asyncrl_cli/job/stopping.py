@@ -5,7 +5,7 @@
     in its loop    step, checkpoint, end    aborts the loop         out, without waiting
     ending         is told so               nothing                 nothing
 
-"Out" ends the process there and then: what it has started is the reaper's, and checkpoints are made to survive that.
+"Out" ends the process there and then. The reaper ends what it has started, and checkpoints are made to survive that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 class StopRequests:
-    """Requests from signals and from the run directory's stop file. `mean` says what the next ones do."""
+    """Requests from signals and from the run directory's stop file. `mean` sets what the next ones do."""
 
     def __init__(self, *actions: Callable[[], None]) -> None:
         self._actions = list(actions)
@@ -94,8 +94,8 @@ class StopRequests:
 
 @contextlib.contextmanager
 def hangups_blocked() -> Iterator[None]:
-    """What is started within never hears a SIGHUP. A terminal that goes tells our whole process group, which Ray's processes are
-    part of, and the run's last checkpoint needs them. One that comes meanwhile is ours afterwards."""
+    """Processes that are started within the block ignore SIGHUP for ever. A terminal that closes sends it to our whole process
+    group, Ray's processes included, and the run's last checkpoint needs them. We get one that comes meanwhile after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
         yield
@@ -104,13 +104,13 @@ def hangups_blocked() -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """A line on stderr from within a signal's handler: no lock that its thread may hold, and a terminal may be gone."""
-    with contextlib.suppress(OSError):
+    """A line on stderr, safe in a signal's handler: it takes no lock that the interrupted thread may hold."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"{text}\n".encode())
 
 
 def end_descendants() -> None:
-    """Kill what this process has started, so that nothing writes where we clean up. Only the reaper lives on, and ends the rest."""
+    """Kill what this process has started, so that nothing writes where we clean up. The reaper is spared: it ends the rest."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):
@@ -122,7 +122,7 @@ def end_descendants() -> None:
 def leave(exit_code: int = INTERRUPTED) -> NoReturn:
     """End this process now. Python would wait for threads that nobody can interrupt: an import, a download, a stuck terminal."""
     remove_unfinished()
-    reaper.say(reaper.GOODBYE)
+    reaper.say_goodbye()
     with contextlib.suppress(OSError):
         if os.isatty(2):
             os.write(2, _SHOW_CURSOR)

@@ -1,4 +1,4 @@
-"""What a cluster has: nodes with CPUs and GPUs. Pure values, and the local machine's without asking Ray."""
+"""The nodes of a cluster with their CPUs and GPUs: plain values, and this machine's own without asking Ray."""
 
 from __future__ import annotations
 

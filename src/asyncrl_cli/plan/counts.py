@@ -1,4 +1,4 @@
-"""How many trainer ranks and rollout workers, from explicit counts or from a ratio of GPUs."""
+"""How many trainer ranks and rollout workers, from explicit counts or from a ratio of GPUs, and the bundles that they live in."""
 
 from __future__ import annotations
 
@@ -8,23 +8,52 @@ from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, counted
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
+TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Bundle:
+    """What one bundle of a placement group reserves on one node."""
+
+    gpus: int = 0
+    cpus: int
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Resolved counts. `gpus` and `cpus` are the whole job's."""
+    """Resolved counts; on CPUs `gpus_per_rollout_worker` is 0."""
 
     trainer_workers: int
     rollout_workers: int
     gpus_per_rollout_worker: int
     cpus_per_worker: int
-    gpus: int
     colocate: bool
 
     @property
+    def gpus(self) -> int:
+        """Of the whole job."""
+        if self.colocate or not self.gpus_per_rollout_worker:
+            return self.trainer_workers * self.gpus_per_rollout_worker
+        return self.trainer_workers + self.rollout_workers * self.gpus_per_rollout_worker
+
+    @property
     def cpus(self) -> int:
-        """Colocated on CPUs, a rank and a worker compute with the same cores."""
+        """Of the whole job. Colocated on CPUs, a rank and a worker compute with the same cores."""
         shared = self.colocate and not self.gpus
         return self.cpus_per_worker * (self.trainer_workers + (0 if shared else self.rollout_workers))
+
+    @property
+    def groups(self) -> dict[str, list[Bundle]]:
+        """Bundles by placement group. A colocated one has one rank and one worker."""
+        ranks, cpus = self.trainer_workers, self.cpus_per_worker
+        if self.colocate:
+            return {COLOCATED: [Bundle(cpus=self.cpus // ranks, gpus=self.gpus // ranks)] * ranks}
+        rank = Bundle(cpus=cpus, gpus=min(self.gpus_per_rollout_worker, 1))
+        return {TRAINER: [rank] * ranks, ROLLOUT: [Bundle(cpus=cpus, gpus=self.gpus_per_rollout_worker)] * self.rollout_workers}
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        return [bundle for group in self.groups.values() for bundle in group]
 
 
 def cpu_counts(profile: Profile) -> Counts:
@@ -33,24 +62,10 @@ def cpu_counts(profile: Profile) -> Counts:
     Colocated, each place of `cpus_per_worker` cores has a rank and a worker, and there are as many places as ranks and workers
     would have apart: the same resources. (More threads for one of each would not help small matrices: they get slower.)
     """
+    ranks, workers = profile.placement.trainer_workers or 1, profile.rollout.workers or 1
     if profile.placement.colocate:
-        places = (profile.placement.trainer_workers or 1) + (profile.rollout.workers or 1)
-        return Counts(
-            trainer_workers=places,
-            rollout_workers=places,
-            gpus_per_rollout_worker=0,
-            cpus_per_worker=profile.placement.cpus_per_worker,
-            gpus=0,
-            colocate=True,
-        )
-    return Counts(
-        trainer_workers=profile.placement.trainer_workers or 1,
-        rollout_workers=profile.rollout.workers or 1,
-        gpus_per_rollout_worker=0,
-        cpus_per_worker=profile.placement.cpus_per_worker,
-        gpus=0,
-        colocate=False,
-    )
+        ranks = workers = ranks + workers
+    return _counts(profile, ranks, workers, 0)
 
 
 def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
@@ -68,14 +83,24 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     elif workers is None:
         total = _total(profile, cluster)
         workers = _rest(total, ranks, per_worker, "placement.trainer_workers", total - per_worker)
-    needed = ranks + workers * per_worker
-    if profile.placement.gpus is not None and needed > profile.placement.gpus:
+    counts = _counts(profile, ranks, workers, per_worker)
+    if profile.placement.gpus is not None and counts.gpus > profile.placement.gpus:
         raise ConfigError(
             f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
-            f"of {per_worker} need {needed}",
-            hint=f"--set placement.gpus={needed}",
+            f"of {per_worker} need {counts.gpus}",
+            hint=f"--set placement.gpus={counts.gpus}",
         )
-    return _cuda(profile, ranks, workers, needed)
+    return counts
+
+
+def _counts(profile: Profile, ranks: int, workers: int, per_worker: int) -> Counts:
+    return Counts(
+        trainer_workers=ranks,
+        rollout_workers=workers,
+        gpus_per_rollout_worker=per_worker,
+        cpus_per_worker=profile.placement.cpus_per_worker,
+        colocate=profile.placement.colocate,
+    )
 
 
 def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
@@ -105,18 +130,7 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
             "workers of the others cannot map",
             hint=" ".join(f"--set {key}=1" for key in given or ("placement.gpus",)) + ", or --set weights.transport=object-store",
         )
-    return _cuda(profile, gpus, gpus, gpus)
-
-
-def _cuda(profile: Profile, ranks: int, workers: int, gpus: int) -> Counts:
-    return Counts(
-        trainer_workers=ranks,
-        rollout_workers=workers,
-        gpus_per_rollout_worker=profile.placement.gpus_per_rollout_worker,
-        cpus_per_worker=profile.placement.cpus_per_worker,
-        gpus=gpus,
-        colocate=profile.placement.colocate,
-    )
+    return _counts(profile, gpus, gpus, 1)
 
 
 def _total(profile: Profile, cluster: ClusterResources) -> int:
@@ -134,26 +148,22 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
 def _by_ratio(profile: Profile, total: int) -> tuple[int, int]:
     """trainer : rollout shares of all GPUs, in whole GPUs and whole rollout workers."""
     per_worker = profile.placement.gpus_per_rollout_worker
-    left, right = (int(part) for part in profile.placement.ratio.split(":"))
-    trainer_gpus, remainder = divmod(total * left, left + right)
-    rollout_gpus = total - trainer_gpus
-    if remainder or rollout_gpus % per_worker:
+    left, right = map(int, profile.placement.ratio.split(":"))
+
+    def divides(gpus: int) -> bool:
+        ranks, remainder = divmod(gpus * left, left + right)
+        return not remainder and (gpus - ranks) % per_worker == 0
+
+    if not divides(total):
+        fitting = next((gpus for gpus in range(total, 0, -1) if divides(gpus)), None)
+        hint = "--set placement.trainer_workers=N --set rollout.workers=M" if fitting is None else f"--set placement.gpus={fitting}"
         raise ConfigError(
             f'GPUs not divisible: placement.ratio = "{profile.placement.ratio}" of {counted(total, "GPU")} '
             f"with {per_worker} per rollout worker",
-            hint=_divisible_hint(total, left, right, per_worker),
+            hint="--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu" if total == 1 else hint,
         )
-    return trainer_gpus, rollout_gpus // per_worker
-
-
-def _divisible_hint(total: int, left: int, right: int, per_worker: int) -> str:
-    for gpus in range(total, 0, -1):
-        trainer_gpus, remainder = divmod(gpus * left, left + right)
-        if not remainder and (gpus - trainer_gpus) % per_worker == 0:
-            return f"--set placement.gpus={gpus}"
-    if total == 1:
-        return "--set placement.colocate=true (one GPU in turns), or --set placement.device=cpu"
-    return "--set placement.trainer_workers=N --set rollout.workers=M"
+    ranks = total * left // (left + right)
+    return ranks, (total - ranks) // per_worker
 
 
 def _rest(total: int, taken: int, each: int, key: str, fitting: int) -> int:

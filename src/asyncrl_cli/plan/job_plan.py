@@ -11,45 +11,28 @@ share its GPU by halves, and each computes with all of its cores, because the ot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl_cli.plan.cluster import ClusterResources, counted
-from asyncrl_cli.plan.counts import Counts, cpu_counts, cuda_counts
-from asyncrl_cli.plan.packing import Bundle, bundles_of, check_fit
+from asyncrl_cli.plan.counts import COLOCATED, ROLLOUT, TRAINER, Counts, cpu_counts, cuda_counts
+from asyncrl_cli.plan.packing import check_fit
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 
-TRAINER = "trainer"
-ROLLOUT = "rollout"
-COLOCATED = "colocated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupPlan:
-    """One placement group. PACK: as few nodes as possible, but no refusal if it takes more."""
-
-    name: str
-    bundles: tuple[Bundle, ...]
-    strategy: str = "PACK"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """One role's workers. `bundles[i]` is the bundle of worker i in placement group `group`; the rest is per worker."""
+    """One role's workers, worker i in bundle i of placement group `group`; the rest is per worker."""
 
     name: str
     group: str
-    bundles: tuple[int, ...]
+    workers: int
     cpus: int
     gpus: float
     threads: int
-
-    @property
-    def workers(self) -> int:
-        return len(self.bundles)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +40,43 @@ class JobPlan:
     """Everything placement needs. `engine` is what every rollout worker starts; `warnings` are for people, one line each."""
 
     device: str
-    colocate: bool
     counts: Counts
-    groups: tuple[GroupPlan, ...]
-    roles: tuple[RolePlan, ...]
     engine: str = "transformers"
     warnings: tuple[str, ...] = ()
 
     @property
+    def colocate(self) -> bool:
+        return self.counts.colocate
+
+    @property
     def cpus(self) -> int:
-        return sum(bundle.cpus for group in self.groups for bundle in group.bundles)
+        return self.counts.cpus
 
     @property
     def gpus(self) -> int:
-        return sum(bundle.gpus for group in self.groups for bundle in group.bundles)
+        return self.counts.gpus
+
+    @property
+    def roles(self) -> tuple[RolePlan, RolePlan]:
+        return self.role(TRAINER), self.role(ROLLOUT)
 
     def role(self, name: str) -> RolePlan:
-        return next(role for role in self.roles if role.name == name)
+        counts, group = self.counts, COLOCATED if self.colocate else name
+        bundle = counts.groups[group][0]
+        # What a rank has reserved on shared cores, its worker cannot reserve again.
+        shares_cores = counts.colocate and not counts.gpus and name == ROLLOUT
+        return RolePlan(
+            name=name,
+            group=group,
+            workers=counts.trainer_workers if name == TRAINER else counts.rollout_workers,
+            cpus=0 if shares_cores else counts.cpus_per_worker,
+            gpus=bundle.gpus / 2 if counts.colocate else bundle.gpus,
+            threads=bundle.cpus,
+        )
 
     def __str__(self) -> str:
-        named = {TRAINER: TRAINER, ROLLOUT: f"{ROLLOUT} with {self.engine}"}
-        roles = " + ".join(f"{role.workers} {named[role.name]}" for role in self.roles)
-        return f"{roles} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
+        sides = f"{self.counts.trainer_workers} {TRAINER} + {self.counts.rollout_workers} {ROLLOUT} with {self.engine}"
+        return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
 def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
@@ -87,12 +85,8 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     tensor_parallel_size(profile, device)
     counts = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
     check_fit(counts, cluster)
-    groups = tuple(GroupPlan(name=name, bundles=bundles) for name, bundles in bundles_of(counts).items())
-    roles = tuple(_role(name, counts, groups) for name in (TRAINER, ROLLOUT))
-    plan = JobPlan(
-        device=device, colocate=counts.colocate, counts=counts, groups=groups, roles=roles, engine=profile.rollout.engine
-    )
-    return replace(plan, warnings=_warnings(profile, plan, cluster))
+    plan = JobPlan(device=device, counts=counts, engine=profile.rollout.engine)
+    return replace(plan, warnings=tuple(_warnings(profile, plan, cluster)))
 
 
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
@@ -106,7 +100,7 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
             "cpus_per_worker": role.cpus,
             "threads": role.threads,
             "placement_group": role.group,
-            "bundles": " ".join(str(index) for index in role.bundles),
+            "bundles": " ".join(map(str, range(role.workers))),
         }
         for role in plan.roles
     ]
@@ -125,37 +119,17 @@ def device_of(profile: Profile, cluster: ClusterResources) -> str:
     return "cuda" if cluster.gpus or profile.placement.gpus is not None else "cpu"
 
 
-def _role(name: str, counts: Counts, groups: Sequence[GroupPlan]) -> RolePlan:
-    """A role's workers, one in each bundle of the group it lives in."""
-    group = next(group for group in groups if group.name in (name, COLOCATED))
-    workers = counts.trainer_workers if name == TRAINER else counts.rollout_workers
-    bundle = group.bundles[0]
-    # What a rank has reserved on shared cores, its worker cannot reserve again.
-    shares_cores = counts.colocate and not counts.gpus and name == ROLLOUT
-    assert not (counts.colocate and bundle.gpus > 1), "a shared GPU has one rank and one worker"
-    return RolePlan(
-        name=name,
-        group=group.name,
-        bundles=tuple(range(workers)),
-        cpus=0 if shares_cores else counts.cpus_per_worker,
-        gpus=bundle.gpus / 2 if counts.colocate else bundle.gpus,
-        threads=bundle.cpus,
-    )
-
-
-def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> tuple[str, ...]:
-    warnings = []
-    if plan.device == "cpu" and profile.placement.gpus is not None:
-        warnings.append(f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs")
-    if plan.device == "cpu" and profile.model.dtype == "bfloat16" and cluster.cpu_bfloat16 is False:
-        warnings.append(
+def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Iterator[str]:
+    on_cpus, rollout = plan.device == "cpu", plan.role(ROLLOUT)
+    if on_cpus and profile.placement.gpus is not None:
+        yield f"placement.gpus = {profile.placement.gpus} is not used: the job runs on CPUs"
+    if on_cpus and profile.model.dtype == "bfloat16" and cluster.cpu_bfloat16 is False:
+        yield (
             "model.dtype = bfloat16: this CPU has no instructions for it and emulates every matrix product, several times "
             "slower than in float32 (--set model.dtype=float32)"
         )
-    rollout = plan.role(ROLLOUT)
     # On CPUs each of the processes that share a model computes with all of its worker's threads.
-    more = rollout.workers * rollout.threads * (tensor_parallel_size(profile, plan.device) - 1) if plan.device == "cpu" else 0
+    more = rollout.workers * rollout.threads * (tensor_parallel_size(profile, plan.device) - 1) if on_cpus else 0
     if cluster.elastic_cpus and plan.cpus + more > cluster.cpus:
         cores = counted(cluster.cpus, "core")
-        warnings.append(f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down")
-    return tuple(warnings)
+        yield f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down"

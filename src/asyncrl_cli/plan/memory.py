@@ -23,8 +23,10 @@ A process's peak is what it always has and the most expensive of its phases. Not
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from asyncrl_cli.models.shape import ModelShape
@@ -48,18 +50,17 @@ Phase = Literal["always", "start", "step", "sync"]
 Place = Literal["device", "host"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """What one process of a role holds, where and when. On CPUs the device is the host's memory too."""
+    """What each of a role's `processes` holds, where and when. On CPUs the device is the host's memory too."""
 
     role: str
-    what: str
+    processes: int
     place: Place
     phase: Phase
+    what: str
     num_bytes: int
     how: str
-    processes: int
-    """How many of the role's processes hold it, `num_bytes` each."""
 
     @property
     def total_bytes(self) -> int:
@@ -91,11 +92,11 @@ class MemoryEstimate:
 
 
 def _at_peak(items: Sequence[MemoryItem], sizes: Sequence[int]) -> list[MemoryItem]:
-    phases: dict[str, int] = {}
+    phases: Counter[str] = Counter()
     for item, num_bytes in zip(items, sizes, strict=True):
-        phases[item.phase] = phases.get(item.phase, 0) + num_bytes
-    phases.pop("always", None)
-    dearest = max(phases, key=lambda phase: phases[phase], default="always")
+        phases[item.phase] += num_bytes
+    del phases["always"]
+    dearest = max(phases, key=phases.__getitem__, default="always")
     return [item for item in items if item.phase in ("always", dearest)]
 
 
@@ -136,18 +137,15 @@ def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Itera
     shard, tokens = -(-shape.parameters // ranks), microbatch_tokens(profile)
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     per_token = shape.num_layers * activation_bytes_per_token(shape, e)
-
-    def item(what: str, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
-        return MemoryItem(role=TRAINER, what=what, place="device", phase=phase, num_bytes=num_bytes, how=how, processes=ranks)
-
-    yield item("parameters", "always", MASTER_BYTES * shard, f"float32 master weights, {over}")
-    yield item("optimizer", "always", 2 * MASTER_BYTES * shard, f"AdamW's two moments, float32, {over}")
-    yield item("whole model", "start", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
-    yield item("gradients", "step", MASTER_BYTES * shard, f"float32, {over}")
-    yield item("gathered", "step", *_gathered(plan, shape, profile.model.dtype))
-    yield item("whole gradients", "step", *_whole_gradients(plan, shape, e))
-    yield item("activations", "step", tokens * per_token, f"{tokens} tokens of a microbatch; nothing is recomputed")
-    yield item("logits", "step", tokens * shape.vocab_size * LOGIT_BYTES, f"{tokens} tokens * {shape.vocab_size} of vocabulary")
+    item = partial(MemoryItem, TRAINER, ranks, "device")
+    yield item("always", "parameters", MASTER_BYTES * shard, f"float32 master weights, {over}")
+    yield item("always", "optimizer", 2 * MASTER_BYTES * shard, f"AdamW's two moments, float32, {over}")
+    yield item("start", "whole model", MASTER_BYTES * shape.parameters, "float32, read before it is sharded")
+    yield item("step", "gradients", MASTER_BYTES * shard, f"float32, {over}")
+    yield item("step", "gathered", *_gathered(plan, shape, profile.model.dtype))
+    yield item("step", "whole gradients", *_whole_gradients(plan, shape, e))
+    yield item("step", "activations", tokens * per_token, f"{tokens} tokens of a microbatch; nothing is recomputed")
+    yield item("step", "logits", tokens * shape.vocab_size * LOGIT_BYTES, f"{tokens} tokens * {shape.vocab_size} of vocabulary")
     yield from _wires(profile, shape, TRAINER, 1)
 
 
@@ -168,27 +166,20 @@ def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int) -> tupl
 
 
 def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
-    ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
+    ranks, e, bucket_mb = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype], profile.weights.gather_bucket_size_mb
     shard = -(-shape.parameters // ranks)
     keeps_first = profile.algorithm.old_logprobs == "recompute" and profile.async_training.trigger_parameter_sync_step > 1
     holders = {"disk": "; the run's directory holds as much again", "object-store": "; Ray's object store holds as much again"}
-    buckets = -(-e * shape.parameters // (profile.weights.gather_bucket_size_mb * BYTES_PER_MB))
-
-    def item(what: str, phase: Phase, num_bytes: int, how: str, processes: int = ranks) -> MemoryItem:
-        return MemoryItem(role=TRAINER, what=what, place="host", phase=phase, num_bytes=num_bytes, how=how, processes=processes)
-
-    if keeps_first:
-        yield item("window's first weights", "always", MASTER_BYTES * shard, "float32, for the old-logprob pass")
-    yield item(
-        "published weights",
-        "sync",
-        2 * e * shape.parameters,
-        f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {profile.weights.gather_bucket_size_mb} MB each, "
-        f"new and previous version{holders.get(profile.weights.transport, '')}",
-        processes=1,
+    buckets = -(-e * shape.parameters // (bucket_mb * BYTES_PER_MB))
+    published = (
+        f"rank 0: {buckets} gather bucket{'s' if buckets > 1 else ''} at most {bucket_mb} MB each, "
+        f"new and previous version{holders.get(profile.weights.transport, '')}"
     )
-    copies = 4 if keeps_first else 3
-    yield item("checkpoint", "sync", copies * MASTER_BYTES * shard, "the snapshot that is being written")
+    item = partial(MemoryItem, TRAINER, ranks, "host")
+    if keeps_first:
+        yield item("always", "window's first weights", MASTER_BYTES * shard, "float32, for the old-logprob pass")
+    yield MemoryItem(TRAINER, 1, "host", "sync", "published weights", 2 * e * shape.parameters, published)
+    yield item("sync", "checkpoint", (4 if keeps_first else 3) * MASTER_BYTES * shard, "the snapshot that is being written")
 
 
 def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> Iterator[MemoryItem]:
@@ -198,21 +189,12 @@ def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> It
     if transport not in DIRECT_TRANSPORTS:
         return
     largest = BYTES_OF[profile.model.dtype] * shape.hidden_size * max(shape.vocab_size, shape.intermediate_size)
-    wire, buffers, phase = max(wire_mb * BYTES_PER_MB, largest), 1, "sync"
+    wire, how, phase = max(wire_mb * BYTES_PER_MB, largest), f"{wire_mb} MB or the largest tensor", "sync"
     if transport == "nccl":
-        wire, buffers = wire_mb * BYTES_PER_MB + largest, 3 if role == TRAINER else 2
-        phase = "step" if role == TRAINER else "sync"
-    how = f"{buffers} of {wire_mb} MB and the largest tensor" if transport == "nccl" else f"{wire_mb} MB or the largest tensor"
-    beside = ", beside training" if phase == "step" else ""
-    yield MemoryItem(
-        role=role,
-        what="wire buffers",
-        place="device",
-        phase=phase,
-        num_bytes=buffers * wire,
-        how=f"weights.transport = {transport}: {how}{beside}",
-        processes=processes,
-    )
+        buffers, phase, beside = (3, "step", ", beside training") if role == TRAINER else (2, "sync", "")
+        wire = buffers * (wire_mb * BYTES_PER_MB + largest)
+        how = f"{buffers} of {wire_mb} MB and the largest tensor{beside}"
+    yield MemoryItem(role, processes, "device", phase, "wire buffers", wire, f"weights.transport = {transport}: {how}")
 
 
 def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
@@ -224,25 +206,19 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes
     prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus
     sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
 
-    def item(what: str, place: Place, phase: Phase, num_bytes: int, how: str) -> MemoryItem:
-        return MemoryItem(role=ROLLOUT, what=what, place=place, phase=phase, num_bytes=num_bytes, how=how, processes=workers)
-
     apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
     weights, tokens = e * shape.parameters, rollout.max_prompt_tokens + rollout.max_response_tokens
-    yield item("weights", "device", "always", weights // gpus, f"{profile.model.dtype}{apart}")
-    cache = (
-        "KV cache",
-        kv_cache_bytes(profile, shape) // gpus,
-        f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}",
-    )
+    cached = f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}"
+    cache = ("KV cache", kv_cache_bytes(profile, shape) // gpus, cached)
+    device, host = (partial(MemoryItem, ROLLOUT, workers, place) for place in ("device", "host"))
+    yield device("always", "weights", weights // gpus, f"{profile.model.dtype}{apart}")
     if vllm:
-        yield item("vLLM", "host", "always", *vllm.processes())
+        yield host("always", "vLLM", *vllm.processes())
         cache = vllm.cache(available_bytes, weights // gpus + prefill + sampled) or cache
-    what, cache_bytes, how = cache
-    yield item(what, "device", "always", cache_bytes, how)
-    yield item("prefill", "device", "step", prefill, f"{batch_tokens} tokens in one pass")
-    yield item("sampling", "device", "step", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
+    yield device("always", *cache)
+    yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
+    yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     if profile.weights.transport in DIRECT_TRANSPORTS:
         yield from _wires(profile, shape, ROLLOUT, workers)
     elif profile.weights.dual_buffer:
-        yield item("load buffer", "host", "sync", weights, "received weights" + (", which vLLM's processes map" if vllm else ""))
+        yield host("sync", "load buffer", weights, "received weights" + (", which vLLM's processes map" if vllm else ""))

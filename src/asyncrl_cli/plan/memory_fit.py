@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from dataclasses import dataclass
 
@@ -118,7 +117,12 @@ def known_memory_bytes(device: str) -> int | None:
         import psutil
 
         return int(psutil.virtual_memory().total)
-    return _smallest_gpu_bytes()
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return min((int(line) * 2**20 for line in done.stdout.splitlines() if line.strip().isdigit()), default=None)
 
 
 REMEDIES = {
@@ -153,36 +157,20 @@ def _cache_warning(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, av
     if plan.device == "cpu":
         return []
     needed = kv_cache_bytes(profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
+    held = {item.what: item.num_bytes for item in estimate.of(ROLLOUT, "device")}
     if plan.engine == "vllm":
-        room = next(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what in CACHES)
-        return _too_many_slots(profile, needed, room, "vLLM's share of the GPU leaves less", "preempted and computed again")
-    weights = next(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
-    # A colocated rank's weights and moments stay where they are while its GPU generates.
-    taken = weights + (estimate.always_bytes(TRAINER) if plan.colocate else 0)
-    room = max(int((available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
-    takes = "the engine takes at most half of what is free"
-    return _too_many_slots(profile, needed, room, takes, "evicted and prefilled again")
-
-
-def _too_many_slots(profile: Profile, needed: int, room: int, engine: str, what_happens: str) -> list[str]:
+        room = sum(held.get(name, 0) for name in CACHES)
+        leaves, then = "vLLM's share of the GPU leaves less", "preempted and computed again"
+    else:
+        # A colocated rank's weights and moments stay where they are while its GPU generates.
+        taken = held["weights"] + (estimate.always_bytes(TRAINER) if plan.colocate else 0)
+        room = max(int((available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
+        leaves, then = "the engine takes at most half of what is free", "evicted and prefilled again"
     if needed <= room:
         return []
     slots = room * profile.rollout.slots // needed
     way_out = f"rollout.slots = {slots} fits" if slots >= profile.rollout.n else "fewer slots alone do not help"
     return [
         f"a KV cache for {profile.rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and "
-        f"{engine} ({room / GIB:.1f} GiB): long responses may be {what_happens} ({way_out})"
+        f"{leaves} ({room / GIB:.1f} GiB): long responses may be {then} ({way_out})"
     ]
-
-
-def _smallest_gpu_bytes() -> int | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    mebibytes = [int(line) for line in done.stdout.splitlines() if line.strip().isdigit()]
-    return min(mebibytes) * 2**20 if mebibytes else None

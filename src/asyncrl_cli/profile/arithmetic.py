@@ -16,7 +16,7 @@ from decimal import Decimal
 from fractions import Fraction
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import Profile, RunSection
+from asyncrl_cli.profile.schema import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Schedule:
         training, mini_batch = profile.async_training, profile.trainer.ppo_mini_batch_size
         step_groups = training.require_batches * mini_batch
         window_steps = training.trigger_parameter_sync_step
-        steps = train_steps_of(profile.run, step_groups)
+        steps = train_steps_of(profile)
         syncs = -(-steps // window_steps)
         return cls(
             mini_batch_groups=mini_batch,
@@ -95,9 +95,10 @@ def mode_of(profile: Profile) -> str:
     return "stale-samples"
 
 
-def train_steps_of(run: RunSection, step_groups: int) -> int:
+def train_steps_of(profile: Profile) -> int:
     """The run's length in train steps, whichever way it was given."""
-    steps, groups = run.train_steps, run.total_rollout_steps
+    steps, groups = profile.run.train_steps, profile.run.total_rollout_steps
+    step_groups = profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size
     if groups is None:
         if steps is None:
             raise ConfigError("the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)")

@@ -12,8 +12,6 @@ from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
 
 PARAMS = "task.params"
 """The one free-form table: its entries are keys of their own, `task.params.<name>`."""
-
-
 LONGEST_NAME = 100
 """Of names that are compared with others, and of what is echoed of a value."""
 
@@ -34,16 +32,19 @@ def keys() -> Mapping[str, str]:
     }
 
 
+def values_of(profile: Profile) -> dict[str, Any]:
+    """Every key's value."""
+    return {f"{section}.{name}": value for section in sections() for name, value in getattr(profile, section)}
+
+
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The known name that was probably meant: closest in its section, then by its last part, then as a whole."""
     if len(name) > LONGEST_NAME:
         return None
     section, _, last = name.rpartition(".")
-    by_last: dict[str, str] = {}
-    for candidate in known:
-        by_last.setdefault(candidate.rpartition(".")[2], candidate)
+    by_last = {key.rpartition(".")[2]: key for key in reversed(list(known))}
     in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    for pool, wanted in ((in_section, last), (by_last, last), ({key: key for key in known}, name)):
+    for pool, wanted in ((in_section, last), (by_last, last), (dict(zip(known, known, strict=True)), name)):
         found = difflib.get_close_matches(wanted, pool, n=1, cutoff=0.7)
         if found:
             return pool[found[0]]

@@ -10,20 +10,19 @@ parameters of its own.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from pydantic import create_model
-from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.check import MOST_PROBLEMS, check, combine
 from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sources import MAX_DEPTH, ProfileFile, chain, shortened
-from asyncrl_cli.profile.values import parse_value, validate
+from asyncrl_cli.profile.sources import ProfileFile, chain
+from asyncrl_cli.profile.toml import MAX_DEPTH, parse_value, shortened
+from asyncrl_cli.profile.values import validate
 from asyncrl_cli.safe_files import expand
 
 ENV_PREFIX = "ASYNCRL_"
@@ -68,7 +67,7 @@ def load(
 
     `layers` lie right above the files, the lowest first: what a workload says of all profiles.
 
-    Raises ConfigError for anything wrong in any layer, and PreflightError for an engine that is not there.
+    Raises ConfigError for anything wrong in any layer.
     """
     files = chain(reference)
     stack = [
@@ -79,22 +78,26 @@ def load(
         Layer(origin="flag", values=dict(flags or {})),
     ]
     values, origins = merge(stack)
-    _apply_alias(values, origins)
     profile = validate(values, origins, files[-1])
     return Loaded(profile=profile, origins=_all_origins(profile, origins, files[-1]), warnings=tuple(check(profile)))
 
 
 def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Lowest layer first. Returns values and origins by dotted key."""
+    """Lowest layer first. Returns values and origins by dotted key.
+
+    verl's use_rollout_log_probs decides algorithm.old_logprobs where nothing else does.
+    """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for layer in layers:
         cleared = [other for key in layer.values for other in CLEARS.get(key, ())]
         for key in [key for key in values if any(key == other or key.startswith(f"{other}.") for other in cleared)]:
             del values[key], origins[key]
-        for key, value in layer.values.items():
-            values[key] = value
-            origins[key] = layer.origins.get(key, layer.origin)
+        values |= layer.values
+        origins |= {key: layer.origins.get(key, layer.origin) for key in layer.values}
+    if isinstance(values.get(ALIAS), bool) and ALIASED not in values:
+        values[ALIASED] = "rollout" if values[ALIAS] else "recompute"
+        origins[ALIASED] = f"{ALIAS} ({origins[ALIAS]})"
     return values, origins
 
 
@@ -108,95 +111,85 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         if section not in sections():
             problems.append(_unknown(section, where, [*sections(), *keys()]))
         elif not isinstance(table, Mapping):
-            problems.append(
-                ConfigError(f"{where}: {section} is a section, not a value", hint=f"{section}.<key> = {shortened(table)}")
-            )
+            hint = f"{section}.<key> = {shortened(table)}"
+            problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
         else:
-            for key, value in table.items():
-                dotted = f"{section}.{key}"
-                if dotted not in keys() and len(problems) <= MOST_PROBLEMS:
-                    problems.append(_unknown(dotted, where, keys()))
-                flat.update(_entries(dotted, value))
+            unknown = (key for name in table if (key := f"{section}.{name}") not in keys())
+            problems += [_unknown(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
+            flat |= {f"{section}.{name}": value for name, value in table.items()}
     if problems:
         raise combine(problems)
+    if isinstance(flat.get(PARAMS), Mapping):
+        flat |= {f"{PARAMS}.{name}": value for name, value in flat.pop(PARAMS).items()}
     return flat
 
 
-def _entries(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if dotted == PARAMS and isinstance(value, Mapping):
-        yield from ((f"{PARAMS}.{name}", item) for name, item in value.items())
-    else:
-        yield dotted, value
-
-
-def _unknown(key: str, where: str, known: Any) -> ConfigError:
-    guess = nearest(key, list(known))
+def _unknown(key: str, where: str, known: Collection[str]) -> ConfigError:
+    guess = nearest(key, known)
     hint = f"did you mean {guess}?" if guess else f"sections: {', '.join(sections())}"
     return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
 
 
 def file_layer(file: ProfileFile) -> Layer:
     content = {key: value for key, value in file.content.items() if key not in ("extends", "name", "purpose")}
-    values = _anchored(flatten(content, str(file.path)), file.path.parent)
-    return Layer(origin=f"profile {file.name} ({file.path})", values=values)
+    return Layer(origin=file.origin, values=_anchored(flatten(content, str(file.path)), file.path.parent))
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
     """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key: a mistyped one must not be ignored."""
-    ours = {name: value for name, value in environ.items() if name.upper().startswith(ENV_PREFIX)}
-    names = {_env_key(name): name for name in ours}
-    problems: list[ConfigError] = []
-    for key, name in names.items():
-        if len(problems) <= MOST_PROBLEMS and key not in keys() and not key.startswith(f"{PARAMS}."):
-            guess = nearest(key, keys())
-            hint = f"did you mean {_env_name(guess)}?" if guess else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
-            problems.append(ConfigError(f"environment: unknown name {shortened(name)}", hint=hint))
-    if problems:
+    names = {_env_key(name): name for name in environ if name.upper().startswith(ENV_PREFIX)}
+    unknown = (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}."))
+    if problems := [_unknown_name(key, names[key]) for key in islice(unknown, MOST_PROBLEMS + 1)]:
         raise combine(problems)
-    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
-    model = create_model("Environment", __base__=BaseSettings, **tables)
-    source = EnvSettingsSource(model, env_prefix=ENV_PREFIX, env_nested_delimiter="__")
-    source.env_vars = {name.lower(): value for name, value in ours.items()}
-    flat = {key: parse_value(text) if isinstance(text, str) else text for key, text in flatten(source(), "environment").items()}
-    origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in flat}
-    return Layer(origin="environment", values=_anchored(flat, Path.cwd()), origins=origins)
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, name in names.items():
+        said = _said(key.split("."), environ[name], "environment")
+        values |= said
+        origins |= dict.fromkeys(said, f"environment {name}")
+    return Layer(origin="environment", values=_anchored(values, Path.cwd()), origins=origins)
+
+
+def _unknown_name(key: str, name: str) -> ConfigError:
+    guess = nearest(key, keys())
+    meant = "" if guess is None else ENV_PREFIX + guess.upper().replace(".", "__")
+    hint = f"did you mean {meant}?" if meant else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
+    return ConfigError(f"environment: unknown name {shortened(name)}", hint=hint)
 
 
 def _env_key(name: str) -> str:
     return name[len(ENV_PREFIX) :].lower().replace("__", ".")
 
 
-def _env_name(key: str) -> str:
-    return ENV_PREFIX + key.upper().replace(".", "__")
-
-
 def set_layer(sets: Sequence[str]) -> Layer:
     """`--set a.b=c`; of several for one key the last one counts."""
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for text in sets:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
             raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
-        if len(parts) > MAX_DEPTH:
-            raise ConfigError(f"--set {shortened(text)}: more than {MAX_DEPTH} parts", hint="--set run.train_steps=20")
-        nested: Any = parse_value(value.strip())
-        for part in reversed(parts):
-            nested = {part: nested}
         if len(parts) == 1 and parts[0] not in sections():
             raise _unknown(parts[0], "--set", keys())
-        flat.update(flatten(nested, "--set"))
-    return Layer(origin="--set", values=_anchored(flat, Path.cwd()))
+        values |= _said(parts, value.strip(), "--set")
+    return Layer(origin="--set", values=_anchored(values, Path.cwd()))
 
 
-def _anchored(values: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _said(parts: Sequence[str], text: str, where: str) -> dict[str, Any]:
+    """`a.b.c = text` as a flat table."""
+    if len(parts) > MAX_DEPTH:
+        raise ConfigError(f"{where}: {shortened('.'.join(parts))} has more than {MAX_DEPTH} parts", hint="run.train_steps = 20")
+    nested: Any = parse_value(text)
+    for part in reversed(parts):
+        nested = {part: nested}
+    return flatten(nested, where)
+
+
+def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """A relative path is meant relative to the file (or the shell) that says it; made absolute it survives a resume."""
-    anchored = dict(values)
-    for key in ("task.source", "task.eval_path", "model.path", "model.cache_dir"):
-        value = anchored.get(key)
-        if isinstance(value, str) and value:
-            anchored[key] = _anchor(key, value, directory)
-    return anchored
+    paths = ("task.source", "task.eval_path", "model.path", "model.cache_dir")
+    found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
+    return {**values, **{key: _anchor(key, value, directory) for key, value in found.items()}}
 
 
 def _anchor(key: str, value: str, directory: Path) -> str:
@@ -209,20 +202,9 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     return str(path)
 
 
-def _apply_alias(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """verl's use_rollout_log_probs decides algorithm.old_logprobs where nothing else does."""
-    if isinstance(values.get(ALIAS), bool) and ALIASED not in values:
-        values[ALIASED] = "rollout" if values[ALIAS] else "recompute"
-        origins[ALIASED] = f"{ALIAS} ({origins[ALIAS]})"
-
-
 def _all_origins(profile: Profile, given: Mapping[str, str], file: ProfileFile) -> dict[str, str]:
     """One entry per key of the schema and per entry of task.params; what no layer gave is a default."""
-    own = f"profile {file.name} ({file.path})"
-    origins = {"name": own, "purpose": own if "purpose" in file.content else DEFAULT}
-    for key in keys():
-        if key == PARAMS and profile.task.params:
-            origins.update({f"{PARAMS}.{name}": given[f"{PARAMS}.{name}"] for name in profile.task.params})
-        else:
-            origins[key] = given.get(key, DEFAULT)
-    return origins
+    entries = [f"{PARAMS}.{name}" for name in profile.task.params] or [PARAMS]
+    every = [other for key in keys() for other in (entries if key == PARAMS else [key])]
+    own = {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
+    return own | {key: given.get(key, DEFAULT) for key in every}

@@ -44,6 +44,8 @@ def _path(text: str) -> str:
 
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that go from GPU memory to GPU memory, within a worker's load."""
+PROBE_TOKENS = 32
+"""Length of a probe (`weights.probe_sequences`): it reaches every layer and position encoding, and costs nothing."""
 
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
 """What is larger is a slip of the keyboard: steps, tokens, sizes and seconds; processes; digits of eta after the point."""

@@ -1,27 +1,23 @@
-"""Profile files: where they lie, how they are read, and the chain that `extends` makes of them.
+"""Profile files: where they lie, and the chain that `extends` makes of them.
 
 A profile is asked for by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`); a path in
-`extends` is relative to the file that says so. pydantic-settings would merge several files shallowly and ignore missing
-ones in silence, so both are done here.
+`extends` is relative to the file that says so.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import tomli
-
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.keys import nearest
-from asyncrl_cli.safe_files import MIB, expand, read_text, reason
+from asyncrl_cli.profile.toml import read, shortened
+from asyncrl_cli.safe_files import expand
 
-MAX_BYTES, MAX_DEPTH, MAX_CHAIN = MIB, 32, 16
-"""Of one file: bytes, and tables within tables; of `extends`: files."""
-LONGEST_ECHO = 200
+MAX_CHAIN = 16
+"""Files, of one chain of `extends`."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -32,6 +28,10 @@ class ProfileFile:
     name: str
     path: Path
     content: dict[str, Any]
+
+    @property
+    def origin(self) -> str:
+        return f"profile {self.name} ({self.path})"
 
 
 def shipped_directory(kind: str) -> Path:
@@ -70,66 +70,17 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     )
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A TOML file, its floats as decimals. Raises ConfigError with file and line."""
-    try:
-        content = parse_toml(read_text(path, max_bytes=MAX_BYTES))
-    except tomli.TOMLDecodeError as error:
-        raise ConfigError(f"{path}:{error.lineno}: {_lower(error.msg)} (column {error.colno})", hint=_syntax_hint(error)) from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="a profile is a TOML file in UTF-8") from None
-    return content
-
-
-def parse_toml(text: str) -> dict[str, Any]:
-    """Floats as decimals. Raises TOMLDecodeError, or ValueError for a number that is too long or tables that are too deep."""
-    try:
-        content = tomli.loads(text, parse_float=Decimal)
-    except (RecursionError, ArithmeticError):
-        raise ValueError(f"a number is too long, or its tables are more than {MAX_DEPTH} deep") from None
-    _check_depth(content)
-    return content
-
-
-def _check_depth(content: dict[str, Any]) -> None:
-    level: list[Any] = [content]
-    for _ in range(MAX_DEPTH):
-        level = [item for entry in level for item in (entry.values() if isinstance(entry, dict) else entry)]
-        level = [item for item in level if isinstance(item, dict | list)]
-    if level:
-        raise ValueError(f"its tables are more than {MAX_DEPTH} deep")
-
-
-def shortened(value: Any) -> str:
-    """A value as an error echoes it: the beginning says enough."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "a very long number"
-    text = str(value)
-    return text if len(text) <= LONGEST_ECHO else f"{text[:LONGEST_ECHO]}..."
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
-
-
-def _syntax_hint(error: tomli.TOMLDecodeError) -> str:
-    line = error.doc.splitlines()[error.lineno - 1].strip() if error.lineno <= len(error.doc.splitlines()) else ""
-    shown = f" (the line is `{line[:60]}`)" if line else ""
-    return f"strings are quoted, booleans are true and false, sections are [run], [model], ...{shown}"
-
-
 def chain(reference: str) -> list[ProfileFile]:
     """The profile and all that it extends, the most basic one first."""
     files: list[ProfileFile] = []
     path = locate(reference, relative_to=Path.cwd(), asked_by="--profile")
     while True:
-        if any(file.path == path for file in files):
-            circle = " -> ".join([*(str(file.path) for file in files), str(path)])
-            raise ConfigError(f"{files[-1].path}: extends goes in a circle: {circle}", hint='end the chain at `extends = "base"`')
+        paths = [file.path for file in files]
+        if path in paths:
+            circle = " -> ".join(map(str, [*paths, path]))
+            raise ConfigError(f"{paths[-1]}: extends goes in a circle: {circle}", hint='end the chain at `extends = "base"`')
         if len(files) == MAX_CHAIN:
-            raise ConfigError(
-                f"{files[0].path}: extends goes on for more than {MAX_CHAIN} files", hint='end it at `extends = "base"`'
-            )
+            raise ConfigError(f"{paths[0]}: extends goes on for more than {MAX_CHAIN} files", hint='end it at `extends = "base"`')
         content = read(path)
         files.append(ProfileFile(name=path.stem, path=path, content=content))
         if "extends" not in content:

@@ -20,7 +20,8 @@ from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.check import combine
 from asyncrl_cli.profile.keys import keys, nearest
 from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
-from asyncrl_cli.profile.sources import chain, is_file_reference, read, shipped_directory, shipped_profiles, shortened
+from asyncrl_cli.profile.sources import chain, is_file_reference, shipped_directory, shipped_profiles
+from asyncrl_cli.profile.toml import read, shortened
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.workload import Workload
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.ports import LoadVerdict
+from asyncrl_cli.profile.schema import PROBE_TOKENS
 
-PROBE_TOKENS = 32
-"""Length of a probe: long enough to reach every layer and position encoding, short enough to cost nothing."""
 ERRORS = 5.0
 """How many standard errors a verdict needs: the noise of neighbouring tokens is alike, and a run has many syncs."""
 OUTLIER = 5.0
