@@ -256,7 +256,6 @@ def reseal(directory: Path) -> None:
         version=known["version"],
         run=known["run"],
         profile=known["profile"],
-        identity=known["identity"],
     )
 
 

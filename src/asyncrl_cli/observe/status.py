@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.checkpoint.find import is_run, run_names
+from asyncrl_cli.checkpoint.find import find_run, run_names
 from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
@@ -72,7 +72,7 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
     """
     if run is None:
         return newest_status(runs_dir)[0]
-    directory = _directory(run, runs_dir)
+    directory = find_run(run, runs_dir)
     path = directory / "status.json"
     try:
         content = read_bytes(path, max_bytes=MAX_STATUS_BYTES)
@@ -136,15 +136,3 @@ def _alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def _directory(run: str, runs_dir: Path) -> Path:
-    for candidate in (runs_dir / run, Path(run)):
-        if is_run(candidate):
-            return candidate.resolve()
-    names = run_names(runs_dir)
-    known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    raise ConfigError(
-        f"no run '{run}' in {runs_dir}",
-        hint=f"known runs: {known}" if names else "there are none yet",
-    )
