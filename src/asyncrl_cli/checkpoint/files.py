@@ -100,6 +100,20 @@ def unfinished_directory(parent: Path, prefix: str) -> Iterator[Path]:
         _unfinished.discard(directory)
 
 
+@contextlib.contextmanager
+def appearing_directory(target: Path) -> Iterator[Path]:
+    """A hidden neighbour that takes the name `target` after the block, with all its files on the disk; until then there is nothing
+    of that name, or an empty directory."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished_directory(target.parent, f".{target.name}-") as working:
+        yield working
+        working.chmod(target.parent.stat().st_mode & 0o777)
+        for path in (*working.iterdir(), working):
+            fsync(path)
+        working.rename(target)
+        fsync(target.parent)
+
+
 def remove_unfinished() -> None:
     """For a process that ends while one of its threads is within `unfinished_directory`."""
     for directory in list(_unfinished):

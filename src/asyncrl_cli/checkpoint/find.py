@@ -62,17 +62,18 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return sorted(named, key=step_of, reverse=True)
 
 
-def load_checkpoint(directory: Path) -> Checkpoint:
+def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
     """Verify a checkpoint and read the loop's part of it.
 
-    Raises RefusedError if it is damaged, of another schema or no asyncrl checkpoint; the hint names the newest intact one.
+    Raises RefusedError if it is damaged, of another schema or no asyncrl checkpoint; the hint names the newest intact one, as
+    `asyncrl COMMAND` takes it.
     """
     try:
         return _read(directory)
     except Damaged as error:
         listed = "; ".join(error.wrong[:5]) + (f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else "")
     intact = newest_intact(directory.parent)
-    hint = f"the newest intact one: asyncrl resume {intact}" if intact else "there is no intact checkpoint beside it"
+    hint = f"the newest intact one: asyncrl {command} {intact}" if intact else "there is no intact checkpoint beside it"
     raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=hint)
 
 

@@ -74,9 +74,9 @@ def command(
 def _tell(exported: Exported, *, as_json: bool) -> None:
     for wrong in exported.source.passed_over:
         warn(f"{wrong}; an older one was taken")
-    written, num_files = exported.written, len(exported.written.files)
-    files = f"{num_files} file{'s' if num_files > 1 else ''}"
-    say(f"exported {exported.source}: {written.parameters:,} parameters, {exported.dtype}, {_size(written.num_bytes)} in {files}")
+    num_files = len(exported.files)
+    files = f"{_size(exported.num_bytes)} in {num_files} file{'s' if num_files > 1 else ''}"
+    say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")
     if as_json:
         print_json(exported.to_json())
     else:
