@@ -6,25 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.executors import Stretch, intersection, length_of, overlap, union, utilization
+from asyncrl_cli.observe.executors import Stretch, overlap, utilization
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
 
 def cells(intervals):
     return {cell for start, end in intervals for cell in range(start, end)}
-
-
-@given(INTERVALS)
-def test_a_union_covers_the_same_time_once(intervals):
-    joined = union(intervals)
-    assert cells(joined) == cells(intervals)
-    assert length_of(joined) == len(cells(intervals))
-
-
-@given(INTERVALS, INTERVALS)
-def test_an_intersection_is_the_time_in_both(left, right):
-    assert cells(intersection(union(left), union(right))) == cells(left) & cells(right)
 
 
 @given(INTERVALS, INTERVALS, INTERVALS)

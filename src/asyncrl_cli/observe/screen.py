@@ -13,7 +13,7 @@ from rich.live import Live
 
 from asyncrl_cli.observe.plain import Plain
 from asyncrl_cli.observe.render import render, render_summary
-from asyncrl_cli.observe.sinks import NullSink, Sink
+from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.status import RunStatus, StillStarting
 from asyncrl_cli.observe.terminal import SafeConsole
 
@@ -23,7 +23,7 @@ CLOSE_TIMEOUT_S = 5.0
 Ui = Literal["auto", "live", "plain", "none"]
 
 
-class Screen(NullSink):
+class Screen(Sink):
     """Draws each new status, at most four times a second. `close` leaves the last picture and the run's totals."""
 
     def __init__(self, console: Console | None = None) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.checkpoint.run_directory import STARTING
-from asyncrl_cli.observe.live_status import SCHEMA_VERSION, LiveStatus, RunFacts
+from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import to_json
-from asyncrl_cli.observe.status_file import Head, Status
+from asyncrl_cli.observe.status_file import SCHEMA_VERSION, Head, Status
 from asyncrl_cli.safe_files import parse_json
 
 log = logging.getLogger("asyncrl")

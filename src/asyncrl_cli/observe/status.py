@@ -15,8 +15,7 @@ from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.board import ENDED
-from asyncrl_cli.observe.live_status import SCHEMA_VERSION
-from asyncrl_cli.observe.status_file import Head, Status
+from asyncrl_cli.observe.status_file import SCHEMA_VERSION, Head, Status
 from asyncrl_cli.safe_files import MIB, UnsafeFile, parse_json, read_bytes, reason
 
 MAX_STATUS_BYTES = 16 * MIB

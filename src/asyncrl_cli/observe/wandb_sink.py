@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.observe.live_status import UTILIZATION
-from asyncrl_cli.observe.sinks import NullSink
+from asyncrl_cli.observe.executors import UTILIZATION
+from asyncrl_cli.observe.sinks import Sink
 
 log = logging.getLogger("asyncrl")
 
@@ -29,7 +29,7 @@ EARLY_CLOSE_TIMEOUT_S = 3.0
 """For a run that did not get to its end: people wait for their prompt, and metrics.jsonl has every line."""
 
 
-class Wandb(NullSink):
+class Wandb(Sink):
     """Logs every metrics line under the names of metrics.jsonl, over `step`, into `run_dir/wandb`. At the end the run's summary has
     the figures of utilization over the whole run, as `asyncrl status`: W&B would keep the last step's.
 
