@@ -59,8 +59,10 @@ def run_to_its_end(run: Run, *, as_json: bool) -> None:
     """
     import asyncio
 
+    from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import NEVER_BEGAN
 
+    collect_garbage_seldom()
     run.requests.take_signals()
     try:
         result = asyncio.run(run.run())

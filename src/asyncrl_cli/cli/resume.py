@@ -25,8 +25,6 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a run: every group is trained exactly once."""
-    from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import Run
 
-    collect_garbage_seldom()
     run_to_its_end(Run.resume(target, runs_dir=runs_dir, ui=ui.value, address=address), as_json=as_json)

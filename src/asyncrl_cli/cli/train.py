@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.console import warn
 from asyncrl_cli.cli.options import (
     RUNS_DIR,
     AddressOption,
@@ -18,6 +19,9 @@ from asyncrl_cli.cli.options import (
     load_profile,
     run_to_its_end,
 )
+
+if TYPE_CHECKING:
+    from asyncrl_cli.profile.layers import Loaded
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -44,34 +48,28 @@ def command(
 ) -> None:
     """Train a model by asynchronous RL, as a profile says."""
     loaded = load_profile(profile, sets, name)
-    if loaded.profile.run.name is not None:
+    settings = loaded.profile
+    if settings.run.name is not None:
         from asyncrl_cli.checkpoint.run_directory import check_free
 
-        check_free(runs_dir, loaded.profile.run.name)
+        check_free(runs_dir, settings.run.name)
     if dry_run:
-        from asyncrl_cli.cli.console import warn
-        from asyncrl_cli.cli.plan import print_plan
-        from asyncrl_cli.job.preparing import check_without_making
-
-        print_plan(loaded, gpus=None, as_json=as_json)
-        for note in check_without_making(loaded.profile, address).notes:
-            warn(note)
+        _print_plan(loaded, address, as_json=as_json)
         return
     if address is None:
         from asyncrl_cli.cli.plan_memory import refuse_what_cannot_fit
 
-        refuse_what_cannot_fit(loaded.profile)
-    from asyncrl_cli.job.process import collect_garbage_seldom
+        refuse_what_cannot_fit(settings)
     from asyncrl_cli.job.run import Run
 
-    collect_garbage_seldom()
-    run = Run(
-        loaded.profile,
-        origins=loaded.origins,
-        warnings=loaded.warnings,
-        runs_dir=runs_dir,
-        name=loaded.profile.run.name,
-        address=address,
-        ui=ui.value,
-    )
+    run = Run(settings, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=settings.run.name, address=address, ui=ui.value)
     run_to_its_end(run, as_json=as_json)
+
+
+def _print_plan(loaded: Loaded, address: str | None, *, as_json: bool) -> None:
+    from asyncrl_cli.cli.plan import print_plan
+    from asyncrl_cli.job.preparing import check_without_making
+
+    print_plan(loaded, gpus=None, as_json=as_json)
+    for note in check_without_making(loaded.profile, address).notes:
+        warn(note)
