@@ -131,8 +131,6 @@ def read_state(content: Mapping[str, Any]) -> ObserversState:
 
 def _event_line(event: Event) -> dict[str, Any]:
     """As in events.jsonl: absent is what does not apply."""
-    line: dict[str, Any] = {"time_s": event.time_s, "event": event.name}
-    if event.key is not None:
-        line |= {"group": str(event.key), **event.key._asdict()}
-    line |= {key: value for key, value in (("version", event.version), ("step", event.step)) if value is not None}
-    return line | dict(event.fields)
+    key = {} if event.key is None else {"group": str(event.key), **event.key._asdict()}
+    where = {name: value for name, value in (("version", event.version), ("step", event.step)) if value is not None}
+    return {"time_s": event.time_s, "event": event.name, **key, **where, **event.fields}

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_text
@@ -46,7 +45,7 @@ class StartStatus:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         self.close()
 
     def __call__(self, line: str) -> None:

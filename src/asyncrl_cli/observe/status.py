@@ -16,7 +16,7 @@ from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.observe.status_file import SCHEMA_VERSION, Head, Status
-from asyncrl_cli.safe_files import MIB, UnsafeFile, parse_json, read_bytes, reason
+from asyncrl_cli.safe_files import MIB, parse_json, read_bytes, reason
 
 MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
@@ -72,17 +72,21 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
     if run is None:
         return newest_status(runs_dir)[0]
     directory = find_run(run, runs_dir)
-    path = directory / "status.json"
+    path, log = directory / "status.json", f"asyncrl logs {directory.name}"
     try:
         content = read_bytes(path, max_bytes=MAX_STATUS_BYTES)
+        version = parse_json(content, Head)["schema_version"]
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
+        status = parse_json(content, Status)
     except FileNotFoundError:
-        hint = f"its log: asyncrl logs {directory.name}"
         if is_locked(directory):
-            raise StillStarting(f"run '{directory.name}' is starting", hint=hint) from None
-        raise RefusedError(f"run '{directory.name}' ended while it started: it has no status.json", hint=hint) from None
-    except (OSError, UnsafeFile) as error:
-        raise _unreadable(path, reason(error)) from None
-    status = _parsed(content, path)
+            raise StillStarting(f"run '{directory.name}' is starting", hint=f"its log: {log}") from None
+        why = f"run '{directory.name}' ended while it started: it has no status.json"
+        raise RefusedError(why, hint=f"its log: {log}") from None
+    except (OSError, ValueError) as error:
+        hint = f"a run that is going on writes it anew; its log: {log}"
+        raise UnreadableStatus(f"{path} cannot be read: {reason(error)}", hint=hint) from None
     age_s = max(0.0, time.time() - status["updated_at"])
     return RunStatus(directory=directory, status=status, liveness=_liveness(directory, status, age_s), age_s=age_s)
 
@@ -98,21 +102,6 @@ def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
     if wrong:
         raise RefusedError(f"no run in {runs_dir} has a status that can be read: {wrong[0]}", hint="asyncrl status RUN")
     raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
-
-
-def _parsed(content: bytes, path: Path) -> Mapping[str, Any]:
-    try:
-        version = parse_json(content, Head)["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise _unreadable(path, f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
-        return parse_json(content, Status)
-    except ValueError as error:
-        raise _unreadable(path, str(error)) from None
-
-
-def _unreadable(path: Path, why: str) -> UnreadableStatus:
-    hint = f"a run that is going on writes it anew; its log: asyncrl logs {path.parent.name}"
-    return UnreadableStatus(f"{path} cannot be read: {why}", hint=hint)
 
 
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
