@@ -91,7 +91,7 @@ def test_lines_that_do_not_fit_name_their_file(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left") as full:
         lines.append({"text": "x" * 4 * MIB})
     with contextlib.suppress(OSError):  # of what it could not write
-        lines.close()
+        lines.close({})
     assert full.value.filename == str(small_disk / "metrics.jsonl")
 
 

@@ -59,10 +59,13 @@ class Screen(Sink):
         self._draw()
 
     def _draw(self) -> None:
-        status = self._status
-        if status is not None:
-            width, height = self._console.size
-            self._live.update(render(status, width=width, height=height - 1), refresh=True)
+        if self._status is not None:
+            _show(self._live, self._status)
+
+
+def _show(live: Live, status: Mapping[str, Any], remark: str = "") -> None:
+    width, height = live.console.size
+    live.update(render(status, width=width, height=height - 1, remark=remark), refresh=True)
 
 
 def make_ui(ui: Ui, console: Console | None = None) -> Sink | None:
@@ -95,8 +98,7 @@ def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: fl
             except StillStarting as not_yet:
                 live.update(not_yet.message, refresh=True)
             else:
-                width, height = console.size
-                live.update(render(found.status, width=width, height=height - 1, remark=found.remark), refresh=True)
+                _show(live, found.status, found.remark)
                 if found.liveness in ("ended", "dead"):
                     return found
             time.sleep(every_s)

@@ -38,22 +38,10 @@ class Wandb(Sink):
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        mode: Literal["offline", "online"],
-        project: str,
-        name: str,
-        config: Mapping[str, Any],
+        self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, name: str, config: Mapping[str, Any]
     ) -> None:
-        self._settings: dict[str, Any] = {
-            "mode": mode,
-            "project": project,
-            "name": name,
-            "id": _run_id(run_dir),
-            "dir": str(run_dir),
-            "config": dict(config),
-        }
+        self._settings = {"mode": mode, "project": project, "name": name, "dir": str(run_dir), "config": dict(config)}
+        self._id = _run_id(run_dir)
         self._whole_run: dict[str, Any] = {}
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
         self._started = threading.Event()
@@ -80,12 +68,8 @@ class Wandb(Sink):
         self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in UTILIZATION}
         if self._dropped:
             log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=limit_s)
-        except queue.Full:
-            self._is_left = True
-            log.warning("W&B takes nothing any more; it is left behind")
-            return
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
             self._is_left = True
@@ -116,7 +100,7 @@ class Wandb(Sink):
         import wandb
 
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S)
-        run = wandb.init(**self._settings, resume="allow", settings=settings)
+        run = wandb.init(**self._settings, id=self._id, resume="allow", settings=settings)
         run.define_metric("*", step_metric="step")
         return run
 
