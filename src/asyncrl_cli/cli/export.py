@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,11 +23,6 @@ EXAMPLES = """[bold]Examples[/]
 GB = 10**9
 
 
-class Dtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 def command(
     source: Annotated[
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
@@ -39,7 +33,9 @@ def command(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Where to; must not exist, or be empty. In the run if not given.")
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; what the run publishes if not given.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Of the weights; what the run publishes if not given.")
+    ] = None,
     max_shard_size_gb: Annotated[
         float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest weight file, in 10^9 bytes.")
     ] = 5.0,
@@ -63,7 +59,7 @@ def command(
             runs_dir=runs_dir,
             version=version,
             out=out,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
             model=model,
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,13 +16,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.profile.layers import Loaded
 
 
-class Ui(StrEnum):
-    AUTO = "auto"
-    LIVE = "live"
-    PLAIN = "plain"
-    NONE = "none"
-
-
+Ui = Literal["auto", "live", "plain", "none"]
 ProfileOption = Annotated[
     str,
     typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file."),

@@ -14,7 +14,6 @@ from asyncrl_cli.cli.options import (
     ProfileOption,
     RunsDirOption,
     SetOption,
-    Ui,
     UiOption,
     load_profile,
     run_to_its_end,
@@ -41,7 +40,7 @@ def command(
     sets: SetOption = None,
     name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; made from profile and time.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
-    ui: UiOption = Ui.AUTO,
+    ui: UiOption = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile, print the plan, start nothing.")] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -62,7 +61,7 @@ def command(
         refuse_what_cannot_fit(settings)
     from asyncrl_cli.job.run import Run
 
-    run = Run(settings, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=settings.run.name, address=address, ui=ui.value)
+    run = Run(settings, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=settings.run.name, address=address, ui=ui)
     run_to_its_end(run, as_json=as_json)
 
 

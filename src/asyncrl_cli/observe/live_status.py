@@ -111,13 +111,8 @@ class LiveStatus:
         self._phase, self._error = phase, error
 
     def state(self) -> LiveState:
-        return {
-            "rewards": list(self._rewards),
-            "slots": list(self._slots),
-            "evals": list(self._evals),
-            "num_warnings": self._num_warnings,
-            "eval_s": self._eval_s,
-        }
+        rewards, slots, evals = list(self._rewards), list(self._slots), list(self._evals)
+        return {"rewards": rewards, "slots": slots, "evals": evals, "num_warnings": self._num_warnings, "eval_s": self._eval_s}
 
     def restore(self, state: LiveState) -> None:
         self._rewards.extend(state["rewards"])

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -19,8 +19,6 @@ from asyncrl_cli.observe.terminal import SafeConsole
 
 REDRAW_S = 0.25
 CLOSE_TIMEOUT_S = 5.0
-
-Ui = Literal["auto", "live", "plain", "none"]
 
 
 class Screen(Sink):
@@ -68,7 +66,7 @@ def _show(live: Live, status: Mapping[str, Any], remark: str = "") -> None:
     live.update(render(status, width=width, height=height - 1, remark=remark), refresh=True)
 
 
-def make_ui(ui: Ui, console: Console | None = None) -> Sink | None:
+def make_ui(ui: str, console: Console | None = None) -> Sink | None:
     """The sink that people see. `auto`: the screen on a terminal that can show it, else plain lines on stderr."""
     console = console or SafeConsole(stderr=True)
     if ui == "none":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -15,8 +16,7 @@ from asyncrl_cli.checkpoint.run_directory import STARTING
 from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import to_json
-from asyncrl_cli.observe.status_file import SCHEMA_VERSION, Head, Status
-from asyncrl_cli.safe_files import parse_json
+from asyncrl_cli.observe.status_file import parse_status
 
 log = logging.getLogger("asyncrl")
 
@@ -91,7 +91,6 @@ class StartStatus:
 
 def _known(text: str | None) -> dict[str, Any] | None:
     """The status of an earlier attempt, if a reader would take it."""
-    try:
-        return {**parse_json(text or "", Status)} if parse_json(text or "", Head)["schema_version"] == SCHEMA_VERSION else None
-    except ValueError:
-        return None
+    with contextlib.suppress(ValueError):
+        return {**parse_status(text or "")}
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -10,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from asyncrl_cli.checkpoint.find import find_run, run_names
 from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.board import ENDED
-from asyncrl_cli.observe.status_file import SCHEMA_VERSION, Head, Status
-from asyncrl_cli.safe_files import MIB, parse_json, read_bytes, reason
+from asyncrl_cli.observe.status_file import parse_status
+from asyncrl_cli.safe_files import MIB, read_bytes, reason
 
 MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
@@ -74,11 +75,7 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
     directory = find_run(run, runs_dir)
     path, log = directory / "status.json", f"asyncrl logs {directory.name}"
     try:
-        content = read_bytes(path, max_bytes=MAX_STATUS_BYTES)
-        version = parse_json(content, Head)["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
-        status = parse_json(content, Status)
+        status = parse_status(read_bytes(path, max_bytes=MAX_STATUS_BYTES))
     except FileNotFoundError:
         if is_locked(directory):
             raise StillStarting(f"run '{directory.name}' is starting", hint=f"its log: {log}") from None
@@ -108,19 +105,9 @@ def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liven
     if status["phase"] in ENDED:  # a driver that resumes it holds the lock before it says anything
         return "live" if is_locked(directory) else "ended"
     here = status["host"] == socket.gethostname()
-    if here and not _alive(status["pid"]) and not is_locked(directory):
+    if here and not psutil.pid_exists(status["pid"]) and not is_locked(directory):
         return "dead"
     if age_s <= SILENT_AFTER_S:
         return "live"
     # A pid may have been given to somebody else since; the lock ends with its process.
     return "dead" if here and not is_locked(directory) else "silent"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

@@ -11,7 +11,7 @@ from annotated_types import Interval
 from pydantic import ConfigDict
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.safe_files import Count
+from asyncrl_cli.safe_files import Count, parse_json
 
 SCHEMA_VERSION = 2
 Figure = int | float | Literal["nan", "inf", "-inf"]
@@ -131,7 +131,15 @@ class Status(_Open):
     totals: dict[str, Any]
 
 
-class Head(_Open):
+class _Head(_Open):
     """Enough to say that the rest is of another version."""
 
     schema_version: Any
+
+
+def parse_status(content: str | bytes) -> Status:
+    """Raises ValueError for what is not of this version, or that no driver writes."""
+    version = parse_json(content, _Head)["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
+    return parse_json(content, Status)
