@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: what asyncrl finds on this machine, and what it misses."""
+"""`asyncrl doctor`: what asyncrl finds on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `ok` is None for what is only said, False for what is needed and missing."""
+    """One line of the report. `ok` is None for what is only information, and False for what is needed and missing."""
 
     what: str
     found: str
@@ -53,10 +53,10 @@ class Finding:
 def command(
     as_json: JsonOption = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Uninstall packages that vLLM brought along and that do not load beside this torch.")
+        bool, typer.Option("--fix", help="Uninstall packages that were installed with vLLM and cannot be loaded with this torch.")
     ] = False,
 ) -> None:
-    """Check this machine: versions, cores, GPUs, Ray, engines. Exit 3 if something needed is missing."""
+    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing."""
     if fix and _remove_broken_packages():
         # A failed import leaves its traces in this process: what is left is looked at in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]

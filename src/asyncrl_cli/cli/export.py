@@ -28,19 +28,24 @@ def command(
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
     ],
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", min=0, help="A published version: a kept one, or one in a checkpoint.")
+        int | None,
+        typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; must not exist, or be empty. In the run if not given.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Directory to write, new or empty; by default in the run's."),
     ] = None,
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None, typer.Option("--dtype", help="Of the weights; what the run publishes if not given.")
+        Literal["float32", "bfloat16"] | None,
+        typer.Option("--dtype", help="Type of the weights; by default what the run publishes."),
     ] = None,
     max_shard_size_gb: Annotated[
-        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest weight file, in 10^9 bytes.")
+        float,
+        typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest size of a weight file, in 10^9 bytes."),
     ] = 5.0,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="Configuration and tokenizer, if the run's own are gone.")
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Where config.json and tokenizer are, if the run's are gone."),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,

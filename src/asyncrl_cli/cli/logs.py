@@ -27,9 +27,9 @@ EXAMPLES = """[bold]Examples[/]
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
     runs_dir: RunsDirOption = RUNS_DIR,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
     role: Annotated[
-        str | None, typer.Option("--role", metavar="R", help="driver, trainer, rollout-1, ...; all if not given.")
+        str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ...; by default all.")
     ] = None,
 ) -> None:
     """Print the logs of a run's newest attempt."""

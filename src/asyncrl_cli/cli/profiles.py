@@ -63,7 +63,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @app.command("keys")
 def list_keys(
-    section: Annotated[str, typer.Argument(metavar="[SECTION]", help="Only the keys of one section, e.g. rollout.")] = "",
+    section: Annotated[str, typer.Argument(metavar="[SECTION]", help="List only the keys of this section, e.g. rollout.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
@@ -94,7 +94,7 @@ def list_keys(
 @app.command("show", epilog=SHOW_EXAMPLES)
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A profile by name, or a TOML file.")],
-    origin: Annotated[bool, typer.Option("--origin", help="Say of every value where it comes from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     sets: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

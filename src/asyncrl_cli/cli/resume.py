@@ -24,7 +24,7 @@ def command(
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a run: every group is trained exactly once."""
+    """Continue a run from a checkpoint. Every group is trained exactly once."""
     from asyncrl_cli.job.run import Run
 
     run_to_its_end(Run.resume(target, runs_dir=runs_dir, ui=ui, address=address), as_json=as_json)

@@ -32,20 +32,23 @@ EXAMPLES = """[bold]Examples[/]
 
 Every key is also an environment variable:
 ASYNCRL_RUN__SEED=3 is --set run.seed=3.
-Ctrl-C once: finish the step, checkpoint, exit 130; go on with [bold]asyncrl resume[/]. Twice: out."""
+Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl resume[/] continues. Twice: end at once."""
 
 
 def command(
     profile: ProfileOption,
     sets: SetOption = None,
-    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; made from profile and time.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="N", help="Name of the run; by default profile and time."),
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile, print the plan, start nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan; start nothing.")] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model by asynchronous RL, as a profile says."""
+    """Train a model by asynchronous RL, as described by a profile."""
     loaded = load_profile(profile, sets, name)
     settings = loaded.profile
     if settings.run.name is not None:
