@@ -54,17 +54,13 @@ class StepMetrics:
     def __init__(self, *, trigger_parameter_sync_step: int, started_s: float) -> None:
         self.run: dict[str, Value] = {}
         self._window_steps = trigger_parameter_sync_step
-        self._started_s = started_s
-        self._before_s = 0.0
+        # What the run's time, which goes on over resumes, is ahead of the driver's clock.
+        self.ahead_s = -started_s
         self._time_s = 0.0
         self._reports: Mapping[str, ExecutorReport] = {}
         self._window: int | None = None
         self._in_window: dict[str, Value] = {}
         self._recent = RecentSteps()
-
-    def align(self, time_s: float, clock_s: float) -> None:
-        """The run was `time_s` old when the driver's clock showed `clock_s`."""
-        self._before_s, self._started_s = time_s, clock_s
 
     def update(self, record: StepRecord) -> dict[str, Scalar]:
         """The step's line. Call once per record, in order."""
@@ -73,7 +69,7 @@ class StepMetrics:
             self._window, self._in_window = record.window, {}
         merge_into(self._in_window, values)
         merge_into(self.run, values)
-        self._time_s = self._before_s + record.ended_s - self._started_s
+        self._time_s = record.ended_s + self.ahead_s
         self._recent.add(self._time_s - record.timing_s["step"], self._time_s, values)
         line = values | {"time_s": Last(self._time_s)}
         line |= {key: value for key, value in self._in_window.items() if key.startswith(PARTIAL)}
@@ -104,7 +100,8 @@ class StepMetrics:
 
     def restore(self, state: MetricsState) -> None:
         """Continue after the line that `state` was taken at. Executors start their integrals anew after a resume."""
-        self._before_s = self._time_s = state["time_s"]
+        self.ahead_s += state["time_s"] - self._time_s
+        self._time_s = state["time_s"]
         self._window = state["window"]
         self._in_window = from_json(state["in_window"])
         self.run = from_json(state["run"])

@@ -33,8 +33,7 @@ class Starting:
         self._task: TaskID | None = None
         self._text = ""
         self._said_s = 0.0
-        self._pace: deque[tuple[float, int]] = deque()
-        """When how much was done, over the last seconds."""
+        self._pace: deque[tuple[float, int]] = deque()  # when how much was done, over the last seconds
         self.line = ""
 
     def __enter__(self) -> Starting:

@@ -38,10 +38,10 @@ class TimelineFile(StepFile):
                 self._running.setdefault(executor["name"], []).append(sample)
 
 
-def span_line(record: StepRecord, time_before_s: float) -> dict[str, Any]:
-    """A step's spans as JSON; `time_before_s` is what the run's time is ahead of the driver's clock."""
+def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
+    """A step's spans as JSON; `ahead_s` is what the run's time is ahead of the driver's clock."""
     spans = {
-        name: [(str(span.state), _rounded(span.start_s + time_before_s), _rounded(span.end_s + time_before_s)) for span in stays]
+        name: [(str(span.state), _rounded(span.start_s + ahead_s), _rounded(span.end_s + ahead_s)) for span in stays]
         for name, stays in record.spans.items()
     }
     return {"step": record.step, "spans": spans}
