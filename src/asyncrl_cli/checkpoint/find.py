@@ -142,8 +142,8 @@ def refuse_ended(checkpoint: Checkpoint) -> None:
 def resolve(argument: str, runs_dir: Path) -> Path:
     """The checkpoint that CHECKPOINT|RUN means. Raises as `find_run_or_checkpoint`, and RefusedError for a run without any.
 
-    Of a run it is the newest checkpoint, whole or not: `load_checkpoint` refuses a damaged one and offers another, so that nobody
-    goes back further than they know.
+    For a run it is the newest checkpoint, whole or not: `load_checkpoint` refuses a damaged one and names another, so that nobody
+    resumes from an older state without knowing it.
     """
     found = find_run_or_checkpoint(argument, runs_dir)
     if not has_checkpoints(found):

@@ -59,7 +59,7 @@ def is_locked(run_dir: Path) -> bool:
     """Whether a live driver holds the run. Asks with a shared lock, so two askers do not see each other."""
     try:
         file = open_regular(run_dir / LOCK)
-    except (OSError, UnsafeFile):  # what is not there, or is no file, nobody can hold
+    except (OSError, UnsafeFile):  # nobody can hold a lock that is not there, or is no file
         return False
     with file:
         return not _flock(file, fcntl.LOCK_SH)

@@ -38,7 +38,7 @@ START_FILES = {
     "reward.json",
     "weights",
 }
-"""What a run's start makes; anything else in a run's directory could be missed."""
+"""What the start of a run writes. A directory with anything else in it is never replaced."""
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -89,7 +89,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Lock an existing run for a resume, and forget what earlier attempts were asked: from here on a stop is for this one.
+        """Lock an existing run for a resume, and forget requests to stop earlier attempts.
 
         Raises RefusedError if it is live or no run.
         """
@@ -118,7 +118,7 @@ class RunDirectory:
         return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
-        """Delete it, so that its name is free again: for a run that never began. Returns where its logs are kept, if they are."""
+        """Delete the directory of a run that never began, so that its name is free. Returns where its logs are, if kept."""
         kept = self.path.with_name(f".{self.name}-failed-start") if keep_logs else None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)

@@ -57,9 +57,9 @@ class CheckpointStore:
             raise
 
     def abandon_newer(self, step: int) -> list[Path]:
-        """Before resuming at `step`: set later checkpoints aside under `abandoned-...`, for their future is not ours.
+        """Before resuming at `step`: rename later checkpoints to `abandoned-...`: the run takes another course from here.
 
-        Without this, a crash soon after would resume on the branch that was left."""
+        Without this, a resume after an early crash would take one of them, as the newest."""
         moved = []
         for directory in checkpoints_in(self.directory):
             if step_of(directory) > step:

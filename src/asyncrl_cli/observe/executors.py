@@ -57,7 +57,10 @@ def _stretch(before: ExecutorReport | None, now: ExecutorReport) -> Stretch:
 
 
 def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
-    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states. Who did not report is absent."""
+    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states.
+
+    Executors that did not report are left out.
+    """
     trainers = [stretch for stretch in measured if stretch.role == TRAINER]
     rollouts = [stretch for stretch in measured if stretch.role == ROLLOUT]
     values: dict[str, Value] = {

@@ -11,7 +11,7 @@ from rich.text import Text
 from asyncrl_cli.observe.format import is_number
 
 LABEL = 11
-"""Cells of the words that lines begin with."""
+"""Width of the label that a line begins with, in cells."""
 
 
 def label(name: str) -> Text:

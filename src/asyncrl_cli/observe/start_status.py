@@ -26,8 +26,8 @@ EVERY_S = 1.0
 class StartStatus:
     """`with StartStatus(path, facts) as doing: doing("loading the task")`.
 
-    A thread of its own writes, because imports and the start of Ray hold up everything else for longer than a reader takes a
-    silent run for a living one. What a resumed run had said before is kept until its loop runs; `take_back` restores it.
+    It writes in a thread of its own: imports and the start of Ray block the others for so long that readers would think the run is
+    dead. The figures of a resumed run's earlier attempts stay in the file until its loop runs; `take_back` restores all of it.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
@@ -49,7 +49,7 @@ class StartStatus:
         self.close()
 
     def __call__(self, line: str) -> None:
-        """`line`: as people are told."""
+        """`line`: what people are told is going on."""
         if line.partition("  ")[0] != self._doing.partition("  ")[0]:
             log.info("%s", line)
         self._doing = line
@@ -61,7 +61,7 @@ class StartStatus:
             self._thread.join()
 
     def take_back(self) -> None:
-        """The run has not begun: what stood there before stands there again."""
+        """The run has not begun: restore what the file said before."""
         self.close()
         if self._before is not None:
             replace_text(self._path, self._before)

@@ -28,7 +28,7 @@ Liveness = Literal["ended", "live", "silent", "dead"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """`liveness`: ended (it said so), live, silent (its process is there but says nothing), dead (it was killed)."""
+    """`liveness`: ended (it said so), live, silent (its process exists but writes nothing), dead (it was killed)."""
 
     directory: Path
     status: Mapping[str, Any]
@@ -37,14 +37,14 @@ class RunStatus:
 
     @property
     def remark(self) -> str:
-        """What a reader has to know beside the status; empty where the status says it all."""
+        """What a reader has to know in addition to the status; empty if there is nothing."""
         if self.liveness == "dead" and never_began(self.directory):
             again = f"`asyncrl train --name {self.name}` replaces it"
             return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
             return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
         if self.liveness == "live" and self.status["phase"] in ENDED:
-            return "a driver holds the run: it goes on with it or is just ending it; this is what was said last"
+            return "a driver holds the run: it is resuming or ending it; this is the last status it wrote"
         if self.liveness == "silent":
             return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
         return ""
@@ -58,11 +58,11 @@ class RunStatus:
 
 
 class StillStarting(RefusedError):
-    """There is nothing to show yet; soon there will be."""
+    """There is nothing to show yet: the run is starting."""
 
 
 class UnreadableStatus(RefusedError):
-    """status.json is there and is not what a driver writes."""
+    """status.json is there, but no driver has written it like this."""
 
 
 def read_status(run: str | None, runs_dir: Path) -> RunStatus:
@@ -82,7 +82,7 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
         why = f"run '{directory.name}' ended while it started: it has no status.json"
         raise RefusedError(why, hint=f"its log: {log}") from None
     except (OSError, ValueError) as error:
-        hint = f"a run that is going on writes it anew; its log: {log}"
+        hint = f"a live run rewrites it within a second; its log: {log}"
         raise UnreadableStatus(f"{path} cannot be read: {reason(error)}", hint=hint) from None
     age_s = max(0.0, time.time() - status["updated_at"])
     return RunStatus(directory=directory, status=status, liveness=_liveness(directory, status, age_s), age_s=age_s)

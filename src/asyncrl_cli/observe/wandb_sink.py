@@ -40,8 +40,8 @@ class Wandb(Sink):
     def __init__(
         self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, name: str, config: Mapping[str, Any]
     ) -> None:
-        self._settings = {"mode": mode, "project": project, "name": name, "dir": str(run_dir), "config": dict(config)}
-        self._id = _run_id(run_dir)
+        self._settings: dict[str, Any] = {"mode": mode, "project": project, "name": name, "id": _run_id(run_dir)}
+        self._settings |= {"dir": str(run_dir), "config": dict(config)}
         self._whole_run: dict[str, Any] = {}
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
         self._started = threading.Event()
@@ -100,7 +100,7 @@ class Wandb(Sink):
         import wandb
 
         settings = wandb.Settings(console="off", silent=True, init_timeout=START_TIMEOUT_S, finish_timeout=CLOSE_TIMEOUT_S)
-        run = wandb.init(**self._settings, id=self._id, resume="allow", settings=settings)
+        run = wandb.init(**self._settings, resume="allow", settings=settings)
         run.define_metric("*", step_metric="step")
         return run
 
