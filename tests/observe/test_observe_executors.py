@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.executors import Stretch, overlap, utilization
+from asyncrl_cli.observe.executors import overlap, utilization
+from tests.observe.conftest import report
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
@@ -29,8 +30,8 @@ def test_overlap_counts_a_side_as_busy_while_any_of_its_executors_is(trainer, fi
     assert measured.value == (len(cells(trainer) & rollout) / smaller if smaller else None)
 
 
-def rollout(name, **changes):
-    return Stretch(**{"name": name, "role": "rollout", "elapsed_s": 2.0, "state_s": {}, "sums": {}, "gauges": {}} | changes)
+def rollout(name, *, sums=None, gauges=None):
+    return report(name, "rollout", {State.BUSY: 2.0}, sums=sums, gauges=gauges)
 
 
 def test_what_engines_tell_of_their_cache_is_joined_over_workers():

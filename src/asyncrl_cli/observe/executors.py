@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
@@ -27,36 +27,26 @@ UTILIZATION = (
 TRAINER_IDLE = (State.STARVED, State.BLOCKED, State.SYNCING, State.PAUSED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """One executor between two of its reports. `elapsed_s` is its own time: the sum of its time in states."""
-
-    name: str
-    role: str
-    elapsed_s: float
-    state_s: Mapping[State, float]
-    sums: Mapping[str, float]
-    gauges: Mapping[str, float]
+def stretches(before: Mapping[str, ExecutorReport], now: Mapping[str, ExecutorReport]) -> list[ExecutorReport]:
+    """The report of every executor that has reported since `before`, with its times and sums since then. One that is new (or of a
+    resumed run) counts from its start."""
+    made = (_since(before.get(name), report) for name, report in now.items())
+    return [stretch for stretch in made if _elapsed_s(stretch) > 0]
 
 
-def stretches(before: Mapping[str, ExecutorReport], now: Mapping[str, ExecutorReport]) -> list[Stretch]:
-    """One per executor that has reported since `before`; one that is new (or of a resumed run) counts from its start."""
-    made = (_stretch(before.get(name), report) for name, report in now.items())
-    return [stretch for stretch in made if stretch.elapsed_s > 0]
+def _since(before: ExecutorReport | None, now: ExecutorReport) -> ExecutorReport:
+    if before is None or _elapsed_s(now) < _elapsed_s(before):  # its integrals started anew
+        return now
+    state_s = {state: seconds - before.state_s.get(state, 0.0) for state, seconds in now.state_s.items()}
+    return replace(now, state_s=state_s, sums={key: amount - before.sums.get(key, 0.0) for key, amount in now.sums.items()})
 
 
-def _stretch(before: ExecutorReport | None, now: ExecutorReport) -> Stretch:
-    if before is not None and sum(now.state_s.values()) < sum(before.state_s.values()):
-        before = None  # its integrals started anew
-    state_s, sums = now.state_s, now.sums
-    if before is not None:
-        state_s = {state: amount - before.state_s.get(state, 0.0) for state, amount in state_s.items()}
-        sums = {key: amount - before.sums.get(key, 0.0) for key, amount in sums.items()}
-    elapsed_s = sum(state_s.values())
-    return Stretch(name=now.name, role=now.role, elapsed_s=elapsed_s, state_s=state_s, sums=sums, gauges=now.gauges)
+def _elapsed_s(stretch: ExecutorReport) -> float:
+    """The executor's own time."""
+    return sum(stretch.state_s.values())
 
 
-def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
+def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
     """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states.
 
     Executors that did not report are left out.
@@ -67,15 +57,14 @@ def utilization(measured: Sequence[Stretch]) -> dict[str, Value]:
         f"{STATES}{stretch.name}/{state}": Sum(seconds) for stretch in measured for state, seconds in stretch.state_s.items()
     }
     if trainers:
-        values["trainer/idle_ratio"] = _mean_share(
-            (sum(stretch.state_s.get(state, 0.0) for state in TRAINER_IDLE), stretch.elapsed_s) for stretch in trainers
-        )
+        idle_s = [sum(stretch.state_s.get(state, 0.0) for state in TRAINER_IDLE) for stretch in trainers]
+        values["trainer/idle_ratio"] = _mean_share(idle_s, trainers)
         values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
     if rollouts:
-        values["rollouter/idle_ratio"] = _mean_share((stretch.sums.get("idle_s", 0.0), stretch.elapsed_s) for stretch in rollouts)
+        values["rollouter/idle_ratio"] = _mean_share([stretch.sums.get("idle_s", 0.0) for stretch in rollouts], rollouts)
         values["rollouter/slot_utilization"] = Ratio(
             sum(_of("running_sequence_s", rollouts)),
-            sum(stretch.gauges.get("slots", 0.0) * stretch.elapsed_s for stretch in rollouts),
+            sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts),
         )
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
         if len(decode_steps := _of("decode_steps", rollouts)) == len(rollouts):
@@ -95,7 +84,7 @@ ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
 """What engines report of themselves beyond tokens, as a sum or a gauge of that name, and how the workers' figures become one."""
 
 
-def _of(name: str, measured: Sequence[Stretch]) -> list[float]:
+def _of(name: str, measured: Sequence[ExecutorReport]) -> list[float]:
     """A sum or a gauge, of those executors that report it."""
     both = ({**stretch.gauges, **stretch.sums} for stretch in measured)
     return [figures[name] for figures in both if name in figures]
@@ -124,15 +113,14 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
     return Overlap(both_s, busy_s[TRAINER], busy_s[ROLLOUT])
 
 
-def _mean_share(parts: Iterable[tuple[float, float]]) -> Ratio:
+def _mean_share(parts_s: Sequence[float], measured: Sequence[ExecutorReport]) -> Ratio:
     """The mean of part / elapsed over executors; its mean elapsed time is its weight in longer stretches."""
-    pairs = list(parts)
-    mean_share = sum(part / elapsed for part, elapsed in pairs) / len(pairs)
-    mean_elapsed_s = sum(elapsed for _, elapsed in pairs) / len(pairs)
+    elapsed_s = [_elapsed_s(stretch) for stretch in measured]
+    mean_share = sum(part_s / whole_s for part_s, whole_s in zip(parts_s, elapsed_s, strict=True)) / len(measured)
+    mean_elapsed_s = sum(elapsed_s) / len(measured)
     return Ratio(mean_share * mean_elapsed_s, mean_elapsed_s)
 
 
-def _rate(name: str, measured: Sequence[Stretch]) -> Ratio:
+def _rate(name: str, measured: Sequence[ExecutorReport]) -> Ratio:
     """Amount per second of a side: its executors work at the same time, so their mean time is the side's."""
-    elapsed_s = sum(stretch.elapsed_s for stretch in measured) / len(measured)
-    return Ratio(sum(_of(name, measured)), elapsed_s)
+    return Ratio(sum(_of(name, measured)), sum(map(_elapsed_s, measured)) / len(measured))
