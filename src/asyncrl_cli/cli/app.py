@@ -25,7 +25,6 @@ from asyncrl_cli.cli.console import (
     open_streams,
     print_json_error,
     print_text,
-    say_traceback,
     tell,
 )
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
@@ -96,9 +95,8 @@ def _answer(args: Sequence[str]) -> int:
             return _stdout_is_lost(error)
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` alone: the help has been printed
-        told = _of_usage(error) if isinstance(error, TyperException) else in_our_words(error)
-        if given.get("verbose"):
-            say_traceback(error)
+        verbose = given.get("verbose", False)
+        told = _of_usage(error) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
     tell(told)
     if "--json" in args:
         with suppress(OSError):  # whoever cannot read it has the exit code

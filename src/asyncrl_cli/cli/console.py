@@ -120,14 +120,13 @@ def tell(error: AsyncrlError) -> None:
         _labelled("hint", "bold cyan", error.hint)
 
 
-def say_traceback(error: BaseException) -> None:
-    stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
-
-
-def in_our_words(error: BaseException) -> AsyncrlError:
-    """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused; else a bug of ours."""
-    bug = AsyncrlError(f"{type(error).__name__}: {error}", hint="this is a bug; `asyncrl -v ...` shows where")
-    return _known(error) or bug
+def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
+    """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused; else a bug of ours. With
+    `verbose` its traceback is printed first."""
+    if verbose:
+        stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
+    hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
+    return _known(error) or AsyncrlError(f"{type(error).__name__}: {error}", hint=hint)
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
