@@ -258,7 +258,6 @@ def reseal(directory: Path) -> None:
         version=known["version"],
         run=known["run"],
         profile=known["profile"],
-        identity=known["identity"],
     )
 
 

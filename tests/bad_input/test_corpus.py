@@ -204,7 +204,7 @@ def checkpoints() -> Iterator[Case]:
         command = EXPORT_IT if file == "trainer.json" else RESUME
         for content in (b"", b"null", b"[]", b"3", b'"x"', b"\xff\xfe", b"{", b"[" * 10**6, b'{"a":' * 10**5, b"9" * 10**5):
             yield Case(f"{file} is {content[:8]!r}", command, text_in(file, content), 4, file)
-    for path in [("step",), ("version",), ("run",), ("profile",), ("identity",), ("files",), ("files", "loop_state.json", "bytes")]:
+    for path in [("step",), ("version",), ("run",), ("profile",), ("files",), ("files", "loop_state.json", "bytes")]:
         for value in (DELETE, None, [], "x", -1, LONG):
             if not (path == ("run",) and value == "x") and not (path == ("profile",) and value == "x"):
                 yield Case(f"manifest {'.'.join(path)} {shown(value)}", RESUME, manifest_with(*path, value=value), 4, "refused")

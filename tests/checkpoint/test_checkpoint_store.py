@@ -17,7 +17,7 @@ from asyncrl_cli.loop.ports import Cut
 
 
 def cut(step, **loop_state):
-    return Cut(step=step, version=step, at_window_boundary=True, loop_state=loop_state, fields={"note": "x"})
+    return Cut(step=step, version=step, at_window_boundary=True, loop_state=loop_state)
 
 
 async def write_trainer(directory: Path) -> None:
@@ -25,11 +25,11 @@ async def write_trainer(directory: Path) -> None:
     (directory / "trainer" / "rank-0.bin").write_bytes(bytes(range(256)) * 64)
 
 
-def store_in(run_dir, keep=3, **identity):
+def store_in(run_dir, keep=3):
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "profile.toml").write_text('name = "p"\n')
     (run_dir / "config.resolved.json").write_text("{}")
-    return CheckpointStore(run_dir, keep=keep, profile="p", identity=identity)
+    return CheckpointStore(run_dir, keep=keep, profile="p")
 
 
 def write(store, step, writer=write_trainer, **loop_state):
@@ -37,16 +37,16 @@ def write(store, step, writer=write_trainer, **loop_state):
 
 
 def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
-    directory = write(store_in(tmp_path / "otter", rollout_n=8), 40, feed={"cursor": 17})
+    directory = write(store_in(tmp_path / "otter"), 40, feed={"cursor": 17})
     assert directory == tmp_path / "otter" / "checkpoints" / "step-000040"
-    assert verify(directory) == []
+    assert verify(directory) == ()
     assert os.readlink(directory.parent / "latest") == "step-000040"
     manifest = json.loads((directory / "manifest.json").read_text())
     assert set(manifest["files"]) == {"trainer/rank-0.bin", "loop_state.json", "profile.toml", "config.resolved.json"}
     assert manifest["files"]["trainer/rank-0.bin"]["bytes"] == 16384
     loaded = load_checkpoint(directory)
     assert (loaded.step, loaded.version, loaded.at_window_boundary) == (40, 40, True)
-    assert (loaded.run, loaded.loop_state, loaded.fields) == ("otter", {"feed": {"cursor": 17}}, {"note": "x"})
+    assert (loaded.run, loaded.loop_state) == ("otter", {"feed": {"cursor": 17}})
 
 
 def test_checksums_are_those_of_sha256sum(tmp_path):

@@ -83,7 +83,7 @@ def test_a_checkpoint_that_does_not_fit_is_gone_and_the_last_one_is_whole(small_
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(write(2))
     assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step-000001"]
-    assert verify(first) == []
+    assert verify(first) == ()
 
 
 def test_lines_that_do_not_fit_name_their_file(small_disk: Path) -> None:
@@ -91,7 +91,7 @@ def test_lines_that_do_not_fit_name_their_file(small_disk: Path) -> None:
     with pytest.raises(OSError, match="No space left") as full:
         lines.append({"text": "x" * 4 * MIB})
     with contextlib.suppress(OSError):  # of what it could not write
-        lines.close()
+        lines.close({})
     assert full.value.filename == str(small_disk / "metrics.jsonl")
 
 

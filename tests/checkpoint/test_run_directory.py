@@ -27,7 +27,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def run(tmp_path):
-    run = RunDirectory.create(tmp_path, "otter", profile_toml="a = 1\n", resolved={"profile": {"a": 1}})
+    run = RunDirectory.create(tmp_path, "otter", profile_toml="a = 1\n", resolved={"schema_version": 1, "profile": {"a": 1}})
     yield run
     run.close()
 

@@ -115,20 +115,19 @@ def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(di
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
 
-    lines = follow_lines(directory.path, [path], follow=True, wait=write_on)
+    lines = follow_lines(directory.path, lambda: [path], follow=True, wait=write_on)
     assert [line for _, line in lines] == ["one", "two", "three", "four"]
 
 
 def test_following_goes_on_behind_a_line_without_end(directory: RunDirectory) -> None:
     path = directory.start_attempt() / "driver.log"
     path.write_text("x" * 3 * 2**19 + "\nnext\n")
-    lines = follow_lines(directory.path, [path], follow=True, wait=lambda: pytest.fail("waits for the end of a line"))
+    lines = follow_lines(directory.path, lambda: [path], follow=True, wait=lambda: pytest.fail("waits for the end of a line"))
     assert [len(line) for _, line in islice(lines, 3)] == [2**20, 2**19, 4]
 
 
 def test_following_takes_in_the_logs_that_come_while_a_run_starts(directory: RunDirectory) -> None:
     logs = directory.logs / "latest"
-    began = [path for path in logs.glob("*.log") if path.stem == "driver"]
     steps = iter([True, False])
 
     def write_on() -> None:
@@ -137,5 +136,5 @@ def test_following_takes_in_the_logs_that_come_while_a_run_starts(directory: Run
         else:
             directory.close()
 
-    lines = follow_lines(directory.path, began, follow=True, wait=write_on, more=lambda: sorted(logs.glob("r*.log")))
+    lines = follow_lines(directory.path, lambda: sorted(logs.glob("[dr]*.log")), follow=True, wait=write_on)
     assert list(lines) == [("driver", "one"), ("driver", "two"), ("rollout-0", "null")]

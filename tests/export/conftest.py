@@ -70,7 +70,7 @@ def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Pat
         write(working)
 
     store = CheckpointStore(directory, keep=9, profile="custom")
-    cut = Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={}, fields={})
+    cut = Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})
     return asyncio.run(store.write(cut, write_trainer))
 
 

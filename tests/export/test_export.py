@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError
-from asyncrl_cli.export import directory as directory_module
-from asyncrl_cli.export.directory import plan_files
+from asyncrl_cli.export import export as export_module
 from asyncrl_cli.export.export import export
 from asyncrl_cli.weights.disk import keep_version, version_directory
 from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
@@ -57,7 +56,7 @@ def test_the_newest_checkpoint_scores_as_the_trainer_does_bit_for_bit(make_run, 
     assert ours == made.logprobs[3]
     with safe_open(result.path / "model.safetensors", framework="pt") as file:
         assert ("lm_head.weight" in file.keys()) == (not tied)  # noqa: SIM118 - no mapping
-    assert result.written.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert AutoTokenizer.from_pretrained(result.path).encode("abc") == AutoTokenizer.from_pretrained(made.model_dir).encode("abc")
 
 
@@ -105,16 +104,10 @@ def test_large_models_are_written_in_several_files(make_run):
     result = exported(made, max_file_bytes=500_000)
     files = sorted(path.name for path in result.path.glob("*.safetensors"))
     assert len(files) > 3
-    assert list(result.written.files) == files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert list(result.files) == files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
     index = json.loads((result.path / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == result.written.num_bytes == 4 * result.written.parameters
+    assert index["metadata"]["total_size"] == result.num_bytes == 4 * result.parameters
     assert_equal(weights_of(result.path), made.weights[3])
-
-
-def test_files_are_filled_up_to_the_limit_and_never_split_a_tensor():
-    sizes = {"a": 10, "b": 10, "c": 30, "d": 5, "e": 5}
-    assert plan_files(sizes, 2, 40) == [["a", "b"], ["c"], ["d", "e"]]
-    assert plan_files(sizes, 2, 1000) == [list(sizes)]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_said(make_run, capsys):
@@ -174,7 +167,7 @@ def test_a_target_that_cannot_be_is_refused_and_a_given_one_before_a_byte_is_rea
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RefusedError, match=r"exports/step-000003 exists and is not empty"):
         exported(made)
-    monkeypatch.setattr("asyncrl_cli.export.source.load_checkpoint", lambda directory: pytest.fail("read the checkpoint"))
+    monkeypatch.setattr("asyncrl_cli.export.source.load_checkpoint", lambda *given, **options: pytest.fail("read it"))
     assert run(["export", "otter", "--runs-dir", str(made.runs_dir), "--out", str(tmp_path / "file")]) == 4
     assert f"error: {tmp_path / 'file'} is a file\n" in capsys.readouterr().err
 
@@ -208,7 +201,7 @@ def test_a_full_disk_leaves_nothing_behind(make_run, monkeypatch, tmp_path, erro
             raise error
         path.write_bytes(b"")
 
-    monkeypatch.setattr(directory_module, "write_weights", full)
+    monkeypatch.setattr(export_module, "write_weights", full)
     with pytest.raises(AsyncrlError, match=r"cannot be written: .*No space left on device"):
         exported(made, out=tmp_path / "there" / "model", max_file_bytes=500_000)
     assert len(files) == 3

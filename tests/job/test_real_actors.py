@@ -140,10 +140,7 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
         version=1,
         at_window_boundary=True,
         loop_state={},
-        fields={},
         run="run",
-        profile="custom",
-        identity={},
     )
     async with started_workers(
         plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint

@@ -6,25 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.executors import Stretch, intersection, length_of, overlap, union, utilization
+from asyncrl_cli.observe.executors import overlap, utilization
+from tests.observe.conftest import report
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
 
 def cells(intervals):
     return {cell for start, end in intervals for cell in range(start, end)}
-
-
-@given(INTERVALS)
-def test_a_union_covers_the_same_time_once(intervals):
-    joined = union(intervals)
-    assert cells(joined) == cells(intervals)
-    assert length_of(joined) == len(cells(intervals))
-
-
-@given(INTERVALS, INTERVALS)
-def test_an_intersection_is_the_time_in_both(left, right):
-    assert cells(intersection(union(left), union(right))) == cells(left) & cells(right)
 
 
 @given(INTERVALS, INTERVALS, INTERVALS)
@@ -41,8 +30,8 @@ def test_overlap_counts_a_side_as_busy_while_any_of_its_executors_is(trainer, fi
     assert measured.value == (len(cells(trainer) & rollout) / smaller if smaller else None)
 
 
-def rollout(name, **changes):
-    return Stretch(**{"name": name, "role": "rollout", "elapsed_s": 2.0, "state_s": {}, "sums": {}, "gauges": {}} | changes)
+def rollout(name, *, sums=None, gauges=None):
+    return report(name, "rollout", {State.BUSY: 2.0}, sums=sums, gauges=gauges)
 
 
 def test_what_engines_tell_of_their_cache_is_joined_over_workers():

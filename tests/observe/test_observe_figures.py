@@ -13,9 +13,9 @@ from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.sinks import NullSink, to_json
+from asyncrl_cli.observe.sinks import Sink, to_json
 from asyncrl_cli.observe.status_file import Status
-from asyncrl_cli.observe.summary import summary_text
+from asyncrl_cli.observe.summary import summary_rows
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.numbered_feed import NumberedFeed
@@ -30,7 +30,7 @@ REPORT_AGE_S = 1.0
 """A worker at rest reports once a second: so much of its time may be in the next line."""
 
 
-class Kept(NullSink):
+class Kept(Sink):
     """Everything that the files and the screen would get."""
 
     def __init__(self) -> None:
@@ -194,8 +194,9 @@ def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_tim
     idle, slots = f"{use['trainer_idle_ratio']:.0%}", f"{use['rollouter_slot_utilization']:.0%}"
     assert re.search(rf"^trainer +idle +{idle} ", picture, re.MULTILINE)
     assert re.search(rf"^slots used +{slots} ", picture, re.MULTILINE)
-    assert f"whole run  slots used {slots}, " in summary_text(ended)
-    assert f"trainer idle {idle}, " in summary_text(ended)
+    whole_run = dict(summary_rows(ended))["whole run"]
+    assert whole_run.startswith(f"slots used {slots}, ")
+    assert f"trainer idle {idle}, " in whole_run
     assert picture.count(ended["periods"]["steps"]["words"]) == 2
 
 

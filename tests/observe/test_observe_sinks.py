@@ -14,7 +14,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, NullSink, StatusFile
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile
 
 
 def lines_of(path):
@@ -137,7 +137,7 @@ def test_histories_survive_a_resume(facts, make):
 
 
 def test_a_sink_that_fails_is_left_out_with_a_warning_and_the_others_go_on(tmp_path, facts, make):
-    class Full(NullSink):
+    class Full(Sink):
         calls = 0
 
         def line(self, line):
@@ -165,7 +165,7 @@ def test_the_remaining_time_follows_the_pace_of_the_last_steps(facts, make):
 
 
 def test_a_sink_on_a_full_disk_gets_the_last_word_when_there_is_room_again(facts):
-    class Full(NullSink):
+    class Full(Sink):
         closed = 0
 
         def status(self, status):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_while_the_model_is_built_keeps_nothing_and_is_one_error(tmp_path, number):
+def test_an_interrupt_while_the_model_is_built_keeps_nothing_and_is_no_error(tmp_path, number):
     process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "first", "--ui", "plain")
     assert process.stderr is not None
     said = [next(process.stderr)]
@@ -26,6 +26,7 @@ def test_an_interrupt_while_the_model_is_built_keeps_nothing_and_is_one_error(tm
     code, out, err = finish(process)
     assert time.monotonic() - began_s < 10
     assert (code, out) == (130, "")
-    assert re.findall(r"^error: .*", err, re.MULTILINE) == ["error: interrupted while the run was starting: no step was trained"]
+    assert err.splitlines()[-1] == "interrupted while the run was starting: no step was trained"
+    assert "error:" not in err
     assert not list((tmp_path / "cache").rglob("*tiny*"))
     assert not list((tmp_path / "runs").glob("first*"))

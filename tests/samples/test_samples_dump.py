@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from asyncrl_cli.samples.dump import dump_samples, is_dump_step, read_samples
+from asyncrl_cli.samples.dump import dump_samples, is_dump_step
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 
 
@@ -18,6 +18,10 @@ def segment(tokens, logprobs, versions, mask):
         versions_T=np.array(versions, np.int32),
         mask_T=np.array(mask, np.bool_),
     )
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture
@@ -32,9 +36,7 @@ def payloads():
 def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, payloads):
     path = dump_samples(tmp_path / "samples", 40, payloads, window=4, decode=lambda ids: "".join(f"<{i}>" for i in ids))
     assert path == tmp_path / "samples" / "step-000040.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines == read_samples(path)
-    first, second = lines
+    first, second = read_lines(path)
     assert (first["step"], first["window"], first["group"], first["trajectory"]) == (40, 4, "p7@1.2", 0)
     assert (first["uid"], first["epoch"], first["attempt"], first["reward"]) == ("p7", 1, 2, 1.0)
     assert (first["tokens"], first["versions"], first["mask"]) == ([7, 8, 1, 2], [-1, -1, 3, 4], [0, 0, 1, 1])
@@ -44,17 +46,17 @@ def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, payloads):
 
 
 def test_logprobs_come_back_bit_for_bit(tmp_path, payloads):
-    line = read_samples(dump_samples(tmp_path, 1, payloads, window=0))[0]
+    line = read_lines(dump_samples(tmp_path, 1, payloads, window=0))[0]
     expected = payloads[0].trajectories[0].segments[0].logprobs_T
     assert np.array(line["logprobs"], np.float32).tobytes() == expected.tobytes()
 
 
 def test_without_a_tokenizer_there_is_no_text(tmp_path, payloads):
-    assert "text" not in read_samples(dump_samples(tmp_path, 1, payloads, window=0))[0]
+    assert "text" not in read_lines(dump_samples(tmp_path, 1, payloads, window=0))[0]
 
 
 def test_text_that_is_no_unicode_is_written_and_comes_back(tmp_path, payloads):
-    lines = read_samples(dump_samples(tmp_path, 1, payloads, window=0, decode=lambda ids: "é\ud800\0"))
+    lines = read_lines(dump_samples(tmp_path, 1, payloads, window=0, decode=lambda ids: "é\ud800\0"))
     assert lines[0]["text"] == "é\ud800\0"
 
 

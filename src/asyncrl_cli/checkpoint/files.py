@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import re
 import shutil
@@ -17,7 +18,6 @@ from pathlib import Path
 from asyncrl_cli.errors import RefusedError, StorageError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, open_regular, reason
 
-CHUNK_BYTES = 1 << 20
 HINTS = {
     errno.ENOSPC: "look at the free space there, or name another place; older checkpoints are as they were",
     errno.EDQUOT: "your quota there is used up: look at it, or name another place; older checkpoints are as they were",
@@ -100,6 +100,20 @@ def unfinished_directory(parent: Path, prefix: str) -> Iterator[Path]:
         _unfinished.discard(directory)
 
 
+@contextlib.contextmanager
+def appearing_directory(target: Path) -> Iterator[Path]:
+    """A hidden neighbour that takes the name `target` after the block, with all its files on the disk; until then there is nothing
+    of that name, or an empty directory."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished_directory(target.parent, f".{target.name}-") as working:
+        yield working
+        working.chmod(target.parent.stat().st_mode & 0o777)
+        for path in (*working.iterdir(), working):
+            fsync(path)
+        working.rename(target)
+        fsync(target.parent)
+
+
 def remove_unfinished() -> None:
     """For a process that ends while one of its threads is within `unfinished_directory`."""
     for directory in list(_unfinished):
@@ -121,7 +135,7 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
         temporary.unlink(missing_ok=True)
         raise
     if durable:
-        fsync_directory(path.parent)
+        fsync(path.parent)
 
 
 def replace_link(link: Path, target: str) -> None:
@@ -132,18 +146,14 @@ def replace_link(link: Path, target: str) -> None:
     temporary.replace(link)
 
 
-def fsync_file(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Wait until a file's bytes, or the names in a directory, are on the disk and survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def fsync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut."""
-    fsync_file(path)
 
 
 def remove_tree(directory: Path) -> None:
@@ -162,34 +172,19 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def repair_lines(path: Path) -> int:
-    """Cut a half last line (a writer was killed) off a jsonl file. Returns the number of bytes cut.
-
-    Raises RefusedError if it is no file.
-    """
+def repair_lines(path: Path) -> None:
+    """Cut a half last line (a writer was killed) off a jsonl file. Raises RefusedError if it is no file."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
-        return 0
+        return
     except UnsafeFile as error:
-        raise RefusedError(f"{path} cannot be continued: {reason(error)}", hint="move it away: the run begins it anew") from None
-    with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        whole = _end_of_last_newline(file.fileno(), size)
-        if whole < size:
-            file.truncate(whole)
-    return size - whole
-
-
-def _end_of_last_newline(descriptor: int, size: int) -> int:
-    end = size
-    while end > 0:
-        start = max(0, end - CHUNK_BYTES)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            return start + newline + 1
-        end = start
-    return 0
+        raise RefusedError(f"{path} cannot be continued: {reason(error)}", hint="move it away: the run starts a new file") from None
+    if path.stat().st_size:
+        with path.open("rb+") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                whole_bytes = content.rfind(b"\n") + 1
+            file.truncate(whole_bytes)
 
 
 def _verb(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints found again: verified, loaded or refused, and what CHECKPOINT|RUN on a command line means."""
+"""Finding runs and checkpoints: what a name or a path on a command line means, which checkpoints are whole, what is in them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.checkpoint.files import remove
 from asyncrl_cli.checkpoint.lock import is_locked
-from asyncrl_cli.checkpoint.manifest import Manifest, ManifestError, damage, read_manifest
+from asyncrl_cli.checkpoint.manifest import Damaged, damage, read_manifest
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, load_json, parse_json, read_bytes
 
 LOOP_STATE = "loop_state.json"
-LOOP_STATE_SCHEMA_VERSION = 1
 STEP_NAME = re.compile(r"step-([0-9]{6,15})")
 
 
@@ -32,10 +31,7 @@ class Checkpoint:
     version: int
     at_window_boundary: bool
     loop_state: Mapping[str, Any]
-    fields: Mapping[str, Any]
     run: str
-    profile: str
-    identity: Mapping[str, Any]
 
 
 class LoopStateFile(TypedDict):
@@ -46,7 +42,6 @@ class LoopStateFile(TypedDict):
     version: Count
     at_window_boundary: bool
     loop_state: dict[str, Any]
-    fields: dict[str, Any]
 
 
 def step_name(step: int) -> str:
@@ -67,30 +62,28 @@ def checkpoints_in(directory: Path) -> list[Path]:
     return sorted(named, key=step_of, reverse=True)
 
 
-def verify(directory: Path) -> list[str]:
+def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
+    """Verify a checkpoint and read the loop's part of it.
+
+    Raises RefusedError if it is damaged, of another schema or no asyncrl checkpoint; the hint names the newest intact one, as
+    `asyncrl COMMAND` takes it.
+    """
+    try:
+        return _read(directory)
+    except Damaged as error:
+        listed = "; ".join(error.wrong[:5]) + (f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else "")
+    intact = newest_intact(directory.parent)
+    hint = f"the newest intact one: asyncrl {command} {intact}" if intact else "there is no intact checkpoint beside it"
+    raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=hint)
+
+
+def verify(directory: Path) -> tuple[str, ...]:
     """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte."""
-    if not directory.is_dir():
-        return [f"{directory} is not a directory"]
     try:
-        manifest = read_manifest(directory)
-    except ManifestError as error:
-        return [str(error)]
-    wrong = damage(directory, manifest)
-    if STEP_NAME.fullmatch(directory.name) and step_of(directory) != manifest.step:
-        wrong.append(f"the directory's name does not fit its step {manifest.step}")
-    if LOOP_STATE not in manifest.files:
-        wrong.append(f"{LOOP_STATE} is not part of it")
-    return wrong or _wrong_in_state(directory, manifest)
-
-
-def _wrong_in_state(directory: Path, manifest: Manifest) -> list[str]:
-    """Of a file that is whole: whoever wrote it may not have been asyncrl."""
-    try:
-        state = load_json(directory / LOOP_STATE, LoopStateFile)
-    except RefusedError as error:
-        return [error.message]
-    fits = (state["step"], state["version"]) == (manifest.step, manifest.version)
-    return [] if fits else [f"{LOOP_STATE} is of step {state['step']}, the manifest of step {manifest.step}"]
+        _read(directory)
+    except Damaged as error:
+        return error.wrong
+    return ()
 
 
 def newest_intact(directory: Path) -> Path | None:
@@ -98,29 +91,39 @@ def newest_intact(directory: Path) -> Path | None:
     return next((path for path in checkpoints_in(directory) if not verify(path)), None)
 
 
-def load_checkpoint(directory: Path, *, identity: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Verify a checkpoint and read the loop's part of it.
+def is_sealed(directory: Path) -> bool:
+    with contextlib.suppress(Damaged):
+        read_manifest(directory)
+        return True
+    return False
 
-    Raises RefusedError if it is damaged, of another schema, no asyncrl checkpoint, or (with `identity`) of a profile
-    that differs in these keys; the hint names the newest intact one beside it.
-    """
-    wrong = verify(directory)
-    if wrong:
-        listed = "; ".join(wrong[:5]) + (f"; and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=_way_out(directory))
+
+def _read(directory: Path) -> Checkpoint:
+    """Raises Damaged with all that is wrong."""
+    if not directory.is_dir():
+        raise Damaged(f"{directory} is not a directory")
     manifest = read_manifest(directory)
-    state = load_json(directory / LOOP_STATE, LoopStateFile)
-    _check_identity(directory, manifest.identity, identity)
+    step, version = manifest["step"], manifest["version"]
+    wrong = damage(directory, manifest)
+    if STEP_NAME.fullmatch(directory.name) and step_of(directory) != step:
+        wrong.append(f"the directory's name does not fit its step {step}")
+    if LOOP_STATE not in manifest["files"]:
+        wrong.append(f"{LOOP_STATE} is not part of it")
+    if wrong:
+        raise Damaged(*wrong)
+    try:  # a file that is whole need not have been written by asyncrl
+        state = load_json(directory / LOOP_STATE, LoopStateFile)
+    except RefusedError as error:
+        raise Damaged(error.message) from None
+    if (state["step"], state["version"]) != (step, version):
+        raise Damaged(f"{LOOP_STATE} is of step {state['step']}, the manifest of step {step}")
     return Checkpoint(
         directory=directory,
-        step=manifest.step,
-        version=manifest.version,
+        step=step,
+        version=version,
         at_window_boundary=state["at_window_boundary"],
         loop_state=state["loop_state"],
-        fields=state["fields"],
-        run=manifest.run,
-        profile=manifest.profile,
-        identity=manifest.identity,
+        run=manifest["run"],
     )
 
 
@@ -137,23 +140,51 @@ def refuse_ended(checkpoint: Checkpoint) -> None:
 
 
 def resolve(argument: str, runs_dir: Path) -> Path:
-    """Find the checkpoint that CHECKPOINT|RUN means: a checkpoint directory, a run directory, or a run's name.
+    """The checkpoint that CHECKPOINT|RUN means. Raises as `find_run_or_checkpoint`, and RefusedError for a run without any.
 
-    Of a run it is the newest checkpoint, whole or not: `load_checkpoint` refuses a damaged one and offers another, so
-    that nobody goes back further than he knows. Raises ConfigError if there is no such thing, RefusedError if it is
-    a directory of something else or a run without checkpoints.
+    For a run it is the newest checkpoint, whole or not: `load_checkpoint` refuses a damaged one and names another, so that nobody
+    resumes from an older state without knowing it.
     """
-    for candidate in (Path(argument), runs_dir / argument):
-        if os.path.isdir(candidate / "checkpoints"):
-            return _newest_of_run(candidate)
-        if os.path.isdir(candidate) and (STEP_NAME.fullmatch(candidate.resolve().name) or (candidate / LOOP_STATE).exists()):
+    found = find_run_or_checkpoint(argument, runs_dir)
+    if not has_checkpoints(found):
+        return found
+    if not is_locked(found):
+        finish_interrupted_replacements(found / "checkpoints")
+    checkpoints = checkpoints_in(found / "checkpoints")
+    if not checkpoints:
+        raise RefusedError(f"run '{found.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`")
+    return checkpoints[0]
+
+
+def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
+    """The directory of a run, given by name or path, or of a checkpoint.
+
+    Raises ConfigError if there is no such directory, RefusedError if it is something else's.
+    """
+    for candidate in (runs_dir / argument, Path(argument)):
+        if has_checkpoints(candidate):
+            return candidate
+        is_named_so = os.path.isdir(candidate) and STEP_NAME.fullmatch(candidate.resolve().name)
+        if is_named_so or os.path.exists(candidate / LOOP_STATE):
             return candidate.resolve()
-        if os.path.isdir(candidate) and candidate == Path(argument) and argument not in run_names(runs_dir):
-            raise RefusedError(
-                f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
-                hint=_known_runs(runs_dir),
-            )
-    raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=_known_runs(runs_dir))
+    if os.path.isdir(argument):
+        raise RefusedError(
+            f"{argument} is neither a run nor a checkpoint: it holds no checkpoints/ and no manifest.json",
+            hint=known_runs(runs_dir),
+        )
+    raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=known_runs(runs_dir))
+
+
+def find_run(argument: str, runs_dir: Path) -> Path:
+    """The directory of a run, given by name or path. Raises ConfigError if there is none."""
+    for candidate in (runs_dir / argument, Path(argument)):
+        if is_run(candidate):
+            return candidate.resolve()
+    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=known_runs(runs_dir))
+
+
+def has_checkpoints(directory: Path) -> bool:
+    return os.path.isdir(directory / "checkpoints")
 
 
 def is_run(directory: Path) -> bool:
@@ -170,44 +201,12 @@ def run_names(runs_dir: Path) -> list[str]:
     return [name for _, name in sorted(runs, reverse=True)]
 
 
-def _newest_of_run(run_dir: Path) -> Path:
-    if not is_locked(run_dir):
-        finish_interrupted_replacements(run_dir / "checkpoints")
-    found = checkpoints_in(run_dir / "checkpoints")
-    if not found:
-        raise RefusedError(f"run '{run_dir.name}' has no checkpoint yet", hint="start a new run with `asyncrl train --name NAME`")
-    return found[0]
-
-
-def _known_runs(runs_dir: Path) -> str:
+def known_runs(runs_dir: Path) -> str:
+    """For a hint."""
     names = run_names(runs_dir)
     if not names:
         return f"there are no runs in {runs_dir}; --runs-dir names another place"
     return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
-
-
-def _way_out(directory: Path) -> str:
-    intact = newest_intact(directory.parent)
-    if intact is None:
-        return "there is no intact checkpoint beside it"
-    return f"the newest intact one: asyncrl resume {intact}"
-
-
-def _check_identity(directory: Path, found: Mapping[str, Any], wanted: Mapping[str, Any] | None) -> None:
-    differing = [key for key in wanted or {} if found.get(key) != (wanted or {})[key]]
-    if differing:
-        listed = ", ".join(f"{key} = {found.get(key)!r} there, {(wanted or {})[key]!r} here" for key in differing)
-        raise RefusedError(
-            f"checkpoint {directory} belongs to another profile: {listed}",
-            hint="resume it with the profile it was made with, or start a new run",
-        )
-
-
-def is_sealed(directory: Path) -> bool:
-    with contextlib.suppress(ManifestError):
-        read_manifest(directory)
-        return True
-    return False
 
 
 def finish_interrupted_replacements(directory: Path) -> None:

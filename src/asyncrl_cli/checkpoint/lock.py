@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from pathlib import Path
-from typing import TextIO
+from typing import IO, Any, TextIO
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
@@ -39,9 +39,7 @@ class RunLock:
             file = self._path.open("a+", encoding="utf-8")
         except (OSError, UnsafeFile) as error:
             raise RefusedError(f"{self._path} cannot be locked: {reason(error)}", hint="is the directory yours to write?") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _flock(file, fcntl.LOCK_EX):
             file.close()
             return False
         self._file = file
@@ -61,13 +59,17 @@ def is_locked(run_dir: Path) -> bool:
     """Whether a live driver holds the run. Asks with a shared lock, so two askers do not see each other."""
     try:
         file = open_regular(run_dir / LOCK)
-    except (OSError, UnsafeFile):  # what is not there, or is no file, nobody can hold
+    except (OSError, UnsafeFile):  # nobody can hold a lock that is not there, or is no file
         return False
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        return not _flock(file, fcntl.LOCK_SH)
+
+
+def _flock(file: IO[Any], kind: int) -> bool:
+    """False if another process holds it."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
     return False
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,9 +23,9 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, reason
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 
-SCHEMA_VERSION = 1
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"
+WAY_OUT = "take another checkpoint"
 DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mask": np.bool_}
 
 
@@ -52,29 +53,29 @@ def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
     """Write the groups in the order given; no groups are fine. The store hashes and flushes the files later."""
     segments = [segment for group in payloads for trajectory in group.trajectories for segment in trajectory.segments]
     arrays = {
-        name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)])
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)]).astype(dtype)
         for name, dtype in DTYPES.items()
     }
     with naming(directory / ARRAYS):
-        save_file({name: array.astype(DTYPES[name]) for name, array in arrays.items()}, directory / ARRAYS)
-    structure: _Structure = {"schema_version": SCHEMA_VERSION, "groups": [_structure(group) for group in payloads]}
+        save_file(arrays, directory / ARRAYS)
+    structure: _Structure = {"schema_version": 1, "groups": [_structure(group) for group in payloads]}
     with naming(directory / STRUCTURE):
         (directory / STRUCTURE).write_text(json.dumps(structure), encoding="utf-8")
 
 
 def read_payloads(directory: Path) -> tuple[GroupPayload, ...]:
     """The groups in the order written. Raises RefusedError if the files do not fit together."""
-    structure = load_json(directory / STRUCTURE, _Structure, hint="take another checkpoint")
+    groups = load_json(directory / STRUCTURE, _Structure, hint=WAY_OUT)["groups"]
     arrays = _read_arrays(directory / ARRAYS)
-    lengths = [
-        length for group in structure["groups"] for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]
-    ]
+    lengths = [length for group in groups for trajectory in group["trajectories"] for length in trajectory["segment_lengths"]]
     if {len(array) for array in arrays.values()} != {sum(lengths)}:
-        raise RefusedError(
-            f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected", hint="take another checkpoint"
-        )
-    segments = _segments(arrays, lengths)
-    return tuple(_group(entry, segments) for entry in structure["groups"])
+        raise RefusedError(f"{directory / ARRAYS} does not fit {STRUCTURE}: {sum(lengths)} tokens expected", hint=WAY_OUT)
+    ends = list(accumulate(lengths))
+    segments = iter(
+        Segment(**{f"{name}_T": array[end - length : end].copy() for name, array in arrays.items()})
+        for end, length in zip(ends, lengths, strict=True)
+    )
+    return tuple(_group(entry, segments) for entry in groups)
 
 
 def _read_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
@@ -82,9 +83,9 @@ def _read_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
         open_regular(path).close()
         arrays = load_file(path)
     except (OSError, ValueError, KeyError, SafetensorError) as error:  # KeyError: a dtype that numpy does not have
-        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="take another checkpoint") from None
+        raise RefusedError(f"{path} cannot be read: {reason(error)}", hint=WAY_OUT) from None
     if {name: (array.dtype, array.ndim) for name, array in arrays.items()} != {n: (np.dtype(d), 1) for n, d in DTYPES.items()}:
-        raise RefusedError(f"{path} does not hold {', '.join(DTYPES)}", hint="take another checkpoint")
+        raise RefusedError(f"{path} does not hold {', '.join(DTYPES)}", hint=WAY_OUT)
     return arrays
 
 
@@ -98,14 +99,6 @@ def _structure(group: GroupPayload) -> _Group:
         for trajectory in group.trajectories
     ]
     return {"uid": group.uid, "epoch": group.epoch, "attempt": group.attempt, "trajectories": trajectories}
-
-
-def _segments(arrays: Mapping[str, NDArray[Any]], lengths: Sequence[int]) -> Iterator[Segment]:
-    start = 0
-    for length in lengths:
-        cut = slice(start, start + length)
-        yield Segment(**{f"{name}_T": array[cut].copy() for name, array in arrays.items()})
-        start += length
 
 
 def _group(entry: _Group, segments: Iterator[Segment]) -> GroupPayload:

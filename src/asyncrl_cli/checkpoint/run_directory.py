@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_link, replace_text
-from asyncrl_cli.checkpoint.find import run_names
+from asyncrl_cli.checkpoint.find import known_runs
 from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, MIB, UnsafeFile, check_name, read_bytes, reason
 
-RESOLVED_SCHEMA_VERSION = 1
 STOP_REQUEST = "stop"
 STARTING = "starting"
 """The phase in status.json until the loop runs."""
@@ -39,6 +38,7 @@ START_FILES = {
     "reward.json",
     "weights",
 }
+"""What the start of a run writes. A directory with anything else in it is never replaced."""
 
 
 class RunDirectory:
@@ -47,6 +47,15 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name
+        self.profile_toml = path / "profile.toml"
+        self.config_resolved = path / "config.resolved.json"
+        self.status = path / "status.json"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.timeline = path / "timeline.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.samples = path / "samples"
+        self.logs = path / "logs"
         self._lock = RunLock(path)
 
     @classmethod
@@ -68,11 +77,9 @@ class RunDirectory:
             raise _in_use(path) from None
         run = cls(path)
         try:
-            run._take_lock()
-            for directory in (run.checkpoints, run.samples, run.logs):
-                directory.mkdir()
+            run._take()
             replace_text(run.profile_toml, profile_toml)
-            run.write_resolved(resolved)
+            replace_text(run.config_resolved, json.dumps(resolved, indent=2, default=str) + "\n")
         except BaseException:
             run.close()
             shutil.rmtree(path, ignore_errors=True)
@@ -81,61 +88,16 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Lock an existing run for a resume, and forget what earlier attempts were asked: from here on a stop is for this one.
+        """Lock an existing run for a resume, and forget requests to stop earlier attempts.
 
         Raises RefusedError if it is live or no run.
         """
         if not (path / "profile.toml").exists():
-            raise RefusedError(
-                f"{path} is not a run directory: profile.toml is missing",
-                hint=f"known runs: {', '.join(run_names(path.parent)) or 'none'}",
-            )
+            raise RefusedError(f"{path} is not a run directory: profile.toml is missing", hint=known_runs(path.parent))
         run = cls(path)
-        run._take_lock()
+        run._take()
         (path / STOP_REQUEST).unlink(missing_ok=True)
-        for directory in (run.checkpoints, run.samples, run.logs):
-            directory.mkdir(exist_ok=True)
         return run
-
-    @property
-    def profile_toml(self) -> Path:
-        return self.path / "profile.toml"
-
-    @property
-    def config_resolved(self) -> Path:
-        return self.path / "config.resolved.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        return self.path / "events.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    def write_resolved(self, resolved: Mapping[str, Any]) -> None:
-        content = {"schema_version": RESOLVED_SCHEMA_VERSION, **resolved}
-        replace_text(self.config_resolved, json.dumps(content, indent=2, default=str) + "\n")
 
     def start_attempt(self) -> Path:
         """Make the next `logs/attempt-N` and point `logs/latest` at it."""
@@ -155,7 +117,7 @@ class RunDirectory:
         return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
-        """Delete it, so that its name is free again: for a run that never began. Returns where its logs are kept, if they are."""
+        """Delete the directory of a run that never began, so that its name is free. Returns where its logs are, if kept."""
         kept = self.path.with_name(f".{self.name}-failed-start") if keep_logs else None
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
@@ -170,12 +132,15 @@ class RunDirectory:
         """Give the lock back."""
         self._lock.release()
 
-    def _take_lock(self) -> None:
+    def _take(self) -> None:
+        """Lock it and make what folders it lacks."""
         if not self._lock.acquire():
             raise RefusedError(
                 f"run '{self.name}' is running: {holder(self.path)} holds it",
                 hint=f"watch it with `asyncrl status {self.name}`, or end it with `asyncrl stop {self.name}`",
             )
+        for directory in (self.checkpoints, self.samples, self.logs):
+            directory.mkdir(exist_ok=True)
 
 
 def request_stop(run_dir: Path) -> int:
@@ -210,13 +175,9 @@ def never_began(run_dir: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         if not _says_starting(run_dir / "status.json"):
             return False
-    is_empty = not (run_dir / "checkpoints").is_dir() or not any((run_dir / "checkpoints").iterdir())
-    return is_empty and all(is_of_a_start(entry.name) for entry in run_dir.iterdir())
-
-
-def is_of_a_start(name: str) -> bool:
-    """Whether a run's start makes a file or directory of that name; anything else is somebody's."""
-    return name in START_FILES or name.endswith(".tmp")
+    if any((run_dir / "checkpoints").glob("*")):
+        return False
+    return all(entry.name in START_FILES or entry.name.endswith(".tmp") for entry in run_dir.iterdir())
 
 
 def _says_starting(status: Path) -> bool:

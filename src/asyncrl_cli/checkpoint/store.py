@@ -13,14 +13,12 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
-from asyncrl_cli.checkpoint.files import fsync_directory, remove, remove_tree, replace_link, replace_text
+from asyncrl_cli.checkpoint.files import fsync, remove, remove_tree, replace_link, replace_text
 from asyncrl_cli.checkpoint.find import (
     LOOP_STATE,
-    LOOP_STATE_SCHEMA_VERSION,
     LoopStateFile,
     checkpoints_in,
     finish_interrupted_replacements,
@@ -36,17 +34,13 @@ LATEST = "latest"
 
 
 class CheckpointStore:
-    """Writes and keeps the checkpoints of the run in `run_dir`; the newest `keep` of them stay.
+    """Writes and keeps the checkpoints of the run in `run_dir`; the newest `keep` of them stay."""
 
-    `identity` are the profile keys that a resume must agree with (see `load_checkpoint`).
-    """
-
-    def __init__(self, run_dir: Path, *, keep: int, profile: str, identity: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, run_dir: Path, *, keep: int, profile: str) -> None:
         self.directory = run_dir / "checkpoints"
         self._run_dir = run_dir
-        self._keep = max(1, keep)
+        self._keep = keep
         self._profile = profile
-        self._identity = dict(identity or {})
         self.directory.mkdir(parents=True, exist_ok=True)
         finish_interrupted_replacements(self.directory)
 
@@ -63,57 +57,47 @@ class CheckpointStore:
             raise
 
     def abandon_newer(self, step: int) -> list[Path]:
-        """Before resuming at `step`: set later checkpoints aside under `abandoned-...`, for their future is not ours.
+        """Before resuming at `step`: rename later checkpoints to `abandoned-...`: the run takes another course from here.
 
-        Without this, a crash soon after would resume on the branch that was left."""
+        Without this, a resume after an early crash would take one of them, as the newest."""
         moved = []
         for directory in checkpoints_in(self.directory):
             if step_of(directory) > step:
                 aside = directory.with_name(f"abandoned-{directory.name}")
-                if aside.exists():
-                    remove_tree(aside)
+                remove(aside)
                 moved.append(directory.rename(aside))
-        remaining = [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]
-        if moved and remaining:
+        if moved and (remaining := self._sealed()):
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
     def _finish(self, cut: Cut, working: Path) -> Path:
-        replace_text(working / LOOP_STATE, _loop_state_text(cut))
+        state: LoopStateFile = {
+            "schema_version": 1,
+            "step": cut.step,
+            "version": cut.version,
+            "at_window_boundary": cut.at_window_boundary,
+            "loop_state": dict(cut.loop_state),
+        }
+        replace_text(working / LOOP_STATE, json.dumps(state))
         for name in PROFILE_FILES:
             if (self._run_dir / name).exists():
                 shutil.copyfile(self._run_dir / name, working / name)
-        seal(
-            working,
-            step=cut.step,
-            version=cut.version,
-            run=self._run_dir.name,
-            profile=self._profile,
-            identity=self._identity,
-        )
+        seal(working, step=cut.step, version=cut.version, run=self._run_dir.name, profile=self._profile)
         final = self.directory / step_name(cut.step)
         _move_into_place(working, final)
         replace_link(self.directory / LATEST, final.name)
-        fsync_directory(self.directory)
+        fsync(self.directory)
         self._retire()
         return final
 
     def _retire(self) -> None:
         """Delete what is older than the newest `keep` sealed checkpoints. Unsealed or misnamed directories stay."""
-        sealed = [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]
-        for directory in sealed[self._keep :]:
+        for directory in self._sealed()[self._keep :]:
             remove_tree(directory)
 
-
-def _loop_state_text(cut: Cut) -> str:
-    content: LoopStateFile = {
-        "schema_version": LOOP_STATE_SCHEMA_VERSION,
-        "step": cut.step,
-        "version": cut.version,
-        "at_window_boundary": cut.at_window_boundary,
-        "loop_state": dict(cut.loop_state),
-    }
-    return json.dumps(content)
+    def _sealed(self) -> list[Path]:
+        """Newest first."""
+        return [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]
 
 
 def _make_empty(directory: Path) -> None:
@@ -127,5 +111,5 @@ def _move_into_place(working: Path, final: Path) -> None:
     if final.exists():
         final.rename(aside)
     working.rename(final)
-    fsync_directory(final.parent)
+    fsync(final.parent)
     remove(aside)

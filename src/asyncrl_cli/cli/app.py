@@ -18,8 +18,16 @@ from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
-from asyncrl_cli.cli.console import STDOUT, begin, open_streams, print_json_error, print_text, say_error, say_failure
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.cli.console import (
+    STDOUT,
+    begin,
+    in_our_words,
+    open_streams,
+    print_json_error,
+    print_text,
+    tell,
+)
+from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 
 app = typer.Typer(
@@ -69,6 +77,40 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _answer(args: Sequence[str]) -> int:
+    given: dict[str, bool] = {}
+    try:
+        _look_where_we_are()
+        _refuse_long_names(args)
+        return app(args=list(args), prog_name="asyncrl", standalone_mode=False, obj=given) or 0
+    except BrokenPipeError:
+        return _lose_stdout()
+    except SystemExit as ended:
+        # Typer and rich answer a closed pipe by ending the process with 1.
+        if isinstance(ended.__context__, BrokenPipeError):
+            return _lose_stdout()
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, OSError) and error.filename == STDOUT:
+            return _stdout_is_lost(error)
+        if isinstance(error, TyperException) and not error.format_message():
+            return error.exit_code  # `asyncrl` alone: the help has been printed
+        verbose = given.get("verbose", False)
+        told = _of_usage(error) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
+    tell(told)
+    if "--json" in args:
+        with suppress(OSError):  # whoever cannot read it has the exit code
+            print_json_error(told)
+    return told.exit_code
+
+
+def _look_where_we_are() -> None:
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise PreflightError(f"the working directory is not there any more: {error.strerror}", hint="cd to one that is") from error
+
+
 def _refuse_long_names(args: Sequence[str]) -> None:
     """All but the values of `--set` are options, names, numbers or paths: none is longer than what a file system takes."""
     for before, argument in zip(("", *args), args, strict=False):
@@ -79,43 +121,11 @@ def _refuse_long_names(args: Sequence[str]) -> None:
             )
 
 
-def _answer(args: Sequence[str]) -> int:
-    given: dict[str, bool] = {}
-    try:
-        _look_where_we_are()
-        _refuse_long_names(args)
-        return app(args=list(args), prog_name="asyncrl", standalone_mode=False, obj=given) or 0
-    except TyperException as error:
-        return _fail(args, _say_usage(error))
-    except (KeyboardInterrupt, typer.Abort):
-        say_error("interrupted")
-        return _fail(args, ("interrupted", "", 130))
-    except BrokenPipeError:
-        return _lose_stdout()
-    except SystemExit as ended:
-        # Typer and rich answer a closed pipe by ending the process with 1.
-        if isinstance(ended.__context__, BrokenPipeError):
-            return _lose_stdout()
-        raise
-    except Exception as error:
-        if isinstance(error, OSError) and error.filename == STDOUT:
-            return _stdout_is_lost(error)
-        return _fail(args, say_failure(error, verbose=given.get("verbose", False)))
-
-
-def _fail(args: Sequence[str], told: tuple[str, str, int]) -> int:
-    message, hint, code = told
-    if message and "--json" in args:
-        with suppress(OSError):  # whoever cannot read it has the exit code
-            print_json_error(message, hint, code)
-    return code
-
-
-def _look_where_we_are() -> None:
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise PreflightError(f"the working directory is not there any more: {error.strerror}", hint="cd to one that is") from error
+def _of_usage(error: TyperException) -> AsyncrlError:
+    message, context = error.format_message(), getattr(error, "ctx", None)
+    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, not ours
+    command = context.command_path if context is not None else "asyncrl"
+    return ConfigError(message, hint=f"`{command} --help` shows how it is used")
 
 
 def _lose_stdout() -> int:
@@ -126,20 +136,8 @@ def _lose_stdout() -> int:
 
 def _stdout_is_lost(error: OSError) -> int:
     _lose_stdout()
-    say_error(f"stdout cannot be written: {error.strerror}", "look at what it was redirected to")
+    tell(AsyncrlError(f"stdout cannot be written: {error.strerror}", hint="look at what it was redirected to"))
     return 1
-
-
-def _say_usage(error: TyperException) -> tuple[str, str, int]:
-    message = error.format_message()
-    if not message:
-        return "", "", error.exit_code  # `asyncrl` alone: the help has been printed
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "asyncrl"
-    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, not ours
-    hint = f"`{command} --help` shows how it is used"
-    say_error(message, hint)
-    return message, hint, error.exit_code
 
 
 def main() -> NoReturn:

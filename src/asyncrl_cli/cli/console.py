@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from asyncrl_cli.checkpoint.files import storage_error, system_error
-from asyncrl_cli.errors import AsyncrlError, ConfigError
+from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 STDOUT = "stdout"
@@ -86,10 +86,10 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
-def print_json_error(message: str, hint: str, exit_code: int) -> None:
+def print_json_error(error: AsyncrlError) -> None:
     """For whoever asked for JSON and would get nothing; a failed run's summary, or a refused plan, is a document already."""
     if not _has_document:
-        print_json({"error": message, "hint": hint, "exit_code": exit_code})
+        print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
 
 
 def print_text(text: str) -> None:
@@ -110,29 +110,30 @@ def warn(text: str) -> None:
     _labelled("warning", "bold yellow", text)
 
 
-def say_error(message: str, hint: str = "") -> None:
-    _labelled("error", "bold red", message)
-    if hint:
-        _labelled("hint", "bold cyan", hint)
+def tell(error: AsyncrlError) -> None:
+    """What went wrong and what to do; an end that somebody asked for is no error."""
+    if isinstance(error, Interrupted):
+        say(error.message)
+    else:
+        _labelled("error", "bold red", error.message)
+    if error.hint:
+        _labelled("hint", "bold cyan", error.hint)
 
 
-def say_failure(error: BaseException, *, verbose: bool) -> tuple[str, str, int]:
-    """Report an error for people; with `verbose` its traceback first. Returns message, hint and exit code."""
+def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
+    """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused; else a bug of ours. With
+    `verbose` its traceback is printed first."""
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
-    known = _known(error)
-    if known is not None:
-        told = known.message, known.hint, known.exit_code
-    else:
-        told = f"{type(error).__name__}: {error}", "" if verbose else "this is a bug; `asyncrl -v ...` shows where", 1
-    say_error(told[0], told[1])
-    return told
+    hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
+    return _known(error) or AsyncrlError(f"{type(error).__name__}: {error}", hint=hint)
 
 
 def _known(error: BaseException) -> AsyncrlError | None:
-    """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused, in our words."""
     if isinstance(error, AsyncrlError):
         return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("interrupted")
     if (refusal := system_error(error)) is not None:
         return storage_error(refusal)
     if isinstance(error, UnicodeEncodeError):

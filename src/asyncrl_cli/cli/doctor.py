@@ -1,9 +1,9 @@
-"""`asyncrl doctor`: what asyncrl finds on this machine, and what it misses."""
+"""`asyncrl doctor`: what asyncrl finds on this machine, and what is missing."""
 
 from __future__ import annotations
 
-import importlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ IMPORT_TIMEOUT_S = 180.0
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """One line. `ok` is None for what is only said, False for what is needed and missing."""
+    """One line of the report. `ok` is None for what is only information, and False for what is needed and missing."""
 
     what: str
     found: str
@@ -53,10 +53,10 @@ class Finding:
 def command(
     as_json: JsonOption = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Uninstall packages that vLLM brought along and that do not load beside this torch.")
+        bool, typer.Option("--fix", help="Uninstall packages that were installed with vLLM and cannot be loaded with this torch.")
     ] = False,
 ) -> None:
-    """Check this machine: versions, cores, GPUs, Ray, engines. Exit 3 if something needed is missing."""
+    """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing."""
     if fix and _remove_broken_packages():
         # A failed import leaves its traces in this process: what is left is looked at in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
@@ -74,63 +74,47 @@ def _remove_broken_packages() -> bool:
     """Whether there were any."""
     from asyncrl_cli.engines.vllm.preflight import broken_packages
 
-    broken = broken_packages()
-    if not broken:
+    if not (broken := broken_packages()):
         return False
-    say(f"uninstalling {', '.join(broken)}: not usable beside this torch, and not needed by vLLM")
+    listed = ", ".join(broken)
+    say(f"uninstalling {listed}: not usable beside this torch, and not needed by vLLM")
     done = subprocess.run([sys.executable, "-m", "pip", "uninstall", "--yes", "--quiet", *broken], check=False)
     if done.returncode:
-        raise PreflightError(
-            f"pip could not uninstall {', '.join(broken)}", hint=f"remove them by hand: pip uninstall {' '.join(broken)}"
-        )
+        raise PreflightError(f"pip could not uninstall {listed}", hint=f"remove them by hand: pip uninstall {' '.join(broken)}")
     return True
 
 
 def examine() -> Iterator[Finding]:
-    yield Finding(what="asyncrl", found=__version__)
-    yield Finding(what="python", found=sys.version.split()[0], ok=sys.version_info >= (3, 11), hint="asyncrl needs 3.11 or newer")
+    from asyncrl_cli.engines.vllm.preflight import broken_packages
+
+    yield Finding("asyncrl", __version__)
+    yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
-    yield _machine()
-    yield _cpu()
-    yield _threads()
-    yield _shared_memory()
-    yield _gpus()
+    yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
     yield _importable("ray", "ray")
     yield _importable("engine transformers", "transformers.generation.continuous_batching")
-    yield from _stray_packages()
+    hint = "asyncrl doctor --fix removes what vLLM does not need"
+    yield from (Finding(name, "does not load beside this torch", False, hint) for name in broken_packages())
     yield _vllm()
 
 
-def _stray_packages() -> Iterator[Finding]:
-    from asyncrl_cli.engines.vllm.preflight import broken_packages
-
-    hint = "asyncrl doctor --fix removes what vLLM does not need"
-    yield from (Finding(what=name, found="does not load beside this torch", ok=False, hint=hint) for name in broken_packages())
-
-
-def _version(name: str) -> str:
+def _package(name: str, start: str) -> Finding:
     from importlib import metadata
 
     try:
-        return metadata.version(name)
+        found = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return ""
-
-
-def _package(name: str, start: str) -> Finding:
-    found = _version(name)
+        found = ""
     wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
-    return Finding(what=name, found=found or "missing", ok=bool(found) and found.startswith(start), hint=f"pip install '{wanted}'")
+    return Finding(name, found or "missing", bool(found) and found.startswith(start), f"pip install '{wanted}'")
 
 
 def _machine() -> Finding:
-    import shutil
-
     from asyncrl_cli.plan.cluster import usable_cores
 
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     free_gib = shutil.disk_usage(Path.cwd()).free / 2**30
-    return Finding(what="machine", found=f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
+    return Finding("machine", f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
 
 
 def _cpu() -> Finding:
@@ -138,12 +122,12 @@ def _cpu() -> Finding:
 
     features = matrix_features()
     if features is None:
-        return Finding(what="CPU", found="its instructions are not known on this system")
+        return Finding("CPU", "its instructions are not known on this system")
     meaning = "computes in bfloat16 as well as in float32"
     if not computes_bfloat16():
         meaning = "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower than float32"
     name = cpu_facts().get("model name", "CPU")
-    return Finding(what="CPU", found=f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}")
+    return Finding("CPU", f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}")
 
 
 def _threads() -> Finding:
@@ -156,21 +140,20 @@ def _threads() -> Finding:
     found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
     found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
     if load + threads > cores + 0.5:
-        found += ": what else runs takes its share, and a run as much longer"
-    return Finding(what="threads", found=found)
+        found += ": what else runs takes its share, and a run takes longer by as much"
+    return Finding("threads", found)
 
 
 def _shared_memory() -> Finding:
     """Ray keeps its objects there; with too little it falls back to the disk."""
-    import shutil
-
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Finding(what="shared memory", found="no /dev/shm")
+        return Finding("shared memory", "no /dev/shm")
     free = shutil.disk_usage(path).free
-    enough = free >= LEAST_SHARED_MEMORY_BYTES
-    hint = "" if enough else "give the container more, as docker run --shm-size=1g"
-    return Finding(what="shared memory", found=f"{free / 2**20:.0f} MiB free in /dev/shm", ok=True if enough else None, hint=hint)
+    found = f"{free / 2**20:.0f} MiB free in /dev/shm"
+    if free >= LEAST_SHARED_MEMORY_BYTES:
+        return Finding("shared memory", found, True)
+    return Finding("shared memory", found, hint="give the container more, as docker run --shm-size=1g")
 
 
 def _gpus() -> Finding:
@@ -178,7 +161,7 @@ def _gpus() -> Finding:
 
     count = local_cluster().gpus
     if not count:
-        return Finding(what="GPUs", found="none: runs use the CPU")
+        return Finding("GPUs", "none: runs use the CPU")
     try:
         import torch
 
@@ -186,35 +169,31 @@ def _gpus() -> Finding:
     except ImportError:
         usable = False
     hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu goes without"
-    return Finding(what="GPUs", found=str(count), ok=usable, hint=hint)
-
-
-def _importable(what: str, module: str) -> Finding:
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # whatever an import dies of is what the user has to know
-        return Finding(what=what, found=f"cannot be imported: {error}", ok=False, hint="pip install asyncrl-cli again")
-    return Finding(what=what, found="imports", ok=True)
+    return Finding("GPUs", str(count), usable, hint)
 
 
 def _vllm() -> Finding:
-    """Optional; but one that is installed has to work. A child imports it: here it would stay, with its warnings."""
+    """Optional; but one that is installed has to work."""
     from asyncrl_cli.engines.vllm.preflight import VLLM_VERSION, install_command, installed_version
     from asyncrl_cli.plan.cluster import local_cluster
 
     found, line = installed_version(), install_command("cuda" if local_cluster().gpus else "cpu")
     if found is None:
-        return Finding(what="engine vllm", found="not installed (optional)", hint=line)
+        return Finding("engine vllm", "not installed (optional)", hint=line)
     if found.split("+")[0] != VLLM_VERSION:
-        return Finding(what="engine vllm", found=f"{found}, asyncrl works with {VLLM_VERSION} (optional)", hint=line)
+        return Finding("engine vllm", f"{found}, asyncrl works with {VLLM_VERSION} (optional)", hint=line)
     say("importing vLLM, which takes a while")
-    if wrong := _import_fails("vllm.v1.engine.async_llm"):
-        return Finding(what="engine vllm", found=f"{found}, cannot be imported: {wrong}", ok=False, hint=line)
-    return Finding(what="engine vllm", found=f"{found}, imports", ok=True)
+    return _importable("engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
+
+
+def _importable(what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
+    if wrong := _import_fails(module):
+        return Finding(what, f"{version}cannot be imported: {wrong}", False, hint)
+    return Finding(what, f"{version}imports", True)
 
 
 def _import_fails(module: str) -> str:
-    """Why a fresh process cannot import it; "" if it can."""
+    """Why a fresh process cannot import it; "" if it can. Here it would stay, with its warnings."""
     child = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)

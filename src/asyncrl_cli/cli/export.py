@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -24,27 +23,29 @@ EXAMPLES = """[bold]Examples[/]
 GB = 10**9
 
 
-class Dtype(StrEnum):
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
 def command(
     source: Annotated[
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
     ],
     version: Annotated[
-        int | None, typer.Option("--version", metavar="N", min=0, help="A published version: a kept one, or one in a checkpoint.")
+        int | None,
+        typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where to; must not exist, or be empty. In the run if not given.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Directory to write, new or empty; by default in the run's."),
     ] = None,
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Of the weights; what the run publishes if not given.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option("--dtype", help="Type of the weights; by default what the run publishes."),
+    ] = None,
     max_shard_size_gb: Annotated[
-        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest weight file, in 10^9 bytes.")
+        float,
+        typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest size of a weight file, in 10^9 bytes."),
     ] = 5.0,
     model: Annotated[
-        Path | None, typer.Option("--model", metavar="DIR", help="Configuration and tokenizer, if the run's own are gone.")
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Where config.json and tokenizer are, if the run's are gone."),
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
@@ -63,7 +64,7 @@ def command(
             runs_dir=runs_dir,
             version=version,
             out=out,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
             model=model,
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,
@@ -74,9 +75,9 @@ def command(
 def _tell(exported: Exported, *, as_json: bool) -> None:
     for wrong in exported.source.passed_over:
         warn(f"{wrong}; an older one was taken")
-    written, num_files = exported.written, len(exported.written.files)
-    files = f"{num_files} file{'s' if num_files > 1 else ''}"
-    say(f"exported {exported.source}: {written.parameters:,} parameters, {exported.dtype}, {_size(written.num_bytes)} in {files}")
+    num_files = len(exported.files)
+    files = f"{_size(exported.num_bytes)} in {num_files} file{'s' if num_files > 1 else ''}"
+    say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")
     if as_json:
         print_json(exported.to_json())
     else:

@@ -18,10 +18,10 @@ EXAMPLES = """[bold]Examples[/]
 
 
 def command(
-    template: Annotated[str, typer.Argument(metavar="TEMPLATE", help="Which template: jsonl.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; must not exist, or be empty.")],
+    template: Annotated[str, typer.Argument(metavar="TEMPLATE", help="Name of the template: jsonl.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory to write, new or empty.")],
 ) -> None:
-    """Copy a template: the files of a task of your own, ready to train."""
+    """Copy a template for a task of your own: its files are ready to train."""
     import shutil
 
     source = _find(template)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -29,32 +27,25 @@ EXAMPLES = """[bold]Examples[/]
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
     runs_dir: RunsDirOption = RUNS_DIR,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run ends.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new lines until the run ends.")] = False,
     role: Annotated[
-        str | None, typer.Option("--role", metavar="R", help="driver, trainer, rollout-1, ...; all if not given.")
+        str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ...; by default all.")
     ] = None,
 ) -> None:
     """Print the logs of a run's newest attempt."""
+    from asyncrl_cli.checkpoint.find import find_run
     from asyncrl_cli.observe.terminal import uncoloured
 
-    directory = run_directory(run, runs_dir)
+    directory = find_run(run, runs_dir)
     logs = directory / "logs" / "latest"
-    paths = select(logs, role)
-    is_one = len(paths) == 1 and (not follow or role == paths[0].stem)
-    more = partial(logs_of, logs, role)
-    for name, line in follow_lines(directory, paths, follow=follow, wait=lambda: time.sleep(POLL_S), more=more):
+    found = logs_of(logs, role)
+    if not found:
+        known = ", ".join(path.stem for path in logs_of(logs, None)) or "none yet"
+        raise ConfigError(f"no log of role '{role}' in {logs}" if role else f"no logs in {logs}", hint=f"logs: {known}")
+    is_one = len(found) == 1 and (not follow or role == found[0].stem)
+    lines = follow_lines(directory, lambda: logs_of(logs, role), follow=follow, wait=lambda: time.sleep(POLL_S))
+    for name, line in lines:
         print_text(uncoloured(line if is_one else f"{name:<10} | {line}"))
-
-
-def run_directory(run: str, runs_dir: Path) -> Path:
-    """A run's directory by name or path, also of one that has no status yet."""
-    from asyncrl_cli.checkpoint.find import run_names
-
-    for candidate in (runs_dir / run, Path(run)):
-        if os.path.isdir(candidate / "logs" / "latest"):
-            return candidate
-    known = ", ".join(run_names(runs_dir)[:8])
-    raise ConfigError(f"no run '{run}' with logs in {runs_dir}", hint=f"known runs: {known}" if known else "there are none")
 
 
 def logs_of(directory: Path, role: str | None) -> list[Path]:
@@ -63,32 +54,18 @@ def logs_of(directory: Path, role: str | None) -> list[Path]:
     return [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
 
 
-def select(directory: Path, role: str | None) -> list[Path]:
-    """Like `logs_of`. ConfigError if there are none."""
-    chosen = logs_of(directory, role)
-    if not chosen:
-        known = ", ".join(path.stem for path in logs_of(directory, None)) or "none yet"
-        raise ConfigError(f"no log of role '{role}' in {directory}" if role else f"no logs in {directory}", hint=f"logs: {known}")
-    return chosen
-
-
 def follow_lines(
-    directory: Path,
-    paths: Sequence[Path],
-    *,
-    follow: bool,
-    wait: Callable[[], None],
-    more: Callable[[], Sequence[Path]] = lambda: (),
+    directory: Path, logs: Callable[[], Sequence[Path]], *, follow: bool, wait: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
-    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `more` names logs that
-    have come since: a run that starts has only its driver's."""
+    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `logs` is asked again
+    each time: a run that starts has only its driver's."""
     from asyncrl_cli.checkpoint.lock import is_locked
 
     with ExitStack() as stack:
         files: dict[str, TextIO] = {}
         while True:
             live = follow and is_locked(directory)
-            for path in (*paths, *more()):
+            for path in logs():
                 if path.stem not in files:
                     files[path.stem] = stack.enter_context(_open(path))
             for name, file in files.items():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -17,28 +16,31 @@ if TYPE_CHECKING:
     from asyncrl_cli.profile.layers import Loaded
 
 
-class Ui(StrEnum):
-    AUTO = "auto"
-    LIVE = "live"
-    PLAIN = "plain"
-    NONE = "none"
-
-
+Ui = Literal["auto", "live", "plain", "none"]
 ProfileOption = Annotated[
     str,
-    typer.Option("--profile", "-p", metavar="NAME|FILE", help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file."),
+    typer.Option("--profile", "-p", metavar="NAME|FILE", help="Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file."),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; the value is TOML, else a string. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a key; the value is TOML or else a string. May be repeated.",
+    ),
 ]
-RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Where runs are kept, one directory each.")]
+RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
 UiOption = Annotated[
-    Ui, typer.Option("--ui", help="live tables on a terminal, plain lines elsewhere (auto), or one of them, or none.")
+    Ui,
+    typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere."),
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", metavar="RAY", help="HOST:PORT of a Ray cluster; without it Ray is started here, and ended."),
+    typer.Option(
+        "--address",
+        metavar="RAY",
+        help="HOST:PORT of a Ray cluster; by default Ray is started here for the run.",
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -46,21 +48,23 @@ RUNS_DIR = Path("runs")
 
 
 def load_profile(reference: str, sets: list[str] | None, name: str | None = None) -> Loaded:
-    """Load with the options of a command line as layers. The caller tells the warnings."""
+    """Load a profile, with the options of a command line as its top layers. Showing its warnings is left to the caller."""
     from asyncrl_cli.profile.layers import load
 
     return load(reference, sets or [], {} if name is None else {"run.name": name})
 
 
 def run_to_its_end(run: Run, *, as_json: bool) -> None:
-    """The run, its summary on stdout, and its failure as the command's own.
+    """Run it, print its summary on stdout if JSON was asked for, and raise what it failed with.
 
-    Signals stay the run's until the process ends: one that comes late must not make another end of it.
+    The run keeps handling signals until the process ends: a late one must not end it in another way.
     """
     import asyncio
 
+    from asyncrl_cli.job.process import collect_garbage_seldom
     from asyncrl_cli.job.run import NEVER_BEGAN
 
+    collect_garbage_seldom()
     run.requests.take_signals()
     try:
         result = asyncio.run(run.run())

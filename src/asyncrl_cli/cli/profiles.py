@@ -32,7 +32,22 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the profiles that come with asyncrl; [bold]show NAME[/] prints one."""
     if context.invoked_subcommand is not None:
         return
-    rows = [_row(name) for name in _names()]
+    from asyncrl_cli.profile.arithmetic import mode_of
+    from asyncrl_cli.profile.layers import load
+    from asyncrl_cli.profile.sources import shipped_profiles
+
+    profiles = {name: load(name, environ={}).profile for name in shipped_profiles()}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "mode": mode_of(profile),
+            "K": profile.async_training.trigger_parameter_sync_step,
+            "eta": str(profile.async_training.staleness_threshold),
+            "partial_rollout": profile.async_training.partial_rollout,
+            "purpose": profile.purpose,
+        }
+        for name, profile in profiles.items()
+    ]
     if as_json:
         print_json(rows)
         return
@@ -42,71 +57,44 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     for header in ("name", "K", "eta", "partial", "purpose"):
         table.add_column(header, no_wrap=header != "purpose")
     for row in rows:
-        table.add_row(row["name"], str(row["K"]), str(row["eta"]), str(row["partial_rollout"]).lower(), row["purpose"])
+        table.add_row(row["name"], str(row["K"]), row["eta"], str(row["partial_rollout"]).lower(), row["purpose"])
     stdout().print(table)
-
-
-def _names() -> list[str]:
-    from asyncrl_cli.profile.sources import shipped_profiles
-
-    return list(shipped_profiles())
-
-
-def _row(name: str) -> dict[str, Any]:
-    from asyncrl_cli.profile.arithmetic import mode_of
-    from asyncrl_cli.profile.layers import load
-
-    profile = load(name, environ={}).profile
-    return {
-        "name": name,
-        "mode": mode_of(profile),
-        "K": profile.async_training.trigger_parameter_sync_step,
-        "eta": str(profile.async_training.staleness_threshold),
-        "partial_rollout": profile.async_training.partial_rollout,
-        "purpose": profile.purpose,
-    }
 
 
 @app.command("keys")
 def list_keys(
-    section: Annotated[str, typer.Argument(metavar="[SECTION]", help="Only the keys of one section, e.g. rollout.")] = "",
+    section: Annotated[str, typer.Argument(metavar="[SECTION]", help="List only the keys of this section, e.g. rollout.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
     from asyncrl_cli.errors import ConfigError
-    from asyncrl_cli.profile.keys import keys, sections
+    from asyncrl_cli.profile.keys import expected, keys, sections
+    from asyncrl_cli.profile.toml import toml_value
+
+    def default_of(key: str) -> Any:
+        of, _, name = key.partition(".")
+        return sections()[of].model_fields[name].get_default(call_default_factory=True)
 
     if section and section not in sections():
         raise ConfigError(f"there is no section '{section}'", hint=f"sections: {', '.join(sections())}")
-    rows = [_key_row(key, text) for key, text in keys().items() if key.startswith(section)]
+    rows = [
+        {"key": key, "expects": expected(key), "default": default_of(key), "meaning": meaning}
+        for key, meaning in keys().items()
+        if key.startswith(section)
+    ]
     if as_json:
         print_json(rows)
         return
-    for row in rows:
-        print_text(_key_text(row))
-
-
-def _key_row(key: str, meaning: str) -> dict[str, Any]:
-    from asyncrl_cli.profile.keys import expected, sections
-
-    section, _, name = key.partition(".")
-    default = sections()[section].model_fields[name].get_default(call_default_factory=True)
-    return {"key": key, "expects": expected(key), "default": default, "meaning": meaning}
-
-
-def _key_text(row: dict[str, Any]) -> str:
-    """As a profile would say it; a key that is not set by default is a comment."""
-    from asyncrl_cli.profile.toml import toml_value
-
-    default = row["default"]
-    line = f"# {row['key']} is not set by default" if default is None else f"{row['key']} = {toml_value(default)}"
-    return f"{line}  # {row['expects']}\n    # {row['meaning']}"
+    for row in rows:  # as a profile would say it; a key that is not set by default is a comment
+        name, default = row["key"], row["default"]
+        line = f"# {name} is not set by default" if default is None else f"{name} = {toml_value(default)}"
+        print_text(f"{line}  # {row['expects']}\n    # {row['meaning']}")
 
 
 @app.command("show", epilog=SHOW_EXAMPLES)
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A profile by name, or a TOML file.")],
-    origin: Annotated[bool, typer.Option("--origin", help="Say of every value where it comes from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     sets: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, Ui, UiOption, run_to_its_end
+from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, UiOption, run_to_its_end
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -20,13 +20,11 @@ def command(
         str, typer.Argument(metavar="CHECKPOINT|RUN", help="A checkpoint's directory, or a run's name or directory.")
     ],
     runs_dir: RunsDirOption = RUNS_DIR,
-    ui: UiOption = Ui.AUTO,
+    ui: UiOption = "auto",
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a run: every group is trained exactly once."""
-    from asyncrl_cli.job.process import collect_garbage_seldom
+    """Continue a run from a checkpoint. Every group is trained exactly once."""
     from asyncrl_cli.job.run import Run
 
-    collect_garbage_seldom()
-    run_to_its_end(Run.resume(target, runs_dir=runs_dir, ui=ui.value, address=address), as_json=as_json)
+    run_to_its_end(Run.resume(target, runs_dir=runs_dir, ui=ui, address=address), as_json=as_json)

@@ -23,12 +23,12 @@ EXAMPLES = """[bold]Examples[/]
 
 
 def command(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; the newest if not given.")] = None,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; by default the newest.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Redraw every second until the run ends.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how a run is doing, also from another terminal and after it ended."""
+    """Show how a run is doing, from any terminal, also after it has ended."""
     from asyncrl_cli.observe.status import newest_status, read_status
 
     found, wrong = newest_status(runs_dir) if run is None else (read_status(run, runs_dir), [])
@@ -42,7 +42,7 @@ def command(
     def read_again() -> RunStatus:
         if not found.directory.exists():
             raise RefusedError(
-                f"run '{found.name}' ended before it began, and left nothing", hint="whoever started it was told why"
+                f"run '{found.name}' ended while it started, and left nothing", hint="the command that started it said why"
             )
         return read_status(str(found.directory), runs_dir)
 

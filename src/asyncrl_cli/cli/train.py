@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.console import warn
 from asyncrl_cli.cli.options import (
     RUNS_DIR,
     AddressOption,
@@ -13,11 +14,13 @@ from asyncrl_cli.cli.options import (
     ProfileOption,
     RunsDirOption,
     SetOption,
-    Ui,
     UiOption,
     load_profile,
     run_to_its_end,
 )
+
+if TYPE_CHECKING:
+    from asyncrl_cli.profile.layers import Loaded
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -29,49 +32,46 @@ EXAMPLES = """[bold]Examples[/]
 
 Every key is also an environment variable:
 ASYNCRL_RUN__SEED=3 is --set run.seed=3.
-Ctrl-C once: finish the step, checkpoint, exit 130; go on with [bold]asyncrl resume[/]. Twice: out."""
+Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl resume[/] continues. Twice: end at once."""
 
 
 def command(
     profile: ProfileOption,
     sets: SetOption = None,
-    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; made from profile and time.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="N", help="Name of the run; by default profile and time."),
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
-    ui: UiOption = Ui.AUTO,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile, print the plan, start nothing.")] = False,
+    ui: UiOption = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan; start nothing.")] = False,
     address: AddressOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model by asynchronous RL, as a profile says."""
+    """Train a model by asynchronous RL, as described by a profile."""
     loaded = load_profile(profile, sets, name)
-    if loaded.profile.run.name is not None:
+    settings = loaded.profile
+    if settings.run.name is not None:
         from asyncrl_cli.checkpoint.run_directory import check_free
 
-        check_free(runs_dir, loaded.profile.run.name)
+        check_free(runs_dir, settings.run.name)
     if dry_run:
-        from asyncrl_cli.cli.console import warn
-        from asyncrl_cli.cli.plan import print_plan
-        from asyncrl_cli.job.preparing import check_without_making
-
-        print_plan(loaded, gpus=None, as_json=as_json)
-        for note in check_without_making(loaded.profile, address).notes:
-            warn(note)
+        _print_plan(loaded, address, as_json=as_json)
         return
     if address is None:
         from asyncrl_cli.cli.plan_memory import refuse_what_cannot_fit
 
-        refuse_what_cannot_fit(loaded.profile)
-    from asyncrl_cli.job.process import collect_garbage_seldom
+        refuse_what_cannot_fit(settings)
     from asyncrl_cli.job.run import Run
 
-    collect_garbage_seldom()
-    run = Run(
-        loaded.profile,
-        origins=loaded.origins,
-        warnings=loaded.warnings,
-        runs_dir=runs_dir,
-        name=loaded.profile.run.name,
-        address=address,
-        ui=ui.value,
-    )
+    run = Run(settings, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=settings.run.name, address=address, ui=ui)
     run_to_its_end(run, as_json=as_json)
+
+
+def _print_plan(loaded: Loaded, address: str | None, *, as_json: bool) -> None:
+    from asyncrl_cli.cli.plan import print_plan
+    from asyncrl_cli.job.preparing import check_without_making
+
+    print_plan(loaded, gpus=None, as_json=as_json)
+    for note in check_without_making(loaded.profile, address).notes:
+        warn(note)

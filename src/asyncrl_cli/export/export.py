@@ -1,6 +1,8 @@
 """`asyncrl export`, as a function: find the weights, check them against the configuration, write the directory.
 
-find_source ──> find_model_files ──> skeleton, check_fit ──> write_directory ──> Exported
+find_source ──> find_model_files ──> skeleton, check_fit ──> files of at most so many bytes ──> Exported
+
+The directory is written under a hidden name, flushed and renamed: it is whole or not there.
 """
 
 from __future__ import annotations
@@ -11,17 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
 
-from asyncrl_cli.export.directory import Read, Written, check_target, write_directory
+from asyncrl_cli.checkpoint.files import appearing_directory
+from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.export.model_files import check_fit, find_model_files
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source, find_source
 from asyncrl_cli.models.resolve import check_config
+from asyncrl_cli.weights.buckets import torch_dtype
+from asyncrl_cli.weights.model_files import copy_model_files, write_index, write_weights
 
 if TYPE_CHECKING:
     from asyncrl_cli.models.saved_form import SavedForm
 
+MB = 10**6
 Dtype = Literal["float32", "bfloat16"]
+Read = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
+"""Some tensors by name, floating ones in any dtype."""
 Progress = Callable[..., None]
 """Called with (what is being done) or (what is being done, done so far, of how many)."""
 
@@ -31,7 +41,9 @@ class Exported:
     path: Path
     source: Source
     dtype: str
-    written: Written
+    parameters: int
+    num_bytes: int
+    files: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
         """`version` is null if the trainer has trained on since `after_version`."""
@@ -43,9 +55,9 @@ class Exported:
             "after_version": self.source.after_version,
             "step": self.source.step,
             "dtype": self.dtype,
-            "parameters": self.written.parameters,
-            "num_bytes": self.written.num_bytes,
-            "files": list(self.written.files),
+            "parameters": self.parameters,
+            "num_bytes": self.num_bytes,
+            "files": list(self.files),
             "passed_over": list(self.source.passed_over),
         }
 
@@ -64,14 +76,14 @@ def export(
     """`dtype` None: the one in which the trainer publishes. `out` None: below `exports/` in the run's directory.
 
     Raises:
-        ConfigError, RefusedError, PreflightError: see `find_source`, `check_target`, `find_model_files`, `check_fit`.
-        AsyncrlError: if the directory cannot be written.
+        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `check_fit`; or `out` is not empty.
+        AsyncrlError: if the directory cannot be written; nothing is left then.
     """
     if out is not None:
-        check_target(out)  # before every byte of the checkpoint is read
+        _check_target(out)  # before every byte of the checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
     target = out or _default_target(source.run_dir, source.run, source.path.name, version)
-    check_target(target)
+    _check_target(target)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
     check_config(model_files)
@@ -82,10 +94,47 @@ def export(
     tensors, is_as_in_files = check_fit(form, source.weights.shapes, model_files)
     sizes, read = _as_in_files(None if is_as_in_files else form, tensors, source.weights)
     chosen = dtype or source.profile.model.dtype
-    written = write_directory(
-        target, sizes, read, dtype=chosen, model_files=model_files, max_file_bytes=max_file_bytes, progress=progress
+    files, num_bytes = _write(target, model_files, sizes, read, torch_dtype(chosen), max_file_bytes, progress)
+    return Exported(
+        path=target, source=source, dtype=chosen, parameters=sum(sizes.values()), num_bytes=num_bytes, files=tuple(files)
     )
-    return Exported(path=target, source=source, dtype=chosen, written=written)
+
+
+def _write(
+    target: Path,
+    model_files: Path,
+    sizes: Mapping[str, int],
+    read: Read,
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    progress: Progress,
+) -> tuple[list[str], int]:
+    """Names of the weight files and bytes of all tensors. One file's tensors are in memory at a time."""
+    split = split_state_dict_into_shards_factory(
+        dict(sizes),
+        get_storage_size=lambda elements: elements * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_file_bytes,
+    )
+    num_bytes, total_mb = 0, max(sum(sizes.values()) * dtype.itemsize // MB, 1)
+    try:
+        with appearing_directory(target.absolute()) as working:
+            copy_model_files(model_files, working, str(dtype).removeprefix("torch."))
+            for name, names in split.filename_to_tensors.items():
+                progress(f"writing {target.name} (MB)", num_bytes // MB, total_mb)
+                num_bytes += _write_file(working / name, read(names), dtype)
+            write_index(working, split.tensor_to_filename, num_bytes)
+    except (OSError, SafetensorError) as error:  # a disk that is full while safetensors writes is the latter
+        why = getattr(error, "strerror", None) or str(error)
+        raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
+    return list(split.filename_to_tensors), num_bytes
+
+
+def _check_target(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise RefusedError(f"{target} is a file", hint="--out DIR names a directory that is not there yet, or is empty")
+    if target.is_dir() and any(target.iterdir()):
+        raise RefusedError(f"{target} exists and is not empty", hint="--out DIR names another directory: nothing is overwritten")
 
 
 def _default_target(run_dir: Path | None, run: str, name: str, version: int | None) -> Path:
@@ -102,8 +151,10 @@ def _as_in_files(form: SavedForm | None, tensors: Mapping[str, torch.Tensor], we
     if form is None or not form.converts:
         return {name: tensor.numel() for name, tensor in tensors.items()}, weights.read
     whole = form.to_files(weights.read(list(tensors)))
+    return {name: tensor.numel() for name, tensor in whole.items()}, lambda names: {name: whole[name] for name in names}
 
-    def some(names: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        return {name: whole[name] for name in names}
 
-    return {name: tensor.numel() for name, tensor in whole.items()}, some
+def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> int:
+    cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
+    write_weights(cast, path)
+    return sum(tensor.nbytes for tensor in cast.values())

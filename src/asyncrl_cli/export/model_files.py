@@ -29,31 +29,29 @@ WAY_OUT = "--model DIR names a directory that holds config.json and the tokenize
 def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
     """A directory with configuration and tokenizer. Raises ConfigError or PreflightError if there is none."""
     if given is not None:
-        if not has_model_files(given):
-            raise ConfigError(f"--model {given}: {missing_files(given)}", hint=WAY_OUT)
+        if missing := _missing_in(given):
+            raise ConfigError(f"--model {given}: {missing}", hint=WAY_OUT)
         return given
-    places = [] if run_dir is None else _places_in(run_dir)
     path = profile.model.path
+    places = [] if run_dir is None else _places_in(run_dir)
     if not path.startswith(BUILTIN):
         places.append(expand(path))
-    found = next((place for place in places if has_model_files(place)), None)
+    found = next((place for place in places if not _missing_in(place)), None)
     if found is not None:
         return found
     if path.startswith((BUILTIN, ".", "/", "~")) or places[-1].exists() or path.count("/") > 1:
-        raise _gone(path, missing_files(places[-1]) if places else "the checkpoint lies outside of its run")
+        raise _gone(path, _missing_in(places[-1]) if places else "the checkpoint lies outside of its run")
     return _from_hub(path, trust_remote_code=profile.model.trust_remote_code)
 
 
-def has_model_files(directory: Path) -> bool:
-    return (directory / CONFIG).is_file() and any((directory / name).is_file() for name in TOKENIZER_FILES)
-
-
-def missing_files(directory: Path) -> str:
+def _missing_in(directory: Path) -> str:
+    """What the directory lacks; "" if configuration and tokenizer are there."""
     if not directory.is_dir():
         return f"{directory} is not there"
     if not (directory / CONFIG).is_file():
         return f"{directory} holds no {CONFIG}"
-    return f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return "" if has_tokenizer else f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
 
 
 def check_fit(form: SavedForm, shapes: Mapping[str, tuple[int, ...]], model_files: Path) -> tuple[dict[str, torch.Tensor], bool]:
@@ -95,8 +93,8 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
             directory = Path(snapshot_download(name, allow_patterns=patterns))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise _gone(name, f"the hub cannot be asked: {first_line(error)}") from error
-    if not has_model_files(directory):
-        raise _gone(name, missing_files(directory))
+    if missing := _missing_in(directory):
+        raise _gone(name, missing)
     return directory
 
 

@@ -1,15 +1,14 @@
 """Weights at rest, read without ranks: a trainer's checkpoint, or safetensors files of one version.
 
-Tensors go by their first names, tied ones once. `read` takes some names at a time, so that a model larger than the memory
-can be copied.
+Tensors go by their first names, tied ones once; `shapes` are those of all. `read` takes some names at a time, so that a model
+larger than the memory can be copied; it raises RefusedError if a file is damaged or gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,15 +18,6 @@ from asyncrl_cli.train.state_reader import StateReader, read_tensors
 from asyncrl_cli.train.trainer_state import read_counters
 
 WEIGHT_PREFIX = "weight/"
-
-
-class SavedWeights(Protocol):
-    """`shapes`: of every tensor."""
-
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """RefusedError if a file is damaged or gone."""
 
 
 class TrainerWeights:
@@ -51,7 +41,7 @@ class FileWeights:
 
     def __init__(self, paths: Collection[Path]) -> None:
         self._path_of: dict[str, Path] = {}
-        self.shapes = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(paths):
             try:
                 with safe_open(path, framework="pt") as file:
@@ -68,6 +58,9 @@ class FileWeights:
                 return {name: files[self._path_of[name]].get_tensor(name) for name in names}
         except (SafetensorError, OSError) as error:
             raise _gone(self._path_of[next(iter(names))].parent, error) from error
+
+
+SavedWeights = TrainerWeights | FileWeights
 
 
 def _gone(path: Path, error: Exception) -> RefusedError:

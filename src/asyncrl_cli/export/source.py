@@ -9,12 +9,19 @@ RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.checkpoint.find import Checkpoint, checkpoints_in, load_checkpoint, resolve
-from asyncrl_cli.checkpoint.manifest import ManifestError, read_manifest
+from asyncrl_cli.checkpoint.find import (
+    Checkpoint,
+    checkpoints_in,
+    find_run_or_checkpoint,
+    has_checkpoints,
+    load_checkpoint,
+    resolve,
+)
+from asyncrl_cli.checkpoint.manifest import Damaged, read_manifest
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.export.saved_weights import FileWeights, SavedWeights, TrainerWeights
 from asyncrl_cli.profile.arithmetic import Schedule
@@ -52,10 +59,9 @@ class Source:
 
 def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) -> Source:
     """Raises ConfigError if there is no such run or checkpoint, RefusedError if it does not hold what is asked or is damaged."""
-    newest = resolve(argument, runs_dir)
-    for candidate in (Path(argument), runs_dir / argument):
-        if (candidate / "checkpoints").is_dir():
-            return _newest_of(candidate, say) if version is None else _version_of(candidate, version, say)
+    newest, found = resolve(argument, runs_dir), find_run_or_checkpoint(argument, runs_dir)
+    if has_checkpoints(found):
+        return _newest_of(found, say) if version is None else _version_of(found, version, say)
     checkpoint = _whole(newest, say)
     if version not in (None, checkpoint.version):
         hint = f"the whole run may hold it: asyncrl export {run_dir_of(newest) or 'RUN'} --version {version}"
@@ -64,49 +70,47 @@ def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) ->
 
 
 def _newest_of(run_dir: Path, say: Say) -> Source:
-    refused: list[RefusedError] = []
-    for directory in checkpoints_in(run_dir / "checkpoints"):
-        try:
-            return _of_checkpoint(_whole(directory, say), None, passed_over=tuple(error.message for error in refused))
-        except RefusedError as error:
-            refused.append(error)
-    raise RefusedError(
-        f"run '{run_dir.name}' has no whole checkpoint: {refused[0].message}",
-        hint=_there_are(run_dir, {}),
-    )
+    source, wrong = _first_whole(checkpoints_in(run_dir / "checkpoints"), None, say)
+    if source is None:
+        raise RefusedError(f"run '{run_dir.name}' has no whole checkpoint: {wrong[0]}", hint=_there_are(run_dir, {}))
+    return source
 
 
 def _version_of(run_dir: Path, version: int, say: Say) -> Source:
     if version in kept_versions(run_dir / VERSIONS):
         return _kept(run_dir, version)
     versions = _versions_in(run_dir / "checkpoints")
-    holders = [run_dir / "checkpoints" / name for name, held in versions.items() if held == version]
-    refused: list[RefusedError] = []
-    for directory in holders:
+    source, wrong = _first_whole([path for path, held in versions.items() if held == version], version, say)
+    if source is None:
+        why = f"version {version} is not whole: {wrong[0]}" if wrong else f"there is no version {version} in it"
+        others = {path: held for path, held in versions.items() if held != version}
+        raise RefusedError(f"run '{run_dir.name}': {why}", hint=_there_are(run_dir, others))
+    return source
+
+
+def _first_whole(directories: Sequence[Path], version: int | None, say: Say) -> tuple[Source | None, list[str]]:
+    """The first checkpoint that is not damaged, and what is wrong with those before it."""
+    wrong: list[str] = []
+    for directory in directories:
         try:
-            return _of_checkpoint(_whole(directory, say), version)
+            return _of_checkpoint(_whole(directory, say), version, tuple(wrong)), wrong
         except RefusedError as error:
-            refused.append(error)
-    others = {name: held for name, held in versions.items() if held != version}
-    wrong = f"version {version} is not whole: {refused[0].message}" if refused else f"there is no version {version} in it"
-    raise RefusedError(f"run '{run_dir.name}': {wrong}", hint=_there_are(run_dir, others))
+            wrong.append(error.message)
+    return None, wrong
 
 
-def _versions_in(checkpoints: Path) -> dict[str, int]:
+def _versions_in(checkpoints: Path) -> dict[Path, int]:
     """Of every checkpoint with a readable manifest, newest first."""
     versions = {}
     for directory in checkpoints_in(checkpoints):
-        with contextlib.suppress(ManifestError):
-            versions[directory.name] = read_manifest(directory).version
+        with contextlib.suppress(Damaged):
+            versions[directory] = read_manifest(directory)["version"]
     return versions
 
 
 def _whole(directory: Path, say: Say) -> Checkpoint:
     say(f"checking {directory.name}")
-    try:
-        return load_checkpoint(directory)
-    except RefusedError as error:
-        raise RefusedError(error.message, hint=error.hint.replace("asyncrl resume", "asyncrl export")) from None
+    return load_checkpoint(directory, command="export")
 
 
 def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
@@ -115,7 +119,7 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
     weights: SavedWeights
-    if is_between or checkpoint.at_window_boundary:
+    if version is None or checkpoint.at_window_boundary:
         weights, step = TrainerWeights(directory), checkpoint.step
     else:
         weights, step = FileWeights([directory / PUBLISHED_FILE]), _step_of(profile, checkpoint.version)
@@ -157,17 +161,11 @@ def run_dir_of(checkpoint: Path) -> Path | None:
     return run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None
 
 
-def _there_are(run_dir: Path, in_checkpoints: Mapping[str, int]) -> str:
+def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
     """For a hint: the kept versions, and those of checkpoints by name."""
     parts = []
     if kept := kept_versions(run_dir / VERSIONS):
-        parts.append(f"kept version{'s' if len(kept) > 1 else ''} {_listed(kept)}")
-    parts += [f"version {version} in {name}" for name, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]]
+        shown = ", ".join(map(str, kept[-VERSIONS_SHOWN:]))
+        parts.append(f"kept version{'s' if len(kept) > 1 else ''} {'..., ' if len(kept) > VERSIONS_SHOWN else ''}{shown}")
+    parts += [f"version {version} in {path.name}" for path, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]]
     return f"there are: {', '.join(parts)}" if parts else "no version is left: weights.keep_versions was 0"
-
-
-def _listed(versions: list[int]) -> str:
-    if len(versions) > 2 and versions == list(range(versions[0], versions[-1] + 1)):
-        return f"{versions[0]} to {versions[-1]}"
-    shown = ", ".join(map(str, versions[-VERSIONS_SHOWN:]))
-    return shown if len(versions) <= VERSIONS_SHOWN else f"... {shown}"

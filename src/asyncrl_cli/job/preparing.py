@@ -45,7 +45,7 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
     say("loading the task")
     task = await interruptible(lambda look: load_task(profile, resumed))
-    say("loading the model")
+    say("preparing the model")
 
     def resolve(look: Callable[[], None]) -> Path:
         def progress(text: str, done: int, total: int, figures: str) -> None:

@@ -4,51 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 SPARKS = "▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 NOTHING = "-"
 
 
-def duration(seconds: float | None) -> str:
+def is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def duration(seconds: object) -> str:
     """`1:02:03` for long ones, `4.2 s` and `12 ms` for short ones."""
-    if seconds is None:
-        return NOTHING
-    if seconds < 0.0995:
-        return f"{seconds * 1e3:.0f} ms" if seconds >= 9.95e-3 or seconds == 0 else f"{seconds * 1e3:.1f} ms"
-    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
+    if not is_number(seconds) or seconds >= 60:
+        return clock(seconds)
+    if seconds >= 0.0995:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 9.95e-3 or seconds == 0 else f"{seconds * 1e3:.1f} ms"
 
 
-def clock(seconds: float | None) -> str:
+def clock(seconds: object) -> str:
     """`0:01:34`, `3:02:03`."""
-    if seconds is None:
-        return NOTHING
+    if not is_number(seconds):
+        return _written(seconds, "")
     whole = round(seconds)
     return f"{whole // 3600}:{whole % 3600 // 60:02}:{whole % 60:02}"
 
 
-def share(value: float | str | None) -> str:
+def share(value: object) -> str:
+    """`81%`."""
     return _written(value, ".0%")
 
 
-def number(value: float | str | None, digits: int = 2) -> str:
+def number(value: object, digits: int = 2) -> str:
     return _written(value, f".{digits}f")
 
 
-def count(value: float | str | None) -> str:
+def count(value: object) -> str:
     """`12,345`."""
     return _written(value, ",.0f")
 
 
-def small(value: float | str | None) -> str:
+def small(value: object) -> str:
     """`2.1e-07`."""
     return _written(value, ".1e")
 
 
-def _written(value: float | str | None, form: str) -> str:
+def _written(value: object, form: str) -> str:
     """What is absent is `-`, never 0; what is not finite has a name, which JSON has for a string."""
-    return NOTHING if value is None else value if isinstance(value, str) else format(value, form)
+    return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
 
 
 def bar(fraction: float, width: int) -> str:
@@ -60,7 +65,7 @@ def bar(fraction: float, width: int) -> str:
 
 def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None) -> str:
     """The last values, at most `width` of them, between `low` and `high` (their own extremes if not given); only finite ones."""
-    shown = [value for value in list(values)[-width:] if isinstance(value, int | float) and math.isfinite(value)]
+    shown = [value for value in list(values)[-width:] if is_number(value)]
     if not shown or width <= 0:
         return ""
     low = min(shown) if low is None else low

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -11,6 +10,7 @@ from pydantic import ConfigDict
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.format import is_number
 from asyncrl_cli.observe.status_file import Figure, Seconds
 from asyncrl_cli.safe_files import UnsafeFile, parse_json, read_lines, reason
 
@@ -38,30 +38,31 @@ def read_metrics(path: Path) -> list[Line]:
 
 def read_events(path: Path) -> list[EventLine]:
     """Raises ConfigError with the line that is no event."""
-    return list(_read(path, EventLine))
+    return _read(path, EventLine)
 
 
-def _read(path: Path, kind: Any) -> Iterator[Any]:
-    number = 0
+def _read(path: Path, kind: Any) -> list[Any]:
+    number, found = 0, []
     try:
         for line in read_lines(path):
             number += 1
             if line.strip():
-                yield parse_json(line, kind)
+                found.append(parse_json(line, kind))
     except (OSError, UnsafeFile) as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
     except ValueError as error:
         raise ConfigError(f"{path}:{number}: {error}", hint="a half-written last line can be deleted") from None
+    return found
 
 
 def _finite(line: Line) -> Line:
-    return {key: value for key, value in line.items() if isinstance(value, list) == (key in LISTS) and _is_finite(value)}
+    return {key: value for key, value in line.items() if isinstance(value, list) == (key in LISTS) and _is_usable(value)}
 
 
-def _is_finite(value: Any) -> bool:
+def _is_usable(value: Any) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(map(_is_finite, value))
-    return isinstance(value, int | float) and math.isfinite(value) and abs(value) < 1e15
+        return bool(value) and all(map(_is_usable, value))
+    return is_number(value) and abs(value) < 1e15
 
 
 def spent_s(line: Line, part: str) -> float:

@@ -20,30 +20,20 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.watching import ENDED, Snapshot
-from asyncrl_cli.observe.executors import STATES
-from asyncrl_cli.observe.format import duration, number
+from asyncrl_cli.observe.executors import FLOW, STATES, UTILIZATION
 from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
 from asyncrl_cli.observe.periods import Period
-from asyncrl_cli.observe.status_file import EvalPoint
-from asyncrl_cli.observe.values import Scalar
+from asyncrl_cli.observe.status_file import SCHEMA_VERSION, EvalPoint
+from asyncrl_cli.observe.summary import event_text
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count
 
-SCHEMA_VERSION = 2
-HISTORY_STEPS = 60
-HISTORY_EVALS = 60
+HISTORY = 60
+"""Points of the curves of reward, slots and evals."""
 RATE_STEPS = 30
 NOTES = 8
 WARNINGS = 20
-UTILIZATION = (
-    "rollouter/slot_utilization",
-    "rollouter/idle_ratio",
-    "trainer/idle_ratio",
-    "rollouter/tokens_per_s",
-    "trainer/tokens_per_s",
-    "overlap_ratio",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,63 +88,55 @@ class LiveStatus:
         self._started_at = wall_s()
         self._phase = "starting"
         self._error = ""
-        self._line: Mapping[str, Scalar] = {}
+        self._line: Mapping[str, Any] = {}
         self._snapshot: Snapshot | None = None
-        self._began_s: float | None = None
-        self._eval_s: float | None = None
+        self._began_s = 0.0
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
-        self._rewards: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._slots: deque[float] = deque(maxlen=HISTORY_STEPS)
-        self._evals: list[EvalPoint] = []
+        self._rewards: deque[float] = deque(maxlen=HISTORY)
+        self._slots: deque[float] = deque(maxlen=HISTORY)
+        self._evals: deque[EvalPoint] = deque(maxlen=HISTORY)
+        self._eval_s: float | None = None
         self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES)
         self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
         self._num_warnings = 0
 
-    def line(self, line: Mapping[str, Scalar]) -> None:
+    def line(self, line: Mapping[str, Any]) -> None:
         """A train step ended, and `metrics` knows it."""
         self._line = line
-        self._pace.append((_number(line["time_s"]), int(_number(line["step"]))))
-        if "reward/mean" in line:
-            self._rewards.append(_number(line["reward/mean"]))
-        if "rollouter/slot_utilization" in line:
-            self._slots.append(_number(line["rollouter/slot_utilization"]))
+        self._pace.append((line["time_s"], line["step"]))
+        for history, key in ((self._rewards, "reward/mean"), (self._slots, "rollouter/slot_utilization")):
+            if key in line:
+                history.append(line[key])
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Keep what people want to read: evals, checkpoints, resumes, warnings, failures."""
-        name = event["event"]
+        name, time_s, text = event["event"], event["time_s"], event_text(event)
         if name == "eval" and event.get("reward_mean") is not None:
             self._eval_s = event.get("eval_s")
             ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts") if key in event}
-            self._evals = [*self._evals, cast("EvalPoint", ended)][-HISTORY_EVALS:]
-        text = _TEXTS[name](event) if name in _TEXTS else None
+            self._evals.append(cast("EvalPoint", ended))
         if text is not None:
-            self._notes.append({"time_s": event["time_s"], "event": name, "text": text})
+            self._notes.append({"time_s": time_s, "event": name, "text": text})
         if name == "warning":
             self._num_warnings += 1
-            self._warnings.append({"time_s": event["time_s"], "text": text})
+            self._warnings.append({"time_s": time_s, "text": text})
 
     def snapshot(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        self._phase = snapshot.phase
-        if self._began_s is None:
+        if self._snapshot is None:
             self._began_s = snapshot.time_s
+        self._snapshot, self._phase = snapshot, snapshot.phase
 
     def phase(self, phase: str, error: str = "") -> None:
         self._phase, self._error = phase, error
 
     def state(self) -> LiveState:
-        return {
-            "rewards": list(self._rewards),
-            "slots": list(self._slots),
-            "evals": self._evals,
-            "num_warnings": self._num_warnings,
-            "eval_s": self._eval_s,
-        }
+        rewards, slots, evals = list(self._rewards), list(self._slots), list(self._evals)
+        return {"rewards": rewards, "slots": slots, "evals": evals, "num_warnings": self._num_warnings, "eval_s": self._eval_s}
 
     def restore(self, state: LiveState) -> None:
         self._rewards.extend(state["rewards"])
         self._slots.extend(state["slots"])
-        self._evals = list(state["evals"])
+        self._evals.extend(state["evals"])
         self._num_warnings = state["num_warnings"]
         self._eval_s = state.get("eval_s")
 
@@ -163,6 +145,8 @@ class LiveStatus:
         snapshot = self._snapshot
         steps = self._steps()
         using = self._using(steps)
+        of_steps = steps.figures if steps else {}
+        timing = _under("timing/", of_steps)
         return {
             "schema_version": SCHEMA_VERSION,
             **asdict(self._facts),
@@ -175,17 +159,17 @@ class LiveStatus:
             "progress": self._progress(),
             "admission": _admission(snapshot) if snapshot else {},
             "periods": {"utilization": using and using.to_json(), "steps": steps and steps.to_json()},
-            "executors": [_executor(report, using) for report in _ordered(snapshot)] if snapshot else [],
+            "executors": _executors(snapshot, using) if snapshot else [],
             "utilization": self._utilization(using) | {"slot_history": [round(share, 4) for share in self._slots]},
-            "staleness": _shown(steps, "staleness/") | {"bound": self._facts.max_staleness},
-            "partial": _shown(steps, PARTIAL),
+            "staleness": _under("staleness/", of_steps) | {"bound": self._facts.max_staleness},
+            "partial": _under(PARTIAL, of_steps),
             "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0} if snapshot else {},
             "restarting": dict(snapshot.restarting) if snapshot else {},
-            "reward": self._keys("reward/") | {"history": [round(reward, 4) for reward in self._rewards]},
-            "eval": {"running": snapshot.eval_running if snapshot else "", "history": self._evals},
-            "sync": self._keys("sync/"),
-            "timing": _per_step(steps),
-            "ledger": dict(snapshot.ledger) if snapshot else self._keys("ledger/"),
+            "reward": _under("reward/", self._line) | {"history": [round(reward, 4) for reward in self._rewards]},
+            "eval": {"running": snapshot.eval_running if snapshot else "", "history": list(self._evals)},
+            "sync": _under("sync/", self._line),
+            "timing": {part: seconds / steps.steps for part, seconds in timing.items()} if steps else {},
+            "ledger": dict(snapshot.ledger) if snapshot else _under("ledger/", self._line),
             "tokens_discarded": self._line.get("waste/tokens_discarded"),
             "checkpoint": snapshot.checkpoint if snapshot else "",
             "notes": list(self._notes),
@@ -196,35 +180,35 @@ class LiveStatus:
 
     def _progress(self) -> dict[str, Any]:
         snapshot, facts = self._snapshot, self._facts
-        step = max(snapshot.step if snapshot else 0, self._pace[-1][1] if self._pace else 0)
-        groups_total = facts.train_steps * facts.step_groups
-        time_s = max(snapshot.time_s if snapshot else 0.0, self._pace[-1][0] if self._pace else 0.0)
+        ended_s, step = self._pace[-1] if self._pace else (0.0, 0)
+        time_s, version, groups_trained = ended_s, self._line.get("version", 0), 0
+        if snapshot is not None:
+            step, time_s, version = max(step, snapshot.step), max(time_s, snapshot.time_s), max(version, snapshot.version)
+            groups_trained = snapshot.groups_trained
         progress: dict[str, Any] = {
             "step": step,
             "train_steps": facts.train_steps,
-            "version": max(snapshot.version if snapshot else 0, int(_number(self._line.get("version", 0)))),
-            "groups_trained": max(snapshot.groups_trained if snapshot else 0, step * facts.step_groups),
-            "groups_total": groups_total,
+            "version": version,
+            "groups_trained": max(groups_trained, step * facts.step_groups),
+            "groups_total": facts.train_steps * facts.step_groups,
             "time_s": time_s,
             "fraction": step / facts.train_steps,
         }
         if "tokens_trained" in self._line:
             progress["tokens_trained"] = self._line["tokens_trained"]
-        pace_s = self._pace_s()
-        if pace_s is not None:
-            progress["step_s"] = pace_s
+        if (step_s := self._step_s()) is not None:
             # A step that takes longer than others, as over a restart, brings the end no nearer.
-            since_s = min(time_s - self._pace[-1][0], pace_s)
-            progress["eta_s"] = max(0.0, (facts.train_steps - step) * pace_s - since_s) + (self._eval_s or 0.0)
+            since_s = min(time_s - ended_s, step_s)
+            left_s = max(0.0, (facts.train_steps - step) * step_s - since_s) + (self._eval_s or 0.0)
+            progress |= {"step_s": step_s, "eta_s": left_s}
         return progress
 
-    def _pace_s(self) -> float | None:
+    def _step_s(self) -> float | None:
         """Seconds per step of late; of this attempt only, for a resumed run may stand on another machine."""
-        if len(self._pace) >= 2:
-            (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
-            return (last_s - first_s) / (last - first)
-        step_s = self._line.get("timing/step_s")
-        return None if step_s is None else _number(step_s)
+        if len(self._pace) < 2:
+            return self._line.get("timing/step_s")
+        (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
+        return (last_s - first_s) / (last - first)
 
     def _steps(self) -> Period | None:
         """The period of figures that whole steps have: the recent ones, or all of a run that has ended."""
@@ -235,61 +219,38 @@ class LiveStatus:
         snapshot = self._snapshot
         if snapshot is None or self._phase in ENDED:
             return steps
-        from_s = steps.to_s if steps else self._began_s or 0.0
+        from_s = steps.to_s if steps else self._began_s
         if steps is not None and snapshot.time_s - from_s <= steps.to_s - steps.from_s:
             return steps
         return self._metrics.step_so_far(snapshot.reports, from_s, snapshot.time_s) or steps
 
     def _utilization(self, using: Period | None) -> dict[str, Any]:
-        figures = _shown(using, "")
+        figures = using.figures if using else {}
         known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in UTILIZATION if name in figures}
         gauges = [report.gauges for report in self._snapshot.reports.values()] if self._snapshot else []
-        for name in ("running_sequences", "slots"):
-            if amounts := [own[name] for own in gauges if name in own]:
-                known[name] = sum(amounts)
-        return known
-
-    def _keys(self, prefix: str) -> dict[str, Scalar]:
-        return {key.removeprefix(prefix): value for key, value in self._line.items() if key.startswith(prefix)}
+        totals = {name: [own[name] for own in gauges if name in own] for name in ("running_sequences", "slots")}
+        return known | {name: sum(amounts) for name, amounts in totals.items() if amounts}
 
 
-_TEXTS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
-    "warning": lambda event: str(event.get("message", "")),
-    "failed": lambda event: f"failed: {event.get('error', '')}",
-    "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
-    "resumed": lambda event: f"resumed from step {event.get('from_step')}",
-    "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
-    "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
-}
+def _under(prefix: str, figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of that prefix, without it."""
+    return {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
 
 
-def _ordered(snapshot: Snapshot) -> list[ExecutorReport]:
-    """In the order of the flow."""
-    order = {"feed": 0, "rollout": 1, "reward": 2, "trainer": 3}
-    return sorted(snapshot.reports.values(), key=lambda report: (order.get(report.role, 9), report.name))
+def _executors(snapshot: Snapshot, using: Period | None) -> list[dict[str, Any]]:
+    places = {role: place for place, role in enumerate(FLOW)}
+    reports = sorted(snapshot.reports.values(), key=lambda report: (places.get(report.role, len(FLOW)), report.name))
+    return [_executor(report, _under(f"{STATES}{report.name}/", using.figures if using else {})) for report in reports]
 
 
-def _shown(period: Period | None, prefix: str) -> dict[str, Scalar]:
-    """The period's figures of that prefix, without it."""
-    if period is None:
-        return {}
-    return {key.removeprefix(prefix): value for key, value in period.figures.items() if key.startswith(prefix)}
-
-
-def _per_step(period: Period | None) -> dict[str, float]:
-    """Mean seconds of a step and of its parts."""
-    return {part: _number(seconds) / period.steps for part, seconds in _shown(period, "timing/").items()} if period else {}
-
-
-def _executor(report: ExecutorReport, using: Period | None) -> dict[str, Any]:
-    state_s = _shown(using, f"{STATES}{report.name}/")
+def _executor(report: ExecutorReport, state_s: Mapping[str, float]) -> dict[str, Any]:
     return {
         "name": report.name,
         "role": report.role,
         "state": report.state.value,
         "waiting_for": report.waiting_for,
         # A restart's overlap with the new process is taken back from one state: never below nothing.
-        "state_s": {state: max(0.0, round(_number(seconds), 3)) for state, seconds in state_s.items()},
+        "state_s": {state: max(0.0, round(seconds, 3)) for state, seconds in state_s.items()},
         "gauges": dict(report.gauges),
     }
 
@@ -302,8 +263,3 @@ def _admission(snapshot: Snapshot) -> dict[str, Any]:
         "window_groups": snapshot.window_groups,
         "window_budget": snapshot.window_budget,
     }
-
-
-def _number(value: Scalar) -> float:
-    assert not isinstance(value, list), value
-    return float(value)

@@ -9,6 +9,7 @@ What was not measured is absent, never 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
@@ -54,17 +55,13 @@ class StepMetrics:
     def __init__(self, *, trigger_parameter_sync_step: int, started_s: float) -> None:
         self.run: dict[str, Value] = {}
         self._window_steps = trigger_parameter_sync_step
-        self._started_s = started_s
-        self._before_s = 0.0
+        # What the run's time, which goes on over resumes, is ahead of the driver's clock.
+        self.ahead_s = -started_s
         self._time_s = 0.0
         self._reports: Mapping[str, ExecutorReport] = {}
         self._window: int | None = None
         self._in_window: dict[str, Value] = {}
         self._recent = RecentSteps()
-
-    def align(self, time_s: float, clock_s: float) -> None:
-        """The run was `time_s` old when the driver's clock showed `clock_s`."""
-        self._before_s, self._started_s = time_s, clock_s
 
     def update(self, record: StepRecord) -> dict[str, Scalar]:
         """The step's line. Call once per record, in order."""
@@ -73,7 +70,7 @@ class StepMetrics:
             self._window, self._in_window = record.window, {}
         merge_into(self._in_window, values)
         merge_into(self.run, values)
-        self._time_s = self._before_s + record.ended_s - self._started_s
+        self._time_s = record.ended_s + self.ahead_s
         self._recent.add(self._time_s - record.timing_s["step"], self._time_s, values)
         line = values | {"time_s": Last(self._time_s)}
         line |= {key: value for key, value in self._in_window.items() if key.startswith(PARTIAL)}
@@ -99,16 +96,13 @@ class StepMetrics:
         return step_so_far(from_s, time_s, values) if values else None
 
     def state(self) -> MetricsState:
-        return {
-            "time_s": self._time_s,
-            "window": self._window,
-            "in_window": to_json(self._in_window),
-            "run": to_json(self.run),
-        }
+        in_window, run = to_json(self._in_window), to_json(self.run)
+        return {"time_s": self._time_s, "window": self._window, "in_window": in_window, "run": run}
 
     def restore(self, state: MetricsState) -> None:
         """Continue after the line that `state` was taken at. Executors start their integrals anew after a resume."""
-        self._before_s = self._time_s = state["time_s"]
+        self.ahead_s += state["time_s"] - self._time_s
+        self._time_s = state["time_s"]
         self._window = state["window"]
         self._in_window = from_json(state["in_window"])
         self.run = from_json(state["run"])
@@ -126,14 +120,16 @@ class StepMetrics:
             "groups_trained": Last(record.groups_trained),
             "tokens_trained": Last(record.tokens_trained),
         }
-        values |= reward_values(trajectories) | eval_values(record)
+        values |= reward_values(trajectories)
+        if record.evals:  # the last one that ended since the previous line
+            values |= {f"eval/{name}": Last(figure) for name, figure in asdict(record.evals[-1]).items() if name != "eval_s"}
         values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
         values |= utilization(measured)
         values["overlap_ratio"] = overlap(record.spans, {name: report.role for name, report in record.reports.items()})
-        values |= staleness_values(record.window, trajectories)
-        values |= step_staleness_values(record.step - 1, self._window_steps, trajectories)
+        values |= staleness_values(record, self._window_steps, trajectories)
         values |= stale_counts(record.window, record.groups) | partial_values(trajectories)
-        values |= sync_values(record)
+        if record.sync is not None:
+            values |= {f"sync/{name}": Last(figure) for name, figure in asdict(record.sync).items()}
         values["rollouter/restarts"] = Last(record.restarts)
         values["waste/tokens_discarded"] = Last(record.tokens_discarded)
         values |= {key: Last(amount) for key, amount in record.train.metrics.items()}
@@ -162,41 +158,29 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
     return values
 
 
-def eval_values(record: StepRecord) -> dict[str, Value]:
-    """The last eval that ended since the previous line."""
-    if not record.evals:
-        return {}
-    ended = record.evals[-1]
-    return {
-        "eval/reward_mean": Last(ended.reward_mean),
-        "eval/version": Last(ended.version),
-        "eval/num_prompts": Last(ended.num_prompts),
-        "eval/num_failed": Last(ended.num_failed),
-        "eval/response_tokens_median": Last(ended.response_tokens_median),
-    }
+def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
+    """In versions, and in train steps: version v was made by step v * K (counted from 0), so a token of it is `step - v * K` old.
 
-
-def staleness_values(window: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """In versions. The mean runs over all sampled tokens of the step; oldest and newest over its trajectories."""
+    Means run over all sampled tokens of the step; oldest and newest over its trajectories.
+    """
     sampled = [trajectory for trajectory in trajectories if trajectory.version_tokens]
-    tokens = [(window - version, count) for t in sampled for version, count in t.version_tokens]
-    oldest = [window - trajectory.oldest for trajectory in sampled]
+    counts = [(version, count) for trajectory in sampled for version, count in trajectory.version_tokens]
+    in_versions = [(record.window - version, count) for version, count in counts]
+    in_steps = [(record.step - 1 - version * window_steps, count) for version, count in counts]
+    oldest = [record.window - trajectory.oldest for trajectory in sampled]
     return {
-        "staleness/mean": Ratio(sum(age * count for age, count in tokens), sum(count for _, count in tokens)),
+        "staleness/mean": _weighted_mean(in_versions),
         "staleness/max": Max(max(oldest, default=None)),
         "staleness/oldest_mean": Ratio(sum(oldest), len(oldest)),
-        "staleness/newest_mean": Ratio(sum(window - trajectory.newest for trajectory in sampled), len(sampled)),
+        "staleness/newest_mean": Ratio(sum(record.window - trajectory.newest for trajectory in sampled), len(sampled)),
         "staleness/histogram": Histogram(tuple(oldest.count(age) for age in range(max(oldest, default=-1) + 1))),
+        "staleness/steps_mean": _weighted_mean(in_steps),
+        "staleness/steps_max": Max(max((age for age, _ in in_steps), default=None)),
     }
 
 
-def step_staleness_values(step_index: int, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """In train steps: version v was made by step v * K (counted from 0), so a token of it is `step - v * K` old."""
-    tokens = [(step_index - version * window_steps, n) for t in trajectories for version, n in t.version_tokens]
-    return {
-        "staleness/steps_mean": Ratio(sum(age * count for age, count in tokens), sum(count for _, count in tokens)),
-        "staleness/steps_max": Max(max((age for age, _ in tokens), default=None)),
-    }
+def _weighted_mean(figures: Sequence[tuple[int, int]]) -> Ratio:
+    return Ratio(sum(figure * count for figure, count in figures), sum(count for _, count in figures))
 
 
 def stale_counts(window: int, groups: Sequence[GroupResult]) -> dict[str, Value]:
@@ -216,21 +200,4 @@ def partial_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         f"{PARTIAL}total_partial_num": Sum(partial),
         f"{PARTIAL}partial_ratio": Ratio(partial, len(trajectories)),
         f"{PARTIAL}max_partial_span": Max(max(spans, default=None)),
-    }
-
-
-def sync_values(record: StepRecord) -> dict[str, Value]:
-    """Of the last version that every worker loaded or skipped."""
-    sync = record.sync
-    if sync is None:
-        return {}
-    return {
-        "sync/version": Last(sync.version),
-        "sync/gather_s": Last(sync.gather_s),
-        "sync/send_s": Last(sync.send_s),
-        "sync/load_s": Last(sync.load_s),
-        "sync/pause_s": Last(sync.pause_s),
-        "sync/logprob_abs_diff": Last(sync.logprob_abs_diff),
-        "sync/loaded_share": Last(sync.loaded_share),
-        "sync/unclear_loads": Last(sync.unclear_loads),
     }

@@ -45,7 +45,6 @@ class Observers(Observer):
 
     def __init__(self, facts: RunFacts, sinks: Sequence[Sink], *, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or asyncio.get_running_loop().time
-        self._time_before_s = -self._clock()
         self._sinks = list(sinks)
         self._left_out: list[Sink] = []
         self._closed = False
@@ -61,7 +60,7 @@ class Observers(Observer):
         line = self.metrics.update(record)
         self.live.line(line)
         self._each("line", line)
-        self._each("spans", span_line(record, self._time_before_s))
+        self._each("spans", span_line(record, self.metrics.ahead_s))
 
     def tick(self, snapshot: Snapshot) -> None:
         self._align(snapshot.time_s)
@@ -70,7 +69,7 @@ class Observers(Observer):
 
     def warning(self, message: str) -> None:
         """Something that people should know, from outside the loop (it has its own `warning` events)."""
-        self._tell({"time_s": self._time_before_s + self._clock(), "event": "warning", "message": message})
+        self._tell({"time_s": self._clock() + self.metrics.ahead_s, "event": "warning", "message": message})
 
     def state(self) -> dict[str, Any]:
         state: ObserversState = {"metrics": self.metrics.state(), "live": self.live.state()}
@@ -95,10 +94,8 @@ class Observers(Observer):
         return status
 
     def _align(self, time_s: float) -> None:
-        """The loop stamps events and snapshots with the run's own time, which goes on over resumes; lines follow it."""
-        clock_s = self._clock()
-        self._time_before_s = time_s - clock_s
-        self.metrics.align(time_s, clock_s)
+        """The loop stamps events and snapshots with the run's own time; lines follow it."""
+        self.metrics.ahead_s = time_s - self._clock()
 
     def _tell(self, line: Mapping[str, Any]) -> None:
         if line["event"] == "warning":
@@ -131,8 +128,6 @@ def read_state(content: Mapping[str, Any]) -> ObserversState:
 
 def _event_line(event: Event) -> dict[str, Any]:
     """As in events.jsonl: absent is what does not apply."""
-    line: dict[str, Any] = {"time_s": event.time_s, "event": event.name}
-    if event.key is not None:
-        line |= {"group": str(event.key), **event.key._asdict()}
-    line |= {key: value for key, value in (("version", event.version), ("step", event.step)) if value is not None}
-    return line | dict(event.fields)
+    key = {} if event.key is None else {"group": str(event.key), **event.key._asdict()}
+    where = {name: value for name, value in (("version", event.version), ("step", event.step)) if value is not None}
+    return {"time_s": event.time_s, "event": event.name, **key, **where, **event.fields}

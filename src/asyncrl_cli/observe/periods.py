@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.observe.format import clock, duration
-from asyncrl_cli.observe.values import Scalar, Value, merge_into, shown
+from asyncrl_cli.observe.values import Value, merge_into, shown
 
 RECENT_S = 60.0
 RECENT_STEPS = 120
@@ -28,15 +28,10 @@ class Period:
     from_s: float
     to_s: float
     steps: int
-    figures: Mapping[str, Scalar]
+    figures: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         return {"words": self.words, "from_s": self.from_s, "to_s": self.to_s, "steps": self.steps}
-
-
-def _long(seconds: float) -> str:
-    """About a minute is told in seconds."""
-    return f"{seconds:.0f} s" if 60 <= seconds < 180 else duration(seconds)
 
 
 class RecentSteps:
@@ -56,16 +51,13 @@ class RecentSteps:
     def period(self) -> Period | None:
         """Joined once per step: a status is made every second, and there are values of every executor."""
         if self._joined is None and self._steps:
-            self._joined = self._join()
+            joined: dict[str, Value] = {}
+            for _, _, values in self._steps:
+                merge_into(joined, values)
+            from_s, to_s, steps = self._steps[0][0], self._steps[-1][1], len(self._steps)
+            words = f"{'last step' if steps == 1 else f'last {steps} steps'}, {_long(to_s - from_s)}"
+            self._joined = Period(words=words, from_s=from_s, to_s=to_s, steps=steps, figures=shown(joined))
         return self._joined
-
-    def _join(self) -> Period:
-        joined: dict[str, Value] = {}
-        for _, _, values in self._steps:
-            merge_into(joined, values)
-        from_s, to_s, steps = self._steps[0][0], self._steps[-1][1], len(self._steps)
-        which = "last step" if steps == 1 else f"last {steps} steps"
-        return Period(words=f"{which}, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=steps, figures=shown(joined))
 
 
 def step_so_far(from_s: float, to_s: float, values: Mapping[str, Value]) -> Period:
@@ -74,3 +66,8 @@ def step_so_far(from_s: float, to_s: float, values: Mapping[str, Value]) -> Peri
 
 def whole_run(to_s: float, steps: int, values: Mapping[str, Value]) -> Period:
     return Period(words=f"whole run, {steps} steps, {clock(to_s)}", from_s=0.0, to_s=to_s, steps=steps, figures=shown(values))
+
+
+def _long(seconds: float) -> str:
+    """About a minute is told in seconds."""
+    return f"{seconds:.0f} s" if 60 <= seconds < 180 else duration(seconds)

@@ -7,24 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import NOTHING, clock, count, duration, number, share
-from asyncrl_cli.observe.sinks import NullSink
-from asyncrl_cli.observe.summary import summary_text
+from asyncrl_cli.observe.format import NOTHING, clock, count, number, share
+from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.observe.summary import event_text, summary_rows
 from asyncrl_cli.observe.terminal import neutral
 
 EVERY_S = 5.0
 """Least time between two step lines: a fast run must not flood a log."""
-SHOWN_EVENTS = {
-    "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
-    "checkpointed": lambda event: f"checkpoint of step {event.get('step')} written",
-    "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
-    "resumed": lambda event: f"resumed from step {event.get('from_step')}",
-    "failed": lambda event: f"stopping: {event.get('error', '')}",
-    "warning": lambda event: f"warning: {event.get('message', '')}",
-}
 
 
-class Plain(NullSink):
+class Plain(Sink):
     """Writes to `stream` (stderr: stdout carries data). A closed stream is no reason to stop."""
 
     def __init__(self, stream: TextIO, *, every_s: float = EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
@@ -36,8 +28,10 @@ class Plain(NullSink):
         self._phase = ""
 
     def event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] in SHOWN_EVENTS:
-            self._write(event["time_s"], SHOWN_EVENTS[event["event"]](event))
+        if (text := event_text(event)) is None:
+            return
+        told = {"warning": f"warning: {text}", "checkpointed": f"{text} written", "failed": f"stopping: {event.get('error', '')}"}
+        self._write(event["time_s"], told.get(event["event"], text))
 
     def status(self, status: Mapping[str, Any]) -> None:
         if status["phase"] != self._phase:
@@ -48,7 +42,8 @@ class Plain(NullSink):
 
     def close(self, status: Mapping[str, Any]) -> None:
         self._say_step(status)
-        self._stream.write(neutral(summary_text({**status, "error": ""})) + "\n")
+        rows = summary_rows({**status, "error": ""})
+        self._stream.write(neutral("".join(f"{what:<11}{figures}\n" for what, figures in rows)))
         self._stream.flush()
 
     def _say_step(self, status: Mapping[str, Any]) -> None:

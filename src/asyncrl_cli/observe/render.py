@@ -7,8 +7,7 @@ out, the least important go.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -16,11 +15,11 @@ from rich.text import Text
 
 from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import NOTHING, bar, clock, count, duration, number, share, small, sparkline
+from asyncrl_cli.observe.format import NOTHING, bar, clock, count, duration, is_number, number, share, small, sparkline
+from asyncrl_cli.observe.layout import LABEL, beside, label, meter, prose, rule, strip, wrapped
 from asyncrl_cli.observe.summary import ledger_line, summary_rows
 
 WIDE = 84
-LABEL = 11
 STATE_STYLES = {
     "busy": "green",
     "starved": "yellow",
@@ -33,21 +32,24 @@ STATE_STYLES = {
     "restarting": "bold yellow",
 }
 PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold yellow", "done": "bold green"}
+SYNC_PARTS = ("gather", "send", "load", "pause")
+STEP_PARTS = ("step", "train", "wait_data", "old_logprob", "gather", "checkpoint", "eval", "other")
 
 Status = Mapping[str, Any]
 
 
 def render(status: Status, *, width: int, height: int, remark: str = "") -> Text:
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
-    periods, is_over = status["periods"], status["phase"] in ENDED
-    top = _header(status, width) + ([_styled(remark, "bold red")] if remark else [])
-    moment = "at the end" if is_over else "as last said" if remark else "now"
-    use = [_rule(periods["utilization"], "" if is_over else f"states and waits: {moment}", width), *_utilization(status, width)]
-    details = [_rule(periods["steps"], "", width), *_beside(_staleness(status), _learning(status, width), width)]
-    costs = [_rule({"words": moment}, "", width), *_sync(status, width), *_ledger(status, width)]
+    moment = "at the end" if _is_over(status) else "as last said" if remark else "now"
+    top = _header(status, width) + ([Text(remark, "bold red")] if remark else [])
+    half = max(36, width // 2 - 8) if width >= WIDE else 0
+    staleness, learning = _staleness(status), _learning(status, width - half)
+    use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]
+    use += _utilization(status, width)
+    details = [_rule(status, "steps", "", width), *(beside(staleness, learning, half) if half else staleness + learning)]
+    costs = [rule(f"── {moment} ", width), *_sync(status, width), *_ledger(status, width)]
     around = len(top) + len(use) + len(details) + len(costs)
-    executors = _executors(status, width, max_rows=max(1, height - around - 1))
-    lines = [*top, *use, *executors, *details, *costs]
+    lines = [*top, *use, *_executors(status, width, max(1, height - around - 1)), *details, *costs]
     lines += _notes(status, max(1, height - len(lines)))
     for line in lines:
         line.rstrip()
@@ -61,54 +63,52 @@ def render_summary(status: Status) -> Table:
     table.add_column(width=LABEL - 1, no_wrap=True, style="dim bold")
     table.add_column(overflow="fold")
     for what, figures in summary_rows(status):
-        table.add_row(what, Text(figures, style="bold red" if what == "error" else ""))
+        table.add_row(what, Text(figures, "bold red" if what == "error" else ""))
     return table
 
 
+def _is_over(status: Status) -> bool:
+    return status["phase"] in ENDED
+
+
+def _rule(status: Status, figures: str, also: str, width: int) -> Text:
+    """Which time the figures below cover, in a line of its own."""
+    period = status["periods"][figures]
+    return rule(f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width)
+
+
 def _header(status: Status, width: int) -> list[Text]:
-    progress, admission = status["progress"], status["admission"]
+    progress, admission = status["progress"], {} if _is_over(status) else status["admission"]
     title = Text.assemble(("━━ asyncrl ", "bold"), (status["name"], "bold cyan"), f" · {status['profile']} ")
-    phase = Text(f" {status['phase']} ━━", style=PHASE_STYLES.get(status["phase"], "bold"))
+    phase = Text(f" {status['phase']} ━━", PHASE_STYLES.get(status["phase"], "bold"))
     title.truncate(max(0, width - phase.cell_len), overflow="ellipsis")
     title.append("━" * (width - title.cell_len - phase.cell_len), "dim")
     left = f"step {progress['step']}/{progress['train_steps']} "
     times = f" {progress['fraction']:>4.0%}  {clock(progress['time_s'])} gone"
-    if "eta_s" in progress and status["phase"] == "running" and not status.get("restarting"):
+    if "eta_s" in progress and status["phase"] == "running" and not status["restarting"]:
         times += f", {clock(progress['eta_s'])} left"
-    done = Text(left, style="bold")
-    done.append_text(_meter(progress["fraction"], width - len(left) - len(times), "cyan")).append(times)
-    counts = [
-        f"version {progress['version']}",
-        f"groups {count(progress['groups_trained'])}/{count(progress['groups_total'])}",
-    ]
-    if status.get("doing"):
-        counts = [f"starting: {status['doing']}"]
-    if admission and status["phase"] not in ENDED:
-        taken, groups = admission["window_taken"], admission["window_groups"]
-        counts.append(f"window {taken}/{groups} taken, budget {admission['window_budget']}")
-    lines = [title + phase, done, *_wrapped(Text(), counts, " · ", width, "dim")]
-    if admission and status["phase"] not in ENDED:
+    done = Text(left, "bold").append_text(meter(progress["fraction"], width - len(left) - len(times), "cyan"))
+    groups = f"groups {count(progress['groups_trained'])}/{count(progress['groups_total'])}"
+    counts = [f"starting: {status['doing']}"] if status.get("doing") else [f"version {progress['version']}", groups]
+    if admission:
+        taken = f"window {admission['window_taken']}/{admission['window_groups']} taken"
+        counts.append(f"{taken}, budget {admission['window_budget']}")
+    lines = [title + phase, done.append(times), *wrapped(Text(), counts, " · ", width, "dim")]
+    if admission:
         closed = f"waits: {admission['closed_by']} ({admission['cause']})"
-        lines += _prose(_label("admission"), closed if admission["closed_by"] else "open", width)
+        lines += prose(label("admission"), closed if admission["closed_by"] else "open", width)
     return lines
-
-
-def _rule(period: Mapping[str, Any] | None, also: str, width: int) -> Text:
-    """Which time the figures below cover, in a line of its own."""
-    said = f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else "")
-    return Text(said + "─" * max(0, width - len(said)), style="dim")
 
 
 def _utilization(status: Status, width: int) -> list[Text]:
     figures = status["utilization"]
     slots = figures.get("rollouter_slot_utilization")
-    meter = max(10, min(30, width // 4))
-    first = _label("slots used").append(f"{share(slots):>4} ", style=f"bold {_good_high(slots)}")
-    first.append_text(_meter(slots, meter, _good_high(slots)))
+    style = _graded(slots, 0.7, 0.4)
+    first = label("slots used").append(f"{share(slots):>4} ", f"bold {style}")
+    first.append_text(meter(slots, max(10, min(30, width // 4)), style))
     first.append("  overlap ", "dim").append(f"{share(figures.get('overlap_ratio')):>4}", "bold")
-    if status["phase"] not in ENDED:
-        now = f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}"
-        first.append("  now ", "dim").append(now)
+    if not _is_over(status):
+        first.append("  now ", "dim").append(f"{count(figures.get('running_sequences'))}/{count(figures.get('slots'))}")
     first.append("  " + sparkline(figures["slot_history"], min(30, width - first.cell_len - 2), low=0, high=1), "cyan")
     return [first, *_side(status, "rollouter", "rollout", width), *_side(status, "trainer", "trainer", width)]
 
@@ -116,27 +116,34 @@ def _utilization(status: Status, width: int) -> list[Text]:
 def _side(status: Status, name: str, role: str, width: int) -> list[Text]:
     """How idle a side is and how fast; who of it does not work at the moment, and what for."""
     figures = status["utilization"]
-    idle, rate = figures.get(f"{name}_idle_ratio"), figures.get(f"{name}_tokens_per_s")
-    line = _label(name).append("idle ", "dim").append(f"{share(idle):>4}", style=f"bold {_good_low(idle)}")
-    line.append(f"  {count(rate):>7} ").append("tokens/s  ", "dim")
+    idle = figures.get(f"{name}_idle_ratio")
+    busy = 1 - idle if is_number(idle) else None
+    line = label(name).append("idle ", "dim").append(f"{share(idle):>4}", f"bold {_graded(busy, 0.85, 0.6)}")
+    line.append(f"  {count(figures.get(f'{name}_tokens_per_s')):>7} ").append("tokens/s  ", "dim")
     mine = [executor for executor in status["executors"] if executor["role"] == role]
-    waiting = [executor for executor in mine if executor["state"] != "busy"] or mine[:1]
-    if not waiting:
+    shown = next((executor for executor in mine if executor["state"] != "busy"), mine[0] if mine else None)
+    if shown is None:
         return [line]
-    first = waiting[0]
-    state, attempt = _state(first, status)
-    line.append(f"{state}{attempt}", STATE_STYLES.get(state, ""))
-    if not first["waiting_for"] or state in ("busy", "restarting"):
+    _append_state(line, shown, status)
+    if not shown["waiting_for"] or shown["state"] == "busy" or _is_restarting(shown):
         return [line]
-    return _prose(line.append("  "), f"waits for {first['waiting_for']}", width)
+    return prose(line.append("  "), f"waits for {shown['waiting_for']}", width)
 
 
-def _state(executor: Mapping[str, Any], status: Status) -> tuple[str, str]:
-    """In words for people: a worker whose process is being replaced is not failed. And of a worker which of its restarts it is."""
-    if executor["state"] != "failed" or executor["waiting_for"] != WAITS_FOR_RESTART:
-        return executor["state"], ""
-    attempt = status.get("restarting", {}).get(executor["name"])
-    return "restarting", f" ({attempt})" if attempt else ""
+def _graded(value: object, good: float, fair: float) -> str:
+    return "" if not is_number(value) else "green" if value >= good else "yellow" if value >= fair else "red"
+
+
+def _is_restarting(executor: Mapping[str, Any]) -> bool:
+    """A worker whose process is being replaced: for people it has not failed."""
+    return bool(executor["state"] == "failed" and executor["waiting_for"] == WAITS_FOR_RESTART)
+
+
+def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width: int = 0) -> None:
+    """The state in words for people; of a restart also which one it is."""
+    state = "restarting" if _is_restarting(executor) else executor["state"]
+    attempt = status["restarting"].get(executor["name"]) if state == "restarting" else None
+    line.append(f"{state} ({attempt})" if attempt else f"{state:<{width}}", STATE_STYLES.get(state, ""))
 
 
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
@@ -145,36 +152,31 @@ def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
         shown = sorted(shown, key=lambda executor: executor["role"] != "rollout")[: max(1, max_rows - 1)]
     lines = [_executor(executor, status, width) for executor in shown]
     if len(status["executors"]) > len(shown):
-        lines.append(_styled(f"... and {len(status['executors']) - len(shown)} more executors", "dim"))
+        lines.append(Text(f"... and {len(status['executors']) - len(shown)} more executors", "dim"))
     return lines
 
 
 def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
     """Name, state, strip of its time in states, its version and sequences, and how full its engine's cache is."""
-    now, attempt = _state(executor, status)
-    line = _label(executor["name"]).append(f"{now + attempt:<9}", STATE_STYLES.get(now, ""))
-    if now == "restarting":
-        line.append(" ")
-    total_s = sum(executor["state_s"].values())
-    line.append_text(_strip(executor["state_s"], total_s, max(8, min(24, width // 5))))
-    if total_s > 0:
-        line.append(f" busy {executor['state_s'].get('busy', 0.0) / total_s:>4.0%}", "dim")
-        others = {state: seconds / total_s for state, seconds in executor["state_s"].items() if state != "busy"}
-        state = max(others, key=lambda name: others[name], default="")
-        line.append(f"  {state} {others[state]:.0%}" if state and others[state] >= 0.005 else "", "dim")
-    if now == "restarting":
+    line, state_s, gauges = label(executor["name"]), executor["state_s"], executor["gauges"]
+    _append_state(line, executor, status, width=9)
+    line.append(" " if _is_restarting(executor) else "").append_text(strip(state_s, STATE_STYLES, max(8, min(24, width // 5))))
+    if (total_s := sum(state_s.values())) > 0:
+        line.append(f" busy {state_s.get('busy', 0.0) / total_s:>4.0%}", "dim")
+        most_s, other = max(((seconds, state) for state, seconds in state_s.items() if state != "busy"), default=(0.0, ""))
+        line.append(f"  {other} {share(most_s / total_s)}" if most_s / total_s >= 0.005 else "", "dim")
+    if _is_restarting(executor):
         return line
     if executor["name"] in status["versions"]:
         line.append(f"  v{status['versions'][executor['name']]}", "bold")
-    gauges = executor["gauges"]
-    if "running_sequences" in gauges:
+    if "running_sequences" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim")
     elif executor["waiting_for"] and executor["role"] == "reward":  # the others have lines of their own above
         line.append(f"  waits for {executor['waiting_for']}", "dim")
     return line
 
 
-def _engine(gauges: Mapping[str, float]) -> str:
+def _engine(gauges: Mapping[str, Any]) -> str:
     """What an engine tells of itself, in few letters: a hundred columns are full."""
     if "kv_cache_usage" not in gauges:
         return "sequences"
@@ -182,76 +184,53 @@ def _engine(gauges: Mapping[str, float]) -> str:
     return f"seqs  kv {share(gauges['kv_cache_usage'])}" + (f"  waiting {count(waiting)}" if waiting else "")
 
 
-def _strip(state_s: Mapping[str, float], total_s: float, width: int) -> Text:
-    """Time in states as coloured cells; every state that took time keeps its order of size."""
-    strip = Text()
-    if total_s <= 0:
-        return strip.append("·" * width, "dim")
-    filled, reached_s = 0, 0.0
-    for state, seconds in sorted(state_s.items(), key=lambda entry: -entry[1]):
-        reached_s += seconds
-        end = round(reached_s / total_s * width)
-        strip.append("█" * (end - filled), STATE_STYLES.get(state, ""))
-        filled = end
-    return strip
-
-
 def _staleness(status: Status) -> list[Text]:
     figures, partial = status["staleness"], status["partial"]
-    top = _label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}")
-    top.append(f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim")
-    histogram: Sequence[int] = figures.get("histogram", [])
-    largest = max(histogram, default=0) or 1
-    lines = [top]
-    for age, trajectories in list(enumerate(histogram))[:4]:
-        row = Text(f"{age:>{LABEL - 2}}  ", style="dim")
-        row.append(bar(trajectories / largest, 16), "magenta" if age else "green").append(f" {count(trajectories)}")
-        lines.append(row)
+    first = label("staleness").append(f"mean {number(figures.get('mean'))}  max {figures.get('max', NOTHING)}")
+    first.append(f"  bound {figures['bound']}" + ("" if status["on_stale"] == "wait" else f" ({status['on_stale']})"), "dim")
+    histogram = figures.get("histogram", [])
+    lines = [first]
+    for age, trajectories in enumerate(histogram[:4]):
+        cells = bar(trajectories / max(1, *histogram), 16)
+        row = Text(f"{age:>{LABEL - 2}}  ", "dim").append(cells, "magenta" if age else "green")
+        lines.append(row.append(f" {count(trajectories)}"))
     if len(histogram) > 4:
         lines[-1].append(f"  (+{count(sum(histogram[4:]))} older)", "dim")
-    spans = _label("partial").append(share(partial.get("partial_ratio")))
+    spans = label("partial").append(share(partial.get("partial_ratio")))
     return [*lines, spans.append(f"  max span {partial.get('max_partial_span', NOTHING)}", "dim")]
 
 
 def _learning(status: Status, width: int) -> list[Text]:
-    reward, evals = status["reward"], status["eval"]
-    lines = [_label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold").append("last step ", "dim")]
-    lines[0].append(sparkline(reward["history"], 20), "green")
-    history = evals["history"]
-    held_out = _label("eval")
+    reward, history, timing = status["reward"], status["eval"]["history"], status["timing"]
+    trained = label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold").append("last step ", "dim")
+    lines = [trained.append(sparkline(reward["history"], 20), "green")]
+    scores = [point["reward_mean"] for point in history]
     if history:
-        scores = [entry["reward_mean"] for entry in history]
-        held_out.append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
-        held_out.append(f" from {number(scores[0], 3)} (v{history[0]['version']}..{history[-1]['version']})", "dim")
+        held_out = label("eval").append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
+        lines.append(held_out.append(f" from {number(scores[0], 3)} (v{history[0]['version']}..{history[-1]['version']})", "dim"))
     else:
-        held_out.append(NOTHING)
-    lines.append(held_out)
-    if evals["running"]:
-        lines.append(_label("").append(f"now {evals['running']}", "yellow"))
-    timing = status["timing"]
-    step = [
-        f"{'' if name == 'step' else name + ' '}{duration(timing.get(f'{name}_s'))}"
-        for name in _PARTS
-        if timing.get(f"{name}_s", 0.0) >= 5e-4
-    ]
-    room = width if width < WIDE else width - _half(width)
-    return [*lines, *_wrapped(_label("mean step"), step or [NOTHING], "  ", room)]
+        lines.append(label("eval").append(NOTHING))
+    if status["eval"]["running"] and not _is_over(status):
+        lines.append(label("").append(f"now {status['eval']['running']}", "yellow"))
+    taken_s = {part: timing.get(f"{part}_s") for part in STEP_PARTS}
+    parts = [f"{part} {duration(took_s)}" for part, took_s in taken_s.items() if is_number(took_s) and took_s >= 5e-4]
+    return [*lines, *wrapped(label("mean step"), [part.removeprefix("step ") for part in parts] or [NOTHING], "  ", width)]
 
 
 def _sync(status: Status, width: int) -> list[Text]:
     sync = status["sync"]
     if not sync:
         return []
-    parts = [f"v{sync['version']}", *(f"{phase} {duration(sync.get(f'{phase}_s'))}" for phase in _PHASES)]
+    parts = [f"v{sync.get('version')}", *(f"{part} {duration(sync.get(f'{part}_s'))}" for part in SYNC_PARTS)]
     if "logprob_abs_diff" in sync:
         parts.append(f"|logprob diff| {small(sync['logprob_abs_diff'])}")
-    return _wrapped(_label("sync"), parts, "  ", width)
+    return wrapped(label("sync"), parts, "  ", width)
 
 
 def _ledger(status: Status, width: int) -> list[Text]:
-    lines = _wrapped(_label("ledger"), ledger_line(status["ledger"]).split(" + "), " + ", width)
+    lines = wrapped(label("ledger"), ledger_line(status["ledger"]).split(" + "), " + ", width)
     if status["checkpoint"] or status["tokens_discarded"]:
-        last = _label("checkpoint").append(status["checkpoint"] or "-")
+        last = label("checkpoint").append(status["checkpoint"] or "-")
         lines.append(last.append(f"  tokens discarded so far {count(status['tokens_discarded'])}", "dim"))
     return lines
 
@@ -260,78 +239,9 @@ def _notes(status: Status, room: int) -> list[Text]:
     """The newest log lines, and the error of a failed run above all."""
     styles = {"warning": "yellow", "failed": "bold red"}
     notes = [
-        Text(f"{clock(note['time_s']):>9}  ", style="dim").append(note["text"], styles.get(note["event"], ""))
+        Text(f"{clock(note['time_s']):>9}  ", "dim").append(note["text"], styles.get(note["event"], ""))
         for note in status["notes"][-room:]
     ]
     if status["error"]:
-        notes = [_styled(f"failed: {status['error'].splitlines()[0]}", "bold red"), *notes[1:]]
+        notes = [Text(f"failed: {status['error'].splitlines()[0]}", "bold red"), *notes[1:]]
     return notes[:room]
-
-
-def _beside(left: list[Text], right: list[Text], width: int) -> list[Text]:
-    if width < WIDE:
-        return left + right
-    half = _half(width)
-    joined = []
-    for index in range(max(len(left), len(right))):
-        line = left[index].copy() if index < len(left) else Text()
-        line.truncate(half - 2, pad=True)
-        joined.append(line.append("  ").append_text(right[index] if index < len(right) else Text()))
-    return joined
-
-
-def _half(width: int) -> int:
-    return max(36, width // 2 - 8)
-
-
-def _wrapped(label: Text, parts: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
-    """Parts after a label, broken between parts where the line is full; further lines are indented like the first."""
-    indent = " " * label.cell_len
-    lines = [label]
-    for index, part in enumerate(parts):
-        piece = part + (separator if index + 1 < len(parts) else "")
-        if lines[-1].cell_len + len(piece.rstrip()) > width and lines[-1].cell_len > len(indent):
-            lines.append(Text(indent))
-        lines[-1].append(piece, style)
-    return lines
-
-
-def _prose(start: Text, text: str, width: int) -> list[Text]:
-    """A sentence after `start`, broken between words: on its line if that has room for it, else below, on two lines at most."""
-    if start.cell_len + len(text) <= width:
-        return [start.append(text, "dim")]
-    room = max(12, width - LABEL)
-    if start.cell_len <= LABEL:
-        first, *rest = textwrap.wrap(text, room, max_lines=3, placeholder=" ...")
-        return [start.append(first, "dim"), *(Text(" " * LABEL + line, style="dim") for line in rest)]
-    return [start, *(Text(" " * LABEL + line, style="dim") for line in textwrap.wrap(text, room, max_lines=2, placeholder=" ..."))]
-
-
-def _label(name: str) -> Text:
-    text = Text()
-    text.append(f"{name[: LABEL - 1]:<{LABEL}}", "dim bold")
-    return text
-
-
-def _styled(text: str, style: str) -> Text:
-    return Text(text, style=style)
-
-
-def _meter(fraction: float | None, width: int, style: str) -> Text:
-    width = max(4, width)
-    if fraction is None:
-        return Text("·" * width, style="dim")
-    filled = round(min(1.0, max(0.0, fraction)) * width)
-    return Text("━" * filled, style=style).append("─" * (width - filled), "dim")
-
-
-def _good_high(value: float | None) -> str:
-    return "" if value is None else "green" if value >= 0.7 else "yellow" if value >= 0.4 else "red"
-
-
-def _good_low(value: float | None) -> str:
-    return "" if value is None else "green" if value <= 0.15 else "yellow" if value <= 0.4 else "red"
-
-
-_PHASES = ("gather", "send", "load", "pause")
-_PARTS = ("step", "train", "wait_data", "old_logprob", "gather", "checkpoint", "eval", "other")

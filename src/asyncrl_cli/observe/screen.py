@@ -6,24 +6,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
 from asyncrl_cli.observe.plain import Plain
 from asyncrl_cli.observe.render import render, render_summary
-from asyncrl_cli.observe.sinks import NullSink, Sink
+from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.status import RunStatus, StillStarting
 from asyncrl_cli.observe.terminal import SafeConsole
 
 REDRAW_S = 0.25
 CLOSE_TIMEOUT_S = 5.0
 
-Ui = Literal["auto", "live", "plain", "none"]
 
-
-class Screen(NullSink):
+class Screen(Sink):
     """Draws each new status, at most four times a second. `close` leaves the last picture and the run's totals."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -59,13 +57,16 @@ class Screen(NullSink):
         self._draw()
 
     def _draw(self) -> None:
-        status = self._status
-        if status is not None:
-            width, height = self._console.size
-            self._live.update(render(status, width=width, height=height - 1), refresh=True)
+        if self._status is not None:
+            _show(self._live, self._status)
 
 
-def make_ui(ui: Ui, console: Console | None = None) -> Sink | None:
+def _show(live: Live, status: Mapping[str, Any], remark: str = "") -> None:
+    width, height = live.console.size
+    live.update(render(status, width=width, height=height - 1, remark=remark), refresh=True)
+
+
+def make_ui(ui: str, console: Console | None = None) -> Sink | None:
     """The sink that people see. `auto`: the screen on a terminal that can show it, else plain lines on stderr."""
     console = console or SafeConsole(stderr=True)
     if ui == "none":
@@ -95,8 +96,7 @@ def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: fl
             except StillStarting as not_yet:
                 live.update(not_yet.message, refresh=True)
             else:
-                width, height = console.size
-                live.update(render(found.status, width=width, height=height - 1, remark=found.remark), refresh=True)
+                _show(live, found.status, found.remark)
                 if found.liveness in ("ended", "dead"):
                     return found
             time.sleep(every_s)

@@ -6,13 +6,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.checkpoint.files import naming, repair_lines, replace_text
 
 
-class Sink(Protocol):
-    """Someone who writes or shows what `Observers` has worked out. Called from the event loop: returns at once."""
+class Sink:
+    """Someone who writes or shows what `Observers` has worked out, and overrides the calls that it cares for. They come from the
+    event loop, and must return at once."""
 
     def line(self, line: Mapping[str, Any]) -> None:
         """The metrics of a train step."""
@@ -30,51 +31,50 @@ class Sink(Protocol):
         """The run has ended with this status."""
 
 
-class NullSink:
-    """A sink that ignores everything; others override what they care for."""
-
-    def line(self, line: Mapping[str, Any]) -> None: ...
-
-    def event(self, event: Mapping[str, Any]) -> None: ...
-
-    def spans(self, spans: Mapping[str, Any]) -> None: ...
-
-    def status(self, status: Mapping[str, Any]) -> None: ...
-
-    def close(self, status: Mapping[str, Any]) -> None: ...
-
-
-class MetricsFile(NullSink):
-    """metrics.jsonl: one line per train step. A resume takes back the lines of steps that will happen again."""
+class LineFile(Sink):
+    """A file of JSON lines, each handed to the system at once, so that a killed process loses at most a half last one."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = LineFile(path)
+        self._path = path
+        repair_lines(path)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
-    def line(self, line: Mapping[str, Any]) -> None:
-        self._lines.append(line)
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "resumed":
-            self._lines.cut_after_step(event["from_step"])
+    def append(self, content: Mapping[str, Any]) -> None:
+        with naming(self._path):
+            self._file.write(to_json(content) + "\n")
 
     def close(self, status: Mapping[str, Any]) -> None:
-        self._lines.close()
+        self._file.close()
 
 
-class EventsFile(NullSink):
+class StepFile(LineFile):
+    """A line per train step. A resume takes back the lines of steps that will happen again."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] != "resumed":
+            return
+        kept_bytes = 0
+        with self._path.open("rb") as file:
+            for line in file:
+                if json.loads(line)["step"] > event["from_step"]:
+                    break
+                kept_bytes += len(line)
+        self._file.truncate(kept_bytes)
+
+
+class MetricsFile(StepFile):
+    """metrics.jsonl."""
+
+    line = LineFile.append
+
+
+class EventsFile(LineFile):
     """events.jsonl: nothing is ever taken back; `resumed` says which events were lost with a crash."""
 
-    def __init__(self, path: Path) -> None:
-        self._lines = LineFile(path)
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._lines.append(event)
-
-    def close(self, status: Mapping[str, Any]) -> None:
-        self._lines.close()
+    event = LineFile.append
 
 
-class StatusFile(NullSink):
+class StatusFile(Sink):
     """status.json, replaced whole. Not flushed to the disk: a second later there is a newer one."""
 
     def __init__(self, path: Path) -> None:
@@ -103,28 +103,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(entry) for entry in value]
     return value
-
-
-class LineFile:
-    """Appends JSON lines, each handed to the system at once, so that a killed process loses at most a half last one."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        repair_lines(path)
-        self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    def append(self, content: Mapping[str, Any]) -> None:
-        with naming(self._path):
-            self._file.write(to_json(content) + "\n")
-
-    def cut_after_step(self, step: int) -> None:
-        kept_bytes = 0
-        with self._path.open("rb") as file:
-            for line in file:
-                if json.loads(line)["step"] > step:
-                    break
-                kept_bytes += len(line)
-        self._file.truncate(kept_bytes)
-
-    def close(self) -> None:
-        self._file.close()

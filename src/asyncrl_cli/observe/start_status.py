@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.checkpoint.run_directory import STARTING
-from asyncrl_cli.observe.live_status import SCHEMA_VERSION, LiveStatus, RunFacts
+from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import to_json
-from asyncrl_cli.observe.status_file import Head, Status
-from asyncrl_cli.safe_files import parse_json
+from asyncrl_cli.observe.status_file import parse_status
 
 log = logging.getLogger("asyncrl")
 
@@ -27,8 +26,8 @@ EVERY_S = 1.0
 class StartStatus:
     """`with StartStatus(path, facts) as doing: doing("loading the task")`.
 
-    A thread of its own writes, because imports and the start of Ray hold up everything else for longer than a reader takes a
-    silent run for a living one. What a resumed run had said before is kept until its loop runs; `take_back` restores it.
+    It writes in a thread of its own: imports and the start of Ray block the others for so long that readers would think the run is
+    dead. The figures of a resumed run's earlier attempts stay in the file until its loop runs; `take_back` restores all of it.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
@@ -46,11 +45,11 @@ class StartStatus:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *of_an_error: object) -> None:
         self.close()
 
     def __call__(self, line: str) -> None:
-        """`line`: as people are told."""
+        """`line`: what people are told is going on."""
         if line.partition("  ")[0] != self._doing.partition("  ")[0]:
             log.info("%s", line)
         self._doing = line
@@ -62,7 +61,7 @@ class StartStatus:
             self._thread.join()
 
     def take_back(self) -> None:
-        """The run has not begun: what stood there before stands there again."""
+        """The run has not begun: restore what the file said before."""
         self.close()
         if self._before is not None:
             replace_text(self._path, self._before)
@@ -92,7 +91,6 @@ class StartStatus:
 
 def _known(text: str | None) -> dict[str, Any] | None:
     """The status of an earlier attempt, if a reader would take it."""
-    try:
-        return {**parse_json(text or "", Status)} if parse_json(text or "", Head)["schema_version"] == SCHEMA_VERSION else None
-    except ValueError:
-        return None
+    with contextlib.suppress(ValueError):
+        return {**parse_status(text or "")}
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -10,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.checkpoint.find import is_run, run_names
+import psutil
+
+from asyncrl_cli.checkpoint.find import find_run, run_names
 from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.live_status import SCHEMA_VERSION
-from asyncrl_cli.observe.status_file import Head, Status
-from asyncrl_cli.safe_files import MIB, UnsafeFile, parse_json, read_bytes, reason
+from asyncrl_cli.observe.status_file import parse_status
+from asyncrl_cli.safe_files import MIB, read_bytes, reason
 
 MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
@@ -28,7 +28,7 @@ Liveness = Literal["ended", "live", "silent", "dead"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """`liveness`: ended (it said so), live, silent (its process is there but says nothing), dead (it was killed)."""
+    """`liveness`: ended (it said so), live, silent (its process exists but writes nothing), dead (it was killed)."""
 
     directory: Path
     status: Mapping[str, Any]
@@ -37,14 +37,14 @@ class RunStatus:
 
     @property
     def remark(self) -> str:
-        """What a reader has to know beside the status; empty where the status says it all."""
+        """What a reader has to know in addition to the status; empty if there is nothing."""
         if self.liveness == "dead" and never_began(self.directory):
             again = f"`asyncrl train --name {self.name}` replaces it"
             return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
             return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
         if self.liveness == "live" and self.status["phase"] in ENDED:
-            return "a driver holds the run: it goes on with it or is just ending it; this is what was said last"
+            return "a driver holds the run: it is resuming or ending it; this is the last status it wrote"
         if self.liveness == "silent":
             return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
         return ""
@@ -58,11 +58,11 @@ class RunStatus:
 
 
 class StillStarting(RefusedError):
-    """There is nothing to show yet; soon there will be."""
+    """There is nothing to show yet: the run is starting."""
 
 
 class UnreadableStatus(RefusedError):
-    """status.json is there and is not what a driver writes."""
+    """status.json is there, but no driver has written it like this."""
 
 
 def read_status(run: str | None, runs_dir: Path) -> RunStatus:
@@ -72,18 +72,18 @@ def read_status(run: str | None, runs_dir: Path) -> RunStatus:
     """
     if run is None:
         return newest_status(runs_dir)[0]
-    directory = _directory(run, runs_dir)
-    path = directory / "status.json"
+    directory = find_run(run, runs_dir)
+    path, log = directory / "status.json", f"asyncrl logs {directory.name}"
     try:
-        content = read_bytes(path, max_bytes=MAX_STATUS_BYTES)
+        status = parse_status(read_bytes(path, max_bytes=MAX_STATUS_BYTES))
     except FileNotFoundError:
-        hint = f"its log: asyncrl logs {directory.name}"
         if is_locked(directory):
-            raise StillStarting(f"run '{directory.name}' is starting", hint=hint) from None
-        raise RefusedError(f"run '{directory.name}' ended while it started: it has no status.json", hint=hint) from None
-    except (OSError, UnsafeFile) as error:
-        raise _unreadable(path, reason(error)) from None
-    status = _parsed(content, path)
+            raise StillStarting(f"run '{directory.name}' is starting", hint=f"its log: {log}") from None
+        why = f"run '{directory.name}' ended while it started: it has no status.json"
+        raise RefusedError(why, hint=f"its log: {log}") from None
+    except (OSError, ValueError) as error:
+        hint = f"a live run rewrites it within a second; its log: {log}"
+        raise UnreadableStatus(f"{path} cannot be read: {reason(error)}", hint=hint) from None
     age_s = max(0.0, time.time() - status["updated_at"])
     return RunStatus(directory=directory, status=status, liveness=_liveness(directory, status, age_s), age_s=age_s)
 
@@ -101,50 +101,13 @@ def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
     raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
 
 
-def _parsed(content: bytes, path: Path) -> Mapping[str, Any]:
-    try:
-        version = parse_json(content, Head)["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise _unreadable(path, f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
-        return parse_json(content, Status)
-    except ValueError as error:
-        raise _unreadable(path, str(error)) from None
-
-
-def _unreadable(path: Path, why: str) -> UnreadableStatus:
-    hint = f"a run that is going on writes it anew; its log: asyncrl logs {path.parent.name}"
-    return UnreadableStatus(f"{path} cannot be read: {why}", hint=hint)
-
-
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
     if status["phase"] in ENDED:  # a driver that resumes it holds the lock before it says anything
         return "live" if is_locked(directory) else "ended"
     here = status["host"] == socket.gethostname()
-    if here and not _alive(status["pid"]) and not is_locked(directory):
+    if here and not psutil.pid_exists(status["pid"]) and not is_locked(directory):
         return "dead"
     if age_s <= SILENT_AFTER_S:
         return "live"
     # A pid may have been given to somebody else since; the lock ends with its process.
     return "dead" if here and not is_locked(directory) else "silent"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-def _directory(run: str, runs_dir: Path) -> Path:
-    for candidate in (runs_dir / run, Path(run)):
-        if is_run(candidate):
-            return candidate.resolve()
-    names = run_names(runs_dir)
-    known = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    raise ConfigError(
-        f"no run '{run}' in {runs_dir}",
-        hint=f"known runs: {known}" if names else "there are none yet",
-    )

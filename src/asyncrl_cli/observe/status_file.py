@@ -1,6 +1,6 @@
-"""The type of status.json: what `LiveStatus.picture` writes, and what a reader may rely on.
+"""What a reader may rely on in status.json, as `LiveStatus.picture` writes it.
 
-Keys that are not here are for programs that read the file; nobody here does.
+A `Figure` is only shown: format.py takes whatever is there. Keys that are not named here are for programs that read the file.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from annotated_types import Interval
 from pydantic import ConfigDict
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.safe_files import Count
+from asyncrl_cli.safe_files import Count, parse_json
 
+SCHEMA_VERSION = 2
 Figure = int | float | Literal["nan", "inf", "-inf"]
 """JSON has no numbers that are not finite: they are written as strings."""
+Figures = dict[str, Figure]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
 
@@ -33,11 +35,9 @@ class Progress(_Open):
     groups_total: Count
     time_s: Seconds
     fraction: float
-    tokens_trained: NotRequired[Figure]
-    eta_s: NotRequired[Seconds]
 
 
-class AdmissionFigures(_Open):
+class Admission(_Open):
     closed_by: str
     cause: str
     window_taken: Count
@@ -53,9 +53,6 @@ class PeriodOf(_Open):
     """Which time figures cover (periods.py)."""
 
     words: str
-    from_s: Seconds
-    to_s: Seconds
-    steps: Count
 
 
 class Periods(_Open):
@@ -69,35 +66,19 @@ class ExecutorStatus(_Open):
     state: str
     waiting_for: str
     state_s: dict[str, Seconds]
-    gauges: dict[str, Figure]
+    gauges: Figures
 
 
 class Utilization(_Open):
     slot_history: list[float]
-    rollouter_slot_utilization: NotRequired[float]
-    rollouter_idle_ratio: NotRequired[float]
-    rollouter_tokens_per_s: NotRequired[Figure]
-    trainer_idle_ratio: NotRequired[float]
-    trainer_tokens_per_s: NotRequired[Figure]
-    overlap_ratio: NotRequired[float]
-    running_sequences: NotRequired[Figure]
-    slots: NotRequired[Figure]
 
 
 class Staleness(_Open):
     bound: Count
-    mean: NotRequired[Figure]
-    max: NotRequired[Figure]
     histogram: NotRequired[list[Count]]
 
 
-class Partial(_Open):
-    partial_ratio: NotRequired[Figure]
-    max_partial_span: NotRequired[Figure]
-
-
 class Reward(_Open):
-    mean: NotRequired[Figure]
     history: list[Figure]
 
 
@@ -112,37 +93,10 @@ class Evals(_Open):
     history: list[EvalPoint]
 
 
-class SyncFigures(_Open):
-    version: Count
-    gather_s: NotRequired[Seconds]
-    send_s: NotRequired[Seconds]
-    load_s: NotRequired[Seconds]
-    pause_s: NotRequired[Seconds]
-    logprob_abs_diff: NotRequired[Figure]
-
-
 class Note(_Open):
     time_s: Seconds
     event: str
     text: str
-
-
-Totals = TypedDict(
-    "Totals",
-    {
-        "overlap_ratio": NotRequired[Figure],
-        "trainer/idle_ratio": NotRequired[Figure],
-        "rollouter/idle_ratio": NotRequired[Figure],
-        "rollouter/slot_utilization": NotRequired[Figure],
-        "rollouter/tokens_per_s": NotRequired[Figure],
-        "trainer/tokens_per_s": NotRequired[Figure],
-        "staleness/mean": NotRequired[Figure],
-        "staleness/max": NotRequired[Figure],
-        "fully_async/partial/partial_ratio": NotRequired[Figure],
-        "fully_async/partial/max_partial_span": NotRequired[Figure],
-    },
-)
-Totals.__pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[attr-defined]
 
 
 class Status(_Open):
@@ -157,27 +111,35 @@ class Status(_Open):
     max_staleness: Count
     on_stale: str
     progress: Progress
-    admission: AdmissionFigures | Nothing
+    admission: Admission | Nothing
     periods: Periods
     executors: list[ExecutorStatus]
     utilization: Utilization
     staleness: Staleness
-    partial: Partial
+    partial: Figures
     versions: dict[str, Count]
     restarting: dict[str, str]
     reward: Reward
     eval: Evals
-    sync: SyncFigures | Nothing
-    timing: dict[str, Figure]
+    sync: Figures
+    timing: Figures
     ledger: dict[str, Count]
     tokens_discarded: Figure | None
     checkpoint: str
     notes: list[Note]
     num_warnings: Count
-    totals: Totals
+    totals: dict[str, Any]
 
 
-class Head(_Open):
+class _Head(_Open):
     """Enough to say that the rest is of another version."""
 
     schema_version: Any
+
+
+def parse_status(content: str | bytes) -> Status:
+    """Raises ValueError for what is not of this version, or that no driver writes."""
+    version = parse_json(content, _Head)["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
+    return parse_json(content, Status)

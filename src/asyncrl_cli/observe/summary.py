@@ -1,28 +1,39 @@
-"""The end of a run in a few lines: the same for the screen, plain lines and `asyncrl status`."""
+"""What the screen, plain lines and `asyncrl status` say in the same words: events, the ledger, the end of a run in a few lines."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl_cli.observe.format import NOTHING, clock, count, number, share
+from asyncrl_cli.observe.format import NOTHING, clock, count, duration, number, share
 
 _HEADLINES = {"done": "done", "stopped": "stopped on request", "failed": "failed"}
+_EVENTS = {
+    "warning": lambda event: str(event.get("message", "")),
+    "failed": lambda event: f"failed: {event.get('error', '')}",
+    "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
+    "resumed": lambda event: f"resumed from step {event.get('from_step')}",
+    "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
+    "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
+}
+
+
+def event_text(event: Mapping[str, Any]) -> str | None:
+    """None for an event that people are not told of."""
+    name = event["event"]
+    return _EVENTS[name](event) if name in _EVENTS else None
 
 
 def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(what, figures) of the whole run, in the words of the screen; rows of which nothing was measured are absent."""
-    progress, totals = status["progress"], status["totals"]
+    progress = status["progress"]
+    steps = f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
     rows = [
         ("run", f"{status['name']}: {_HEADLINES.get(status['phase'], status['phase'])} ({status['profile']})"),
-        (
-            "trained",
-            f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups, "
-            f"{count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}",
-        ),
+        ("trained", f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}"),
         ("eval", _evals(status["eval"]["history"])),
-        ("whole run", _use(totals)),
-        ("staleness", _staleness(status, totals)),
+        ("whole run", _use(status["totals"])),
+        ("staleness", _staleness(status)),
         ("ledger", ledger_line(status["ledger"])),
         ("checkpoint", str(status["checkpoint"])),
         ("warnings", str(status["num_warnings"]) if status["num_warnings"] else ""),
@@ -31,23 +42,17 @@ def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(what, figures) for what, figures in rows if figures]
 
 
-def summary_text(status: Mapping[str, Any]) -> str:
-    return "\n".join(f"{what:<11}{figures}" for what, figures in summary_rows(status))
-
-
 def ledger_line(ledger: Mapping[str, int]) -> str:
     """`admitted 120 = running 8 + finished 4 + ...`."""
-    if not ledger:
-        return ""
     states = [f"{name} {count(number)}" for name, number in ledger.items() if name != "admitted_total"]
-    return f"admitted {count(ledger.get('admitted_total'))} = " + " + ".join(states)
+    return f"admitted {count(ledger.get('admitted_total'))} = " + " + ".join(states) if ledger else ""
 
 
 def _evals(history: list[Mapping[str, Any]]) -> str:
     if not history:
         return ""
     ends = [history[0], history[-1]] if len(history) > 1 else history
-    values = " -> ".join(f"{number(eval_['reward_mean'], 3)} (version {eval_['version']})" for eval_ in ends)
+    values = " -> ".join(f"{number(point['reward_mean'], 3)} (version {point['version']})" for point in ends)
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
 
 
@@ -63,11 +68,12 @@ def _use(totals: Mapping[str, Any]) -> str:
     return ", ".join(f"{what} {shown(totals.get(key))}" for what, shown, key in parts) if totals else ""
 
 
-def _staleness(status: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
+def _staleness(status: Mapping[str, Any]) -> str:
+    totals = status["totals"]
     if "staleness/mean" not in totals:
         return ""
     return (
-        f"mean {number(totals['staleness/mean'])}, max {totals['staleness/max']} of {status['max_staleness']} allowed; "
+        f"mean {number(totals['staleness/mean'])}, max {totals.get('staleness/max')} of {status['max_staleness']} allowed; "
         f"partial {share(totals.get('fully_async/partial/partial_ratio'))}, "
         f"max span {totals.get('fully_async/partial/max_partial_span', NOTHING)}"
     )

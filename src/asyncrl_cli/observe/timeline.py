@@ -13,26 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.loop.watching import StepRecord
-from asyncrl_cli.observe.sinks import LineFile, NullSink
+from asyncrl_cli.observe.sinks import StepFile
 
 Spans = dict[str, list[tuple[str, float, float]]]
 Counts = dict[str, list[tuple[float, float]]]
 
 
-class TimelineFile(NullSink):
-    """A sink. A resume takes back the lines of steps that will happen again, as in metrics.jsonl."""
+class TimelineFile(StepFile):
+    """timeline.jsonl, as a sink."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = LineFile(path)
-        self._running: dict[str, list[tuple[float, float]]] = {}
+        super().__init__(path)
+        self._running: Counts = {}
 
     def spans(self, spans: Mapping[str, Any]) -> None:
-        self._lines.append({**spans, "running": self._running})
+        self.append({**spans, "running": self._running})
         self._running = {}
-
-    def event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "resumed":
-            self._lines.cut_after_step(event["from_step"])
 
     def status(self, status: Mapping[str, Any]) -> None:
         """Remember how many sequences run now."""
@@ -41,14 +37,11 @@ class TimelineFile(NullSink):
                 sample = (_rounded(status["progress"]["time_s"]), executor["gauges"]["running_sequences"])
                 self._running.setdefault(executor["name"], []).append(sample)
 
-    def close(self, status: Mapping[str, Any]) -> None:
-        self._lines.close()
 
-
-def span_line(record: StepRecord, time_before_s: float) -> dict[str, Any]:
-    """A step's spans as JSON; `time_before_s` is what the run's time is ahead of the driver's clock."""
+def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
+    """A step's spans as JSON; `ahead_s` is what the run's time is ahead of the driver's clock."""
     spans = {
-        name: [(str(span.state), _rounded(span.start_s + time_before_s), _rounded(span.end_s + time_before_s)) for span in stays]
+        name: [(str(span.state), _rounded(span.start_s + ahead_s), _rounded(span.end_s + ahead_s)) for span in stays]
         for name, stays in record.spans.items()
     }
     return {"step": record.step, "spans": spans}

@@ -29,60 +29,49 @@ class Value(Protocol):
 class Last:
     """The newest figure stands: versions, totals kept by somebody else."""
 
-    amount: float | int | None
-
-    @property
-    def value(self) -> Scalar | None:
-        return self.amount
+    value: float | int | None
 
     def merge(self, later: Last) -> Last:
-        return later if later.amount is not None else self
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """Counts and seconds."""
-
-    amount: float | int
-
-    @property
-    def value(self) -> Scalar | None:
-        return self.amount
-
-    def merge(self, later: Sum) -> Sum:
-        return Sum(self.amount + later.amount)
+        return later if later.value is not None else self
 
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    amount: float | int | None
-
-    @property
-    def value(self) -> Scalar | None:
-        return self.amount
+    value: float | int | None
 
     def merge(self, later: Max) -> Max:
-        amounts = [amount for amount in (self.amount, later.amount) if amount is not None]
-        return Max(max(amounts, default=None))
+        return Max(max((value for value in (self.value, later.value) if value is not None), default=None))
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
+class _Added:
+    """Values whose parts add up, each for itself."""
+
+    def merge(self, later: Self) -> Self:
+        return type(self)(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(later), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum(_Added):
+    """Counts and seconds."""
+
+    value: float | int
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio(_Added):
     """`part / whole`: means (sum over weight), rates (amount over seconds), shares. Absent while `whole` is 0."""
 
     part: float
     whole: float
 
     @property
-    def value(self) -> Scalar | None:
+    def value(self) -> float | None:
         return self.part / self.whole if self.whole else None
-
-    def merge(self, later: Ratio) -> Ratio:
-        return Ratio(self.part + later.part, self.whole + later.whole)
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(_Added):
     """Standard deviation of a population, from its moments."""
 
     count: int
@@ -90,18 +79,15 @@ class Spread:
     squares: float
 
     @property
-    def value(self) -> Scalar | None:
+    def value(self) -> float | None:
         if not self.count:
             return None
         mean = self.total / self.count
         return float(max(0.0, self.squares / self.count - mean * mean) ** 0.5)
 
-    def merge(self, later: Spread) -> Spread:
-        return Spread(self.count + later.count, self.total + later.total, self.squares + later.squares)
-
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class Overlap(_Added):
     """Time both sides are busy / the smaller busy time. Absent while one side was never busy."""
 
     both_s: float
@@ -109,12 +95,9 @@ class Overlap:
     rollout_s: float
 
     @property
-    def value(self) -> Scalar | None:
+    def value(self) -> float | None:
         smaller_s = min(self.trainer_s, self.rollout_s)
         return self.both_s / smaller_s if smaller_s > 0 else None
-
-    def merge(self, later: Overlap) -> Overlap:
-        return Overlap(self.both_s + later.both_s, self.trainer_s + later.trainer_s, self.rollout_s + later.rollout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +107,8 @@ class Histogram:
     counts: tuple[int, ...]
 
     @property
-    def value(self) -> Scalar | None:
-        return list(self.counts) if self.counts else None
+    def value(self) -> list[int] | None:
+        return list(self.counts) or None
 
     def merge(self, later: Histogram) -> Histogram:
         return Histogram(tuple(a + b for a, b in zip_longest(self.counts, later.counts, fillvalue=0)))
@@ -143,8 +126,8 @@ class Quantiles:
         return cls(tuple(ascending[round(last * i / shares)] for i in range(shares + 1)) if ascending else ())
 
     @property
-    def value(self) -> Scalar | None:
-        return list(self.points) if self.points else None
+    def value(self) -> list[int] | None:
+        return list(self.points) or None
 
     def merge(self, later: Quantiles) -> Quantiles:
         return later if later.points else self

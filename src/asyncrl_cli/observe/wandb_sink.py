@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.observe.live_status import UTILIZATION
-from asyncrl_cli.observe.sinks import NullSink
+from asyncrl_cli.observe.executors import UTILIZATION
+from asyncrl_cli.observe.sinks import Sink
 
 log = logging.getLogger("asyncrl")
 
@@ -29,7 +29,7 @@ EARLY_CLOSE_TIMEOUT_S = 3.0
 """For a run that did not get to its end: people wait for their prompt, and metrics.jsonl has every line."""
 
 
-class Wandb(NullSink):
+class Wandb(Sink):
     """Logs every metrics line under the names of metrics.jsonl, over `step`, into `run_dir/wandb`. At the end the run's summary has
     the figures of utilization over the whole run, as `asyncrl status`: W&B would keep the last step's.
 
@@ -38,22 +38,10 @@ class Wandb(NullSink):
     """
 
     def __init__(
-        self,
-        run_dir: Path,
-        *,
-        mode: Literal["offline", "online"],
-        project: str,
-        name: str,
-        config: Mapping[str, Any],
+        self, run_dir: Path, *, mode: Literal["offline", "online"], project: str, name: str, config: Mapping[str, Any]
     ) -> None:
-        self._settings: dict[str, Any] = {
-            "mode": mode,
-            "project": project,
-            "name": name,
-            "id": _run_id(run_dir),
-            "dir": str(run_dir),
-            "config": dict(config),
-        }
+        self._settings: dict[str, Any] = {"mode": mode, "project": project, "name": name, "id": _run_id(run_dir)}
+        self._settings |= {"dir": str(run_dir), "config": dict(config)}
         self._whole_run: dict[str, Any] = {}
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
         self._started = threading.Event()
@@ -80,12 +68,8 @@ class Wandb(NullSink):
         self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in UTILIZATION}
         if self._dropped:
             log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=limit_s)
-        except queue.Full:
-            self._is_left = True
-            log.warning("W&B takes nothing any more; it is left behind")
-            return
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
             self._is_left = True

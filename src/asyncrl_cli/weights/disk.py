@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from asyncrl_cli.checkpoint.files import fsync_file
+from asyncrl_cli.checkpoint.files import fsync
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, Manifest, dtype_name, parameter_dtype, unpack, view_of
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
@@ -135,7 +135,7 @@ def keep_version(
 def sync_files(directory: Path) -> None:
     """fsync every file of a directory and the directory itself."""
     for path in (*sorted(p for p in directory.iterdir() if p.is_file()), directory):
-        fsync_file(path)
+        fsync(path)
 
 
 def _remove(directory: Path) -> None:
