@@ -14,7 +14,6 @@ from asyncrl_cli.bench.search import (
     SHORT_WINDOWS,
     Measured,
     Row,
-    evenly,
     front,
     long_windows,
     planned_windows,
@@ -201,13 +200,6 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
     assert starting_sets("run", run, sets, 8) == (*sets, "placement.gpus=8")
     with pytest.raises(ConfigError, match="come to 4"):
         check_gpus(8, 4)
-
-
-def test_of_many_eight_are_taken_from_the_first_to_the_last() -> None:
-    names = [f"rollout-{index}" for index in range(64)]
-    shown = evenly(names, 8)
-    assert (len(shown), shown[0], shown[-1]) == (8, "rollout-0", "rollout-63")
-    assert evenly(names[:3], 8) == names[:3]
 
 
 # --- Pareto

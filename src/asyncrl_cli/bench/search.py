@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from asyncrl_cli.bench.space import Setting, Space
-
-T = TypeVar("T")
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
 FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
 BEST_SPLITS = 3
 """Splits that have long runs: the noise of short ones does not decide between them."""
-OF_FRONT = 3
-LONG_RUNS = BEST_SPLITS + OF_FRONT + 2
+LONG_RUNS = BEST_SPLITS + 4
+"""At most: of the front, the second and the last; the current setting, and the recommended one on the current split."""
 SAME_TIME = 0.01
 """Relative difference of simulated times below which staleness decides; a choice, not a measured spread."""
 SAME_STALENESS = 0.05
@@ -109,7 +106,8 @@ def search(space: Space, evaluate: Evaluate, windows: int) -> Found:
         run(short, axis(best), SHORT_WINDOWS)
         best = next((row.setting for row in found().rows), best)
     rows = found().rows
-    finalists = [*best_of_splits(rows, BEST_SPLITS), *evenly(front(rows, SAME_STALENESS), OF_FRONT)]
+    fastest, least_stale = front(rows, SAME_STALENESS)[:2], front(rows, SAME_STALENESS)[-1:]
+    finalists = (*best_of_splits(rows, BEST_SPLITS), *fastest, *least_stale)
     run(long, [*(row.setting for row in finalists), space.current], length)
     if (recommendation := found().best) is not None:
         run(long, [space.on_current_split(recommendation.setting)], length)
@@ -135,13 +133,13 @@ def _found(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting
     allowed = sorted((row for row in rows if space.allows(row.setting)), key=lambda row: (not row.is_long, row.rank))
     long_rows = {row.setting: row for row in rows if row.is_long}
     best = recommended([row for row in allowed if row.is_long])
-    same_split = space.on_current_split(best.setting) if best else None
+    on_current_split = long_rows.get(space.on_current_split(best.setting)) if best else None
     failed = {setting: outcome for setting, outcome in (*short.items(), *long.items()) if isinstance(outcome, str)}
     return Found(
         rows=tuple(allowed),
         current=long_rows.get(space.current),
         best=best,
-        on_current_split=long_rows.get(same_split) if best and same_split != best.setting else None,
+        on_current_split=None if on_current_split == best else on_current_split,
         num_settings=len({*short, *long}),
         windows=windows,
         failed=tuple(failed.items()),
@@ -175,10 +173,3 @@ def recommended(rows: Sequence[Row]) -> Row | None:
     least_stale = min(row.measured.staleness_mean for row in as_fast)
     as_fresh = [row for row in as_fast if row.measured.staleness_mean <= least_stale + SAME_STALENESS]
     return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.measured.window_time_s))
-
-
-def evenly(values: Sequence[T], limit: int) -> list[T]:
-    """All of them, or `limit` spread evenly from the first to the last."""
-    if len(values) <= limit:
-        return list(values)
-    return [values[round(index * (len(values) - 1) / (limit - 1))] for index in range(limit)]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.job_plan import JobPlan
@@ -22,6 +23,17 @@ HALF_NODE_GPUS = NODE_GPUS // 2
 MOST_SPLITS = 16
 ETAS = tuple(map(Decimal, ("0", "0.25", "0.5", *(str(2**power) for power in range(7)))))
 SLOT_SHARES = (0.5, 0.75, 1.0)
+KEYS = {
+    "trainer_workers": "placement.trainer_workers",
+    "rollout_workers": "rollout.workers",
+    "window_steps": "async_training.trigger_parameter_sync_step",
+    "require_batches": "async_training.require_batches",
+    "eta": "async_training.staleness_threshold",
+    "max_staleness": "async_training.max_staleness",
+    "partial_rollout": "async_training.partial_rollout",
+    "slots": "rollout.slots",
+}
+"""Of a profile, by a setting's own names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +68,13 @@ class Setting:
 
     def sets(self) -> list[str]:
         """Keys and values for `--set`, whatever the profile says of them."""
-        gpus = {"placement.gpus": self.gpus} if self.gpus else {}
-        values = {
-            **gpus,
-            "placement.trainer_workers": self.trainer_workers,
-            "rollout.workers": self.rollout_workers,
-            "async_training.trigger_parameter_sync_step": self.window_steps,
-            "async_training.require_batches": self.require_batches,
-            "async_training.staleness_threshold": self.eta,
-            "async_training.max_staleness": self.max_staleness,
-            "async_training.partial_rollout": str(self.partial_rollout).lower(),
-            "rollout.slots": self.slots,
-        }
-        return [f"{key}={value}" for key, value in values.items()]
+        gpus = [f"placement.gpus={self.gpus}"] if self.gpus else []
+        return gpus + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """By the profile's names, but that `workers` are of two kinds."""
+        values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
+        return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets()}
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:

@@ -105,21 +105,7 @@ class Tuned:
 
 
 def _row_json(row: Row) -> dict[str, Any]:
-    setting = row.setting
-    return {
-        "split": setting.split,
-        "trainer_workers": setting.trainer_workers,
-        "rollout_workers": setting.rollout_workers,
-        "trigger_parameter_sync_step": setting.window_steps,
-        "require_batches": setting.require_batches,
-        "staleness_threshold": float(setting.eta),
-        "max_staleness": setting.max_staleness,
-        "partial_rollout": setting.partial_rollout,
-        "slots": setting.slots,
-        **asdict(row.measured),
-        "is_long": row.is_long,
-        "sets": setting.sets(),
-    }
+    return row.setting.to_json() | asdict(row.measured) | {"is_long": row.is_long}
 
 
 def tune(

@@ -11,10 +11,11 @@ from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout
 from asyncrl_cli.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from asyncrl_cli.bench.compare import Outcome, Request, Watcher
+    from asyncrl_cli.bench.compare import Request, Watcher
+    from asyncrl_cli.bench.gantt import Timeline
     from asyncrl_cli.bench.real import Told
     from asyncrl_cli.bench.results import Comparison
 
@@ -88,51 +89,38 @@ def command(
         groups=groups,
         windows=windows,
     )
-    outcome, directory = _simulated(request, simulate, out) if simulate is not None else _real(request, out)
-    _show(outcome, directory, as_json=as_json)
-    if outcome.error is not None:
-        raise outcome.error
+    compare_and_show(request, simulate, out, as_json=as_json)
 
 
-def _simulated(request: Request, reference: str, out: Path | None) -> tuple[Outcome, Path]:
-    from asyncrl_cli.bench.compare import compare_simulated, simulated_entries
+def compare_and_show(request: Request, workload_reference: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Raises what ended the comparison early, after what was finished is shown."""
+    from asyncrl_cli.bench.compare import compare, contest_of
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workloads import load_workload
 
-    workload = load_workload(reference)
-    entries, _ = simulated_entries(request, workload)
-    for warning in dict.fromkeys(warning for entry in entries for warning in entry.loaded.warnings):
+    workload = None if workload_reference is None else load_workload(workload_reference)
+    contest = contest_of(request, workload)
+    for warning in contest.warnings:
         warn(warning)
-    directory = output_directory(out)
-    with _leaving_nothing_empty(directory), _watching(f"SIMULATED {workload.name}") as watcher:
-        return compare_simulated(request, workload, watcher), directory
+    with output_directory(out) as directory:
+        with _watching(f"SIMULATED {workload.name}" if workload else "real runs") as watcher:
+            outcome = compare(contest, directory, watcher)
+        if outcome.comparison is not None:
+            _show(outcome.comparison, outcome.timelines, directory, as_json=as_json)
+        if outcome.error is not None:
+            raise outcome.error
 
 
-def _real(request: Request, out: Path | None) -> tuple[Outcome, Path]:
-    from asyncrl_cli.bench.compare import compare_real, real_entries
-    from asyncrl_cli.bench.report import output_directory
-
-    entries, _ = real_entries(request)
-    for warning in dict.fromkeys(warning for entry in entries for warning in (*entry.loaded.warnings, *entry.plan.warnings)):
-        warn(warning)
-    directory = output_directory(out)
-    with _leaving_nothing_empty(directory), _watching("real runs") as watcher:
-        return compare_real(request, directory, watcher), directory
-
-
-def _show(outcome: Outcome, directory: Path, *, as_json: bool) -> None:
+def _show(comparison: Comparison, timelines: Sequence[Timeline], directory: Path, *, as_json: bool) -> None:
     """What was measured is on disk and on the screen before pictures are tried."""
     from asyncrl_cli.bench.report import write_report, write_results
 
-    comparison = outcome.comparison
-    if comparison is None:
-        return
     results = write_results(comparison, directory)
     if as_json:
         print_json(comparison.to_json())
     else:
         _print(comparison)
-    written, failures = write_report(comparison, outcome.timelines, directory)
+    written, failures = write_report(comparison, timelines, directory)
     for failure in failures:
         warn(failure)
     for path in (results, *written):
@@ -152,22 +140,6 @@ def _print(comparison: Comparison) -> None:
             print_prose("\n" + "\n".join(lines))
 
 
-def _leaving_nothing_empty(directory: Path) -> AbstractContextManager[None]:
-    """A comparison that was refused leaves no directory behind."""
-    from contextlib import contextmanager, suppress
-
-    @contextmanager
-    def cleaning() -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            with suppress(OSError):  # it holds something: that stays
-                directory.rmdir()
-            raise
-
-    return cleaning()
-
-
 def _watching(title: str) -> AbstractContextManager[Watcher]:
     """Progress bars on stderr, one per run. A real run's time is its own, as in its metrics: the table's wall time in the end."""
     from contextlib import contextmanager
@@ -180,7 +152,8 @@ def _watching(title: str) -> AbstractContextManager[Watcher]:
     class Time(ProgressColumn):
         def render(self, task: Task) -> Text:
             elapsed_s = task.finished_time if task.finished else task.elapsed
-            return Text(clock(task.fields.get("time_s", elapsed_s)), style="progress.elapsed")
+            left = "" if task.finished or task.time_remaining is None else f"  {clock(task.time_remaining)} left"
+            return Text(clock(task.fields.get("time_s", elapsed_s)) + left, style="progress.elapsed")
 
     class Bars:
         def __init__(self, progress: Progress) -> None:

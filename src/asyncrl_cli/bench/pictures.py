@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.results import Comparison, Result, is_uneven
-from asyncrl_cli.bench.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
