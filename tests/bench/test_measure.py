@@ -54,14 +54,14 @@ def run_lines(scale: float = 1.0) -> list[dict[str, Any]]:
 
 def test_start_up_the_first_window_and_the_last_one_are_not_measured() -> None:
     stretch = stretch_of(run_lines())
-    assert (stretch.begin_s, stretch.end_s, stretch.groups, stretch.windows) == (90.0, 110.0, 6, 3)
+    assert (stretch.begin_s, stretch.end_s, stretch.groups, len(stretch.lines)) == (90.0, 110.0, 6, 3)
 
 
 def test_windows_in_which_version_0_is_still_scored_are_not_measured_either() -> None:
     lines = run_lines()
     lines[1]["eval/version"] = 0
     stretch = stretch_of(lines)
-    assert (stretch.begin_s, stretch.end_s, stretch.windows) == (94.0, 110.0, 2)
+    assert (stretch.begin_s, stretch.end_s, len(stretch.lines)) == (94.0, 110.0, 2)
 
 
 def test_of_two_windows_the_second_is_measured_without_its_eval() -> None:
@@ -148,7 +148,7 @@ def test_common_edges_lie_between_windows_of_the_longest() -> None:
     short, long = steps(12, 4, 1), steps(12, 4, 4)
     edges = common_edges([short, long], 16)
     assert edges == Edges(begin_groups=16, end_groups=32)
-    assert [stretch_of(lines, edges).windows for lines in (short, long)] == [4, 1]
+    assert [len(stretch_of(lines, edges).lines) for lines in (short, long)] == [4, 4]
     assert [stretch_of(lines, edges).groups for lines in (short, long)] == [16, 16]
 
 

@@ -22,7 +22,7 @@ FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
 LENGTHS_SEED = 0
 NO_GPU_BOUND = (
-    "bound not measured: each phase alone is measured on CPUs only, because nobody but Ray gives its processes GPUs of their own. "
+    "bound not measured: each phase alone is measured on CPUs only, in processes without Ray, which is what assigns GPUs. "
     "Runs on CPUs and simulated runs are held against their bound."
 )
 
@@ -62,7 +62,7 @@ def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]
 
 
 def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
-    """Why a bound that rests on these may not be one."""
+    """Reasons not to trust a bound computed from these."""
     doubts = []
     if min(one.cpu_share for one in measured) < LITTLE_CPU:
         doubts.append("The bound is uncertain: something else computed on this machine while each phase was measured alone.")

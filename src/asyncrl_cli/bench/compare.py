@@ -79,7 +79,7 @@ class Contest:
 
     @property
     def warnings(self) -> list[str]:
-        """A simulated job is never short of anything."""
+        """Of the profiles and, for real runs, of what they need of this machine."""
         of_plan = [] if self.workload else [warning for entry in self.entries for warning in entry.plan.warnings]
         return list(dict.fromkeys([*(warning for entry in self.entries for warning in entry.loaded.warnings), *of_plan]))
 

@@ -163,7 +163,7 @@ def _check_same_resources(baseline: Entry, entry: Entry) -> None:
 
 
 def _same_resources(plan: JobPlan) -> str:
-    """`--set`s that give every profile as much as this one has. Colocated, there are as many places as ranks and workers apart."""
+    """`--set`s that give every profile what this one has: a colocated one's places are halved between ranks and workers."""
     if plan.device == "cuda":
         return f"--set placement.gpus={plan.gpus}"
     counts = plan.counts

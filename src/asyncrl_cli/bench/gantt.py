@@ -1,4 +1,4 @@
-"""What a picture of time is made of: a run's spans by executor, its running sequences, its publishes, the ends of its windows.
+"""The data of a Gantt chart: a run's spans by executor, its running sequences, its publishes, the ends of its windows.
 
 Real runs left it in timeline.jsonl and events.jsonl; in a simulated run an observer keeps it.
 """

@@ -53,7 +53,6 @@ class Stretch:
     end_s: float
     eval_s: float
     groups: int
-    windows: int
 
     @property
     def seconds(self) -> float:
@@ -92,7 +91,6 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
         end_s=inside[-1]["time_s"],
         eval_s=sum(spent_s(line, "eval") for line in inside),
         groups=inside[-1]["groups_trained"] - before[-1]["groups_trained"],
-        windows=len({line["window"] for line in inside}),
     )
 
 

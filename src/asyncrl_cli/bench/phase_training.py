@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.samples.trajectory import GroupPayload
 
 BATCHES = 2
+"""Different ones, trained in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,9 @@ class Row:
     measured: Measured
     is_long: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.setting.split}, {self.measured.window_time_s:.2f} s"
+
     @property
     def rank(self) -> tuple[float, float]:
         return self.measured.window_time_s, self.measured.staleness_mean

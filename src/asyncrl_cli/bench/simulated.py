@@ -8,7 +8,6 @@ A Ctrl-C is the parent's to answer: it ends the pool at once, since a simulated 
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -26,7 +25,6 @@ from asyncrl_cli.simulate.references import Residual, residuals
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.world import simulate
 
-TELL_EVERY_S = 0.2
 POLL_S = 0.1
 
 Progress = Callable[[str, int], None]
@@ -104,24 +102,9 @@ def _simulate(job: SimulatedJob) -> tuple[Run, Alone]:
         seed=job.seed,
         observers=(kept,) if job.keep_timeline else (),
         groups=job.groups,
-        on_progress=_teller(job.name),
+        on_progress=lambda groups, virtual_s: _process["told"].put((job.name, groups)),
     )
     if run.error is not None:
         raise run.error
-    _process["told"].put((job.name, job.groups))
     timeline = kept.timeline(job.profile.name, run.lines) if job.keep_timeline else None
     return Run(profile=job.profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.alone
-
-
-def _teller(name: str) -> Callable[[int, float], None]:
-    """Tells the parent now and then."""
-    last_s = 0.0
-
-    def tell(groups: int, virtual_s: float) -> None:
-        nonlocal last_s
-        now_s = time.monotonic()
-        if now_s - last_s >= TELL_EVERY_S:
-            last_s = now_s
-            _process["told"].put((name, groups))
-
-    return tell

@@ -181,7 +181,7 @@ def _against_current(tuned: Tuned) -> str:
         return "the current setting could not be simulated: there is nothing to hold it against"
     if best.setting == current.setting:
         return "the current setting is the recommended one"
-    text = f"the current setting, {current.setting.split}, {current.measured.window_time_s:.2f} s ({speedup:.2f}x)"
+    text = f"the current setting, {current} ({speedup:.2f}x)"
     text += f", has {_differences(current, best)}"
     if current.setting.max_staleness <= tuned.bound:
         return text
@@ -201,20 +201,14 @@ def _of_split(tuned: Tuned) -> str:
 
     same_split, current = tuned.found.on_current_split, tuned.found.current
     if current is not None and current.setting.split == tuned.best.setting.split:
-        elsewhere = (row for row in tuned.found.long_rows if row.setting.split != current.setting.split)
-        fastest = next(elsewhere, None)
-        return f"the split stays: the fastest other one, {_with_time(fastest)}" if fastest else ""
+        fastest = next((row for row in tuned.found.long_rows if row.setting.split != current.setting.split), None)
+        return f"the split stays: the fastest other one, {fastest}" if fastest else ""
     if same_split is None or current is None:
         return ""
     best_s, same_split_s = tuned.best.measured.window_time_s, same_split.measured.window_time_s
     others, split = current.measured.window_time_s / same_split_s, same_split_s / best_s
-    text = f"its K, batches, eta and slots on the current split, {_with_time(same_split)}: they make {others:.2f}x, the split "
-    text += f"{split:.2f}x"
+    text = f"its K, batches, eta and slots on the current split, {same_split}: they make {others:.2f}x, the split {split:.2f}x"
     return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
-
-
-def _with_time(row: Row) -> str:
-    return f"{row.setting.split}, {row.measured.window_time_s:.2f} s"
 
 
 def _against_known(tuned: Tuned) -> str:
