@@ -126,6 +126,8 @@ def measure_all(
             pairs.append(_Pair(order, place, processes))
         for pair in pairs:
             pair.ready()
+        for pair in pairs:
+            pair.warm_up()
         apart = [pair for pair in pairs if at_once and not pair.side.colocated]
         turn = [
             *(("measuring generation alone", pair.generate) for pair in pairs),
@@ -158,9 +160,11 @@ class _Pair:
         self._num_steps = 0
 
     def ready(self) -> None:
-        """Train steps that take about `TRAINING_S`: whole windows, where the steps of one differ. Warms up, too."""
         self._generation.ready()
         self._training.ready()
+
+    def warm_up(self) -> None:
+        """And find the number of train steps that take about `TRAINING_S`: whole windows, where the steps of one differ."""
         few = BATCHES * self.side.trainer.window_steps
         self._training.ask("measure", few)
         warm: list[Trained] = self._training.ask("measure", few)
