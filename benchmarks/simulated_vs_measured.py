@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of
-from asyncrl_cli.bench.real import read_lines
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.simulate.calibrate import calibrate
@@ -44,7 +44,7 @@ def measured_runs(bench_dir: Path) -> dict[str, list[Lines]]:
     found: dict[str, list[Lines]] = {}
     for directory in sorted((bench_dir / "runs").glob("*-r[0-9]*")):
         if directory.is_dir():
-            found.setdefault(directory.name.rpartition("-r")[0], []).append(read_lines(directory))
+            found.setdefault(directory.name.rpartition("-r")[0], []).append(read_metrics(directory / "metrics.jsonl"))
     return found
 
 

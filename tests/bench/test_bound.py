@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from asyncrl_cli.bench.compare import Request, simulated_entries
+from asyncrl_cli.bench.compare import Request, contest_of
 from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.measure import common_edges, stretch_of, work_of
-from asyncrl_cli.bench.results import RunLines, summarise
-from asyncrl_cli.bench.simulated import SimulatedResult
+from asyncrl_cli.bench.measure import stretch_of, work_of
+from asyncrl_cli.bench.results import Run, summarise
+from asyncrl_cli.bench.simulated import with_capacities
+from asyncrl_cli.simulate.costs import Alone
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
@@ -58,22 +59,19 @@ def drawn(rng: random.Random) -> Workload:
     )
 
 
-def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> SimulatedResult:
+def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[Run, Alone]:
     run = simulate(profile_for(workload, entry.reference, (), groups=groups).profile, workload, seed=seed, groups=groups)
     assert run.error is None
-    return SimulatedResult(
-        lines=RunLines(profile=entry.name, seed=seed, lines=run.lines), alone=run.alone, timeline=None, parts_s={}
-    )
+    return Run(profile=entry.name, seed=seed, lines=run.lines), run.alone
 
 
 def bound_ratios(seed: int) -> dict[str, float]:
     workload = drawn(random.Random(seed))
-    entries, groups = simulated_entries(Request(baseline="colocate", profiles=PROFILES), workload)
-    results = [simulated(entry, workload, seed, groups) for entry in entries]
-    edges = common_edges([result.lines.lines for result in results], max(entry.window_groups for entry in entries))
-    capacities = {(result.lines.profile, seed): result.capacities(edges) for result in results}
-    lines, contestants = [result.lines for result in results], [entry.contestant() for entry in entries]
-    compared = summarise(contestants, lines, capacities, window_groups=entries[0].window_groups)
+    contest = contest_of(Request(baseline="colocate", profiles=PROFILES), workload)
+    made = [simulated(entry, workload, seed, contest.groups) for entry in contest.entries]
+    runs = with_capacities(made, contest.longest_window)
+    contestants = [entry.contestant() for entry in contest.entries]
+    compared = summarise(contestants, runs, window_groups=contest.baseline.window_groups)
     return {result.profile: result.figures["bound_ratio"].median for result in compared}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench import phases
-from asyncrl_cli.bench.capacities import doubts_of, measured_lengths, real_capacities
-from asyncrl_cli.bench.compare import Request, real_entries
-from asyncrl_cli.bench.results import RunLines
+from asyncrl_cli.bench.capacities import doubts_of, measured_lengths, with_capacities
+from asyncrl_cli.bench.compare import Request, contest_of
+from asyncrl_cli.bench.entries import Entry
+from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.observe.bound import Capacities
 
@@ -27,7 +29,12 @@ class Quiet:
     def say(self, text: str) -> None: ...
 
 
-def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int) -> RunLines:
+def entries(*sets: str) -> Sequence[Entry]:
+    """Colocate, W = 16, and partial-rollout, W = 64, unless `sets` say otherwise."""
+    return contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=(*SETS, *sets))).entries
+
+
+def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int) -> Run:
     """A window per length, one step each; a step's 40 responses are all that long."""
     lines = [
         {
@@ -35,77 +42,64 @@ def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int
             "groups_trained": window_groups * (window + 1),
             "time_s": float(window + 1),
             "response_tokens/quantiles": [length] * 41,
+            "staleness/histogram": [40],
         }
         for window, length in enumerate(lengths)
     ]
-    return RunLines(profile=profile, seed=seed, lines=lines)
+    return Run(profile=profile, seed=seed, lines=lines)
 
 
 def test_lengths_are_those_of_the_measured_stretch_of_all_runs() -> None:
-    """W = 4 and W = 8, 24 groups: warm-up and run-out are 8 groups each, two windows of the one and one of the other."""
-    runs = [run_of("short", 0, (1, 2, 30, 40, 5, 6), 4), run_of("long", 0, (7, 80, 9), 8)]
-    assert sorted(measured_lengths(runs, 8)) == [30] * 40 + [40] * 40 + [80] * 40
+    """W = 16 and W = 64, 192 groups: warm-up and run-out are 64 groups each, four windows of the one and one of the other."""
+    short = run_of("colocate", 0, (1, 2, 3, 4, 20, 30, 40, 50, 5, 6, 7, 8), 16)
+    lengths = measured_lengths(entries(), [short, run_of("partial-rollout", 0, (7, 80, 9), 64)])
+    assert set(lengths) == {20, 30, 40, 50, 80}
+    assert {lengths.count(tokens) / len(lengths) for tokens in lengths} == {0.2}
 
 
 def test_lengths_are_in_an_order_that_is_the_same_each_time_and_not_that_of_the_runs() -> None:
-    runs = [run_of("one", seed, (1, 10 * seed + 10, 1), 4) for seed in range(4)]
-    lengths = measured_lengths(runs, 4)
-    assert lengths == measured_lengths(runs, 4)
+    runs = [run_of("colocate", seed, (1, 10 * seed + 10, 1), 64) for seed in range(4)]
+    lengths = measured_lengths(entries(), runs)
+    assert lengths == measured_lengths(entries(), runs)
     assert set(lengths[:40]) == {10, 20, 30, 40}
 
 
-def measured(**changed: Any) -> phases.PhaseFigures:
-    made = phases.PhaseFigures(
-        rollout_tokens_per_s=100.0,
-        trainer_tokens_per_s=50.0,
-        rollout_repeats=(100.0,),
-        trainer_repeats=(50.0,),
-        colocated=False,
-        rollout_workers=1,
-        rollout_threads=1,
-        slots=64,
-        trainer_workers=1,
-        trainer_threads=1,
-        slots_used=1.0,
-        cpu_share=1.0,
-        seconds_measured=4.0,
+APART = Capacities(rollout_tokens_per_s=70.0, trainer_tokens_per_s=50.0, colocated=False)
+TOGETHER = Capacities(rollout_tokens_per_s=100.0, trainer_tokens_per_s=50.0, colocated=True)
+
+
+def measured(capacities: Capacities = APART, *, slots_used: float = 1.0, cpu_share: float = 1.0) -> phases.PhaseFigures:
+    return phases.PhaseFigures(
+        capacities=capacities, rollout_repeats=(100.0,), trainer_repeats=(50.0,), slots_used=slots_used, cpu_share=cpu_share
     )
-    return replace(made, **changed)
 
 
 def test_a_profile_is_measured_once_for_all_of_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries, _ = real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
     asked: list[dict[str, Any]] = []
 
     async def prepare(profile: object, say: object) -> SimpleNamespace:
-        return SimpleNamespace(model_dir=Path("model"), task="task")
+        return SimpleNamespace(model_dir=Path("model"), task=SimpleNamespace(train=["items"], reward=None))
 
-    def measure_all(profiles: dict[str, Any], model_dir: Path, task: str, **rest: Any) -> dict[str, phases.PhaseFigures]:
-        asked.append({"profiles": list(profiles), "model_dir": model_dir, "task": task, **rest})
-        return {"colocate": measured(colocated=True), "partial-rollout": measured(rollout_tokens_per_s=70.0)}
+    def measure_all(sides: dict[str, Any], items: list[str], lengths: list[int], **rest: Any) -> dict[str, phases.PhaseFigures]:
+        asked.append({"sides": list(sides), "items": items, "lengths": set(lengths), **rest})
+        return {"colocate": measured(TOGETHER), "partial-rollout": measured()}
 
     monkeypatch.setattr(preparing, "prepare", prepare)
     monkeypatch.setattr(phases, "measure_all", measure_all)
     runs = [run_of(name, seed, (1, 20, 3), 96) for seed in (4, 5) for name in ("colocate", "partial-rollout")]
-    capacities, remarks = real_capacities(entries, runs, Quiet())
-    apart = Capacities(rollout_tokens_per_s=70.0, trainer_tokens_per_s=50.0, colocated=False)
-    together = Capacities(rollout_tokens_per_s=100.0, trainer_tokens_per_s=50.0, colocated=True)
-    assert capacities == {
-        ("colocate", 4): together,
-        ("colocate", 5): together,
-        ("partial-rollout", 4): apart,
-        ("partial-rollout", 5): apart,
-    }
+    known, remarks = with_capacities(entries(), runs, Quiet())
+    assert [(run.profile, run.seed, run.capacities) for run in known] == [
+        (name, seed, TOGETHER if name == "colocate" else APART) for seed in (4, 5) for name in ("colocate", "partial-rollout")
+    ]
     assert remarks == ()
     assert len(asked) == 1
-    assert (asked[0]["model_dir"], asked[0]["task"], asked[0]["response_tokens"]) == (Path("model"), "task", [20] * 160)
+    assert (asked[0]["sides"], asked[0]["items"], asked[0]["lengths"]) == (["colocate", "partial-rollout"], ["items"], {20})
 
 
 def test_on_gpus_the_bound_is_not_measured_and_that_is_said() -> None:
-    entries, _ = real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
-    on_gpus = [replace(entry, plan=replace(entry.plan, device="cuda")) for entry in entries]
-    capacities, remarks = real_capacities(on_gpus, [run_of("colocate", 0, (1, 2, 3), 96)], Quiet())
-    assert capacities == {}
+    on_gpus = [replace(entry, plan=replace(entry.plan, device="cuda")) for entry in entries()]
+    known, remarks = with_capacities(on_gpus, [run_of("colocate", 0, (1, 2, 3), 96)], Quiet())
+    assert [run.capacities for run in known] == [None]
     assert len(remarks) == 1
     assert remarks[0].startswith("bound not measured: ")
 

@@ -9,19 +9,14 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import compare
-from asyncrl_cli.bench.compare import Request, real_entries
+from asyncrl_cli.bench.compare import Request, contest_of
 from asyncrl_cli.bench.real import Told
-from asyncrl_cli.bench.results import Comparison, RunLines
+from asyncrl_cli.bench.results import Comparison, Run
 from asyncrl_cli.bench.table import rows_of
 from asyncrl_cli.cli import bench
 from asyncrl_cli.errors import ConfigError
 
 SETS = ("placement.device=cpu",)
-
-
-def entries() -> Any:
-    """Colocate, W = 16, and partial-rollout, W = 64."""
-    return real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))[0]
 
 
 def lines(groups: int, *, step_s: float, tokens: int, eval_s: float = 0.0) -> list[dict[str, Any]]:
@@ -45,18 +40,21 @@ def lines(groups: int, *, step_s: float, tokens: int, eval_s: float = 0.0) -> li
 
 
 def compared(groups: int, base: dict[str, Any], other: dict[str, Any]) -> Comparison:
+    """Colocate, W = 16, and partial-rollout, W = 64."""
     runs = [
-        RunLines(profile="colocate", seed=0, lines=lines(groups, **base)),
-        RunLines(profile="partial-rollout", seed=0, lines=lines(groups, **other)),
+        Run(profile="colocate", seed=0, lines=lines(groups, **base)),
+        Run(profile="partial-rollout", seed=0, lines=lines(groups, **other)),
     ]
-    request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups)
-    return compare._comparison(request, entries(), groups, runs, {}, "", ())
+    contest = contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups))
+    made = compare.outcome_of(contest, runs, ()).comparison
+    assert made is not None
+    return made
 
 
 @pytest.mark.parametrize(("groups", "hint"), [(96, "--groups 192"), (176, "--groups 192")])
 def test_less_than_three_windows_are_refused_before_anything_runs(groups: int, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"{groups} groups are not 3 windows of 'partial-rollout', which has W = 64") as refused:
-        real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups))
+        contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups))
     assert refused.value.hint == hint
 
 

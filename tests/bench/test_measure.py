@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
-from asyncrl_cli.bench.results import Contestant, RunLines, Spread, summarise
+from asyncrl_cli.bench.results import Contestant, Run, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.bound import Bound, Capacities, Work, bound_of
 from asyncrl_cli.observe.lines import quantile
@@ -54,14 +54,14 @@ def run_lines(scale: float = 1.0) -> list[dict[str, Any]]:
 
 def test_start_up_the_first_window_and_the_last_one_are_not_measured() -> None:
     stretch = stretch_of(run_lines())
-    assert (stretch.begin_s, stretch.end_s, stretch.groups, stretch.windows) == (90.0, 110.0, 6, 3)
+    assert (stretch.begin_s, stretch.end_s, stretch.groups, len(stretch.lines)) == (90.0, 110.0, 6, 3)
 
 
 def test_windows_in_which_version_0_is_still_scored_are_not_measured_either() -> None:
     lines = run_lines()
     lines[1]["eval/version"] = 0
     stretch = stretch_of(lines)
-    assert (stretch.begin_s, stretch.end_s, stretch.windows) == (94.0, 110.0, 2)
+    assert (stretch.begin_s, stretch.end_s, len(stretch.lines)) == (94.0, 110.0, 2)
 
 
 def test_of_two_windows_the_second_is_measured_without_its_eval() -> None:
@@ -115,10 +115,10 @@ def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
 
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
     contestants = [Contestant(profile=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")]
-    runs = [RunLines(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
-    runs += [RunLines(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
-    runs.append(RunLines(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
-    base, fast = summarise(contestants, runs, {}, window_groups=2)
+    runs = [Run(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
+    runs += [Run(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
+    runs.append(Run(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
+    base, fast = summarise(contestants, runs, window_groups=2)
     assert base.figures["speedup"] == Spread(median=1.0, min=1.0, max=1.0)
     assert fast.figures["speedup"] == Spread(median=2.0, min=2.0, max=4.0)
     assert (base.bound, base.to_json()["bound_ratio"]) == (None, None)
@@ -126,12 +126,9 @@ def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> 
 
 def test_each_run_is_held_against_its_own_capacities() -> None:
     contestants = [Contestant(profile="base", mode="base", step_groups=2, window_groups=2)]
-    runs = [RunLines(profile="base", seed=seed, lines=run_lines()) for seed in (0, 1)]
-    capacities = {
-        ("base", seed): Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False)
-        for seed, speed in enumerate((24.0, 16.0))
-    }
-    (base,) = summarise(contestants, runs, capacities, window_groups=2)
+    capacities = [Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False) for speed in (24.0, 16.0)]
+    runs = [Run(profile="base", seed=seed, lines=run_lines(), capacities=known) for seed, known in enumerate(capacities)]
+    (base,) = summarise(contestants, runs, window_groups=2)
     # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a third of it.
     assert base.figures["bound_ratio"] == Spread(median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75))
     assert base.bound == Bound(generation_s=pytest.approx(12.5 / 3), training_s=pytest.approx(5 / 3), colocated=False)
@@ -151,7 +148,7 @@ def test_common_edges_lie_between_windows_of_the_longest() -> None:
     short, long = steps(12, 4, 1), steps(12, 4, 4)
     edges = common_edges([short, long], 16)
     assert edges == Edges(begin_groups=16, end_groups=32)
-    assert [stretch_of(lines, edges).windows for lines in (short, long)] == [4, 1]
+    assert [len(stretch_of(lines, edges).lines) for lines in (short, long)] == [4, 4]
     assert [stretch_of(lines, edges).groups for lines in (short, long)] == [16, 16]
 
 
@@ -184,5 +181,5 @@ def test_runs_no_longer_than_the_longest_window_cannot_be_compared() -> None:
 
 def test_a_profile_without_a_finished_run_has_no_result() -> None:
     contestants = [Contestant(profile=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")]
-    results = summarise(contestants, [RunLines(profile="base", seed=0, lines=run_lines())], {}, window_groups=2)
+    results = summarise(contestants, [Run(profile="base", seed=0, lines=run_lines())], window_groups=2)
     assert [result.profile for result in results] == ["base"]

@@ -13,16 +13,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from asyncrl_cli.bench.children import Children, CpuTime
 from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
-from asyncrl_cli.bench.phase_processes import CpuTime, Processes
-from asyncrl_cli.bench.phases import lengths_of, measure_all, side_of
+from asyncrl_cli.bench.phases import Side, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.resolve import resolve_model
-from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, local_cluster
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.tasks.task import load_task
@@ -101,15 +100,9 @@ class Answering:
     def threads(self) -> tuple[int, str]:
         return os.getpid(), os.environ["OMP_NUM_THREADS"]
 
-    def close(self) -> None: ...
 
-
-def make_answering(index: int, argument: tuple[str, Any]) -> Answering:
-    return Answering(index, argument[0])
-
-
-def answering(directory: Path, greeting: str = "hello", count: int = 2) -> Processes:
-    return Processes("answering", count, make_answering, greeting, threads=3, log_dir=directory)
+def answering(directory: Path, greeting: str = "hello", count: int = 2) -> Children:
+    return Children("answering", Answering, greeting, count=count, threads=3, log_dir=directory)
 
 
 def test_all_processes_are_asked_at_once_and_answer_in_order(tmp_path: Path) -> None:
@@ -189,15 +182,6 @@ def test_an_endless_model_is_the_model_without_an_end_of_sequence(tmp_path: Path
     assert json.loads((original / "generation_config.json").read_text())["eos_token_id"] == 1
 
 
-def test_lengths_of_a_run_keep_each_steps_mean() -> None:
-    even = list(range(10, 51))
-    lines = [{"step": 1, "response_tokens/quantiles": even}, {"step": 2}, {"step": 3, "response_tokens/quantiles": [7] * 41}]
-    lengths = lengths_of(lines)
-    assert len(lengths) == 80
-    assert sum(lengths[:40]) / 40 == pytest.approx(30, abs=0.5)
-    assert set(lengths[40:]) == {7}
-
-
 @pytest.mark.parametrize("split", SPLIT)
 def test_colocate_computes_with_everything_in_both_phases(split: str) -> None:
     """On every number of cores or GPUs that the split side may have: workers x threads, and slots."""
@@ -215,7 +199,7 @@ def test_colocate_computes_with_everything_in_both_phases(split: str) -> None:
 def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> None:
     task = load_task(load("colocate", SMALL).profile)
 
-    def side(name: str, *sets: str):
+    def side(name: str, *sets: str) -> Side:
         profile = load(name, (*SMALL, *sets)).profile
         return side_of(profile, compile_job(profile, LAPTOP), tmp_path, task)
 
@@ -235,22 +219,18 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     profile = load("partial-rollout", sets).profile
     task = load_task(profile)
     told: list[tuple[str, int, int]] = []
+    side = side_of(profile, compile_job(profile, LAPTOP), resolve_model(profile, task), task)
     measured = measure_all(
-        {"one": profile},
-        resolve_model(profile, task),
-        task,
-        response_tokens=[5, 20],
-        repeats=1,
-        progress=lambda text, done, total: told.append((text, done, total)),
+        {"one": side}, task.train, [5, 20], repeats=1, progress=lambda text, done, total: told.append((text, done, total))
     )
     figures = measured["one"]
-    assert figures.rollout_tokens_per_s > 0
-    assert figures.trainer_tokens_per_s > 0
+    capacities = figures.capacities
+    assert min(capacities.rollout_tokens_per_s, capacities.trainer_tokens_per_s) > 0
+    assert 0 < (capacities.rollout_beside_tokens_per_s or 0) < 1.5 * capacities.rollout_tokens_per_s
+    assert 0 < (capacities.trainer_beside_tokens_per_s or 0) < 1.5 * capacities.trainer_tokens_per_s
     assert figures.slots_used > 0.9
-    assert not figures.colocated
-    assert (figures.rollout_workers, figures.trainer_workers) == (1, 1)
-    assert [(done, total) for _, done, total in told] == [(0, 5), (1, 5), (2, 5), (4, 5), (5, 5)]
-    assert figures.capacities().rollout_tokens_per_s == figures.rollout_tokens_per_s
+    assert not capacities.colocated
+    assert [(done, total) for _, done, total in told] == [(0, 0), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 NOISE = 0.03
@@ -266,9 +246,10 @@ def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp
     profiles = {name: load(name, sets).profile for name in ("partial-rollout", "colocate")}
     task = load_task(profiles["colocate"])
     model_dir = resolve_model(profiles["colocate"], task)
+    sides = {name: side_of(profile, compile_job(profile, local_cluster()), model_dir, task) for name, profile in profiles.items()}
     rng = random.Random(0)
     lengths = [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(2048)]
-    measured = measure_all(profiles, model_dir, task, response_tokens=lengths, repeats=3, at_once=False)
+    measured = measure_all(sides, task.train, lengths, repeats=3, at_once=False)
     split, colocate = measured["partial-rollout"], measured["colocate"]
     generation = median_ratio(colocate.rollout_repeats, split.rollout_repeats)
     training = median_ratio(colocate.trainer_repeats, split.trainer_repeats)

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.bench import compare, real
-from asyncrl_cli.bench.compare import Request, compare_real, real_entries
+from asyncrl_cli.bench.compare import Request, compare_real, contest_of
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.observe.bound import Capacities
@@ -29,8 +30,8 @@ class Quiet:
 
 
 def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
-    entries, groups = real_entries(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
-    return runs_of(entries, seeds, groups, SETS, directory)
+    contest = contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
+    return runs_of(contest.entries, seeds, contest.groups, SETS, directory)
 
 
 def child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -87,7 +88,7 @@ def test_a_run_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
         killing = threading.Timer(10, stubborn.kill)
         killing.start()
         monkeypatch.setattr(real, "_wait", lambda child, limit_s, interrupts: child.poll())
-        real.end(stubborn, 0.05, real.Interrupts())
+        real.end(stubborn, 0.05, [])
         killing.cancel()
     assert stubborn.returncode == -signal.SIGKILL
 
@@ -112,15 +113,15 @@ def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Pa
     child(monkeypatch, LINES.replace('"partial" in run.name', "False"))
     asked: list[tuple[list[tuple[str, int]], float]] = []
 
-    def real_capacities(entries: Any, runs: Any, watcher: Any, share: float) -> Any:
+    def with_capacities(entries: Any, runs: Any, watcher: Any, share: float) -> Any:
         asked.append(([(run.profile, run.seed) for run in runs], share))
         speed = 1000.0 * (1 + runs[0].seed)
         made = Capacities(rollout_tokens_per_s=10 * speed, trainer_tokens_per_s=speed, colocated=False)
-        return {(run.profile, run.seed): made for run in runs}, ("doubtful",)
+        return [replace(run, capacities=made) for run in runs], ("doubtful",)
 
-    monkeypatch.setattr(compare, "real_capacities", real_capacities)
+    monkeypatch.setattr(compare, "with_capacities", with_capacities)
     request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, repeat=2)
-    outcome = compare_real(request, tmp_path, Quiet())
+    outcome = compare_real(contest_of(request), tmp_path, Quiet())
     assert outcome.error is None
     assert asked == [([("colocate", seed), ("partial-rollout", seed)], 0.5) for seed in request.seeds]
     assert outcome.comparison is not None
@@ -133,7 +134,7 @@ def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Pa
 def test_what_is_finished_is_kept_when_a_later_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, LINES)
     request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS)
-    outcome = compare_real(request, tmp_path, Quiet())
+    outcome = compare_real(contest_of(request), tmp_path, Quiet())
     assert isinstance(outcome.error, AsyncrlError)
     assert "the trainer died" in str(outcome.error)
     assert outcome.comparison is not None

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncrl_cli.bench import figures
-from asyncrl_cli.bench.figures import view_length_s
+from asyncrl_cli.bench import pictures
+from asyncrl_cli.bench.gantt import Timeline, evenly
+from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import Comparison, Result, Spread
+from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread
 from asyncrl_cli.bench.table import heading_of, table_of
-from asyncrl_cli.bench.timeline import Timeline, evenly
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.observe.bound import Bound, Capacities
 
@@ -32,14 +32,11 @@ def result(name: str, speed: float) -> Result:
         "step_s_mean": Spread(median=1.25, min=1.0, max=1.5),
     }
     return Result(
-        profile=name,
-        mode=name,
+        contestant=Contestant(profile=name, mode=name, step_groups=128, window_groups=512),
         figures=figures,
         seeds=(0, 1),
         capacities=Capacities(rollout_tokens_per_s=1e6, trainer_tokens_per_s=2e6, colocated=name == "colocate"),
         bound=Bound(generation_s=100.0, training_s=50.0, colocated=name == "colocate"),
-        step_groups=128,
-        window_groups=512,
     )
 
 
@@ -160,7 +157,7 @@ def test_a_picture_that_fails_is_told_and_costs_no_results(tmp_path: Path, monke
         path.write_bytes(b"half a pic")
         raise ValueError("no such font")
 
-    monkeypatch.setattr(figures, "draw_timelines", draw)
+    monkeypatch.setattr(pictures, "draw_timelines", draw)
     results = write_results(comparison(), tmp_path)
     before = results.read_bytes()
     written, failures = write_report(comparison(), [timeline("colocate")], tmp_path)
@@ -190,10 +187,18 @@ def test_a_heading_says_how_many_runs_the_medians_are_of() -> None:
 
 
 def test_a_directory_that_holds_anything_is_refused(tmp_path: Path) -> None:
-    assert output_directory(tmp_path / "new").is_dir()
+    with output_directory(tmp_path / "new") as directory:
+        assert directory.is_dir()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(RefusedError, match="is not empty"):
-        output_directory(tmp_path)
+    with pytest.raises(RefusedError, match="is not empty"), output_directory(tmp_path):
+        pass
+
+
+def test_an_interrupted_comparison_leaves_no_directory_of_its_own_and_nothing_else_is_touched(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(KeyboardInterrupt), output_directory(tmp_path / "mine" / "bench" / "now"):
+        raise KeyboardInterrupt
+    assert list((tmp_path / "mine").iterdir()) == []
 
 
 def test_the_view_begins_with_a_window_in_the_middle_of_the_run() -> None:

@@ -9,21 +9,19 @@ from itertools import product
 
 import pytest
 
-from asyncrl_cli.bench.pareto import Failed, Measured, Row, dominates, front, ranked, recommended, survivors
-from asyncrl_cli.bench.search import SHORT_WINDOWS, Effort, balanced_share, search
-from asyncrl_cli.bench.settings import (
-    Setting,
-    Space,
-    beside,
-    etas_up_to,
-    on_split_of,
-    slots_up_to,
-    space_of,
-    splits_of,
-    spread,
-    windows_of,
+from asyncrl_cli.bench.search import (
+    FEWEST_LONG_WINDOWS,
+    SHORT_WINDOWS,
+    Measured,
+    Row,
+    front,
+    long_windows,
+    planned_windows,
+    recommended,
+    search,
 )
-from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
+from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space, etas_up_to, slots_up_to, space_of, windows_of
+from asyncrl_cli.bench.tune import check_gpus, starting_sets
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import compile_job
@@ -82,40 +80,46 @@ def model(setting: Setting) -> Measured:
 # --- the space
 
 
+def splits(wide: Space) -> list[str]:
+    return [setting.split for setting in wide.along_splits(wide.current)]
+
+
 def test_sixteen_gpus_and_more_are_split_by_nodes() -> None:
-    splits = space(gpus=128).splits
-    assert splits[0] == (8, 120)
-    assert splits[-1] == (120, 8)
-    assert len(splits) == 15
-    assert all(ranks + workers == 128 for ranks, workers in splits)
+    found = splits(space(gpus=128))
+    assert (found[0], found[-1], len(found)) == ("120:8", "8:120", 15)
+    assert all(sum(map(int, split.split(":"))) == 128 for split in found)
 
 
 def test_fewer_gpus_are_split_one_by_one() -> None:
-    assert space(gpus=8).splits == tuple((ranks, 8 - ranks) for ranks in range(1, 8))
+    assert splits(space(gpus=8)) == [f"{8 - workers}:{workers}" for workers in range(1, 8)]
+
+
+def test_a_thousand_gpus_have_no_more_splits_to_try_and_the_best_is_narrowed_down_to_half_a_node() -> None:
+    large = space(gpus=1024)
+    assert 8 <= len(splits(large)) < MOST_SPLITS
+    near = [setting.trainer_workers - 512 for setting in large.beside_split(large.current)]
+    assert near == [-64, 64, -32, 32, -16, 16, -8, 8, -4, 4]
 
 
 def test_half_a_node_is_tried_beside_the_best_split_and_single_gpus_where_there_is_no_node() -> None:
-    wide, small = space(gpus=128), space(gpus=8)
-    assert [setting.split for setting in wide.finer(wide.current)] == ["60:68", "68:60"]
-    assert [setting.split for setting in small.finer(small.current)] == ["3:5", "5:3"]
-    tensor_parallel = space("placement.gpus_per_rollout_worker=8", gpus=128)
-    assert [setting.split for setting in tensor_parallel.finer(tensor_parallel.current)] == ["56:72", "72:56"]
+    def beside(*sets: str, gpus: int) -> set[str]:
+        near = space(*sets, gpus=gpus)
+        return {setting.split for setting in near.beside_split(near.current)}
+
+    assert beside(gpus=128) == {"56:72", "60:68", "68:60", "72:56"}
+    assert beside(gpus=8) == {"3:5", "5:3"}
+    assert beside("placement.gpus_per_rollout_worker=8", gpus=128) == {"56:72", "72:56"}
 
 
 def test_tensor_parallel_workers_stay_whole() -> None:
-    splits = space("placement.gpus_per_rollout_worker=4", gpus=8).splits
-    assert splits == ((4, 1),)
+    (setting,) = (tensor_parallel := space("placement.gpus_per_rollout_worker=4", gpus=8)).along_splits(tensor_parallel.current)
+    assert (setting.trainer_workers, setting.rollout_workers) == (4, 1)
 
 
 def test_processes_on_cpus_are_split_too() -> None:
     four = space("placement.trainer_workers=2", "rollout.workers=2", gpus=0)
-    assert four.splits == ((1, 3), (2, 2), (3, 1))
+    assert splits(four) == ["3:1", "2:2", "1:3"]
     assert "placement.gpus" not in " ".join(four.current.sets())
-
-
-def test_a_current_split_off_the_grid_is_kept() -> None:
-    current = replace(space(gpus=128).current, trainer_workers=60, rollout_workers=68)
-    assert (60, 68) in splits_of(current)
 
 
 def test_windows_keep_w_or_are_shorter_with_the_same_step() -> None:
@@ -136,21 +140,24 @@ def test_slots_never_exceed_the_workloads_and_hold_a_group() -> None:
     assert slots_up_to(16, 16) == (16,)
 
 
+def every(wide: Space) -> set[Setting]:
+    axes = (wide.along_splits, wide.along_windows, wide.along_etas, wide.along_slots, wide.beside_split)
+    return {setting for start in (wide.current, wide.start) for axis in axes for setting in axis(start)}
+
+
 def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
-    wide = space(bound=2)
-    starts = [*wide.probes(), *wide.screen(wide.current, 0.5, 40)]
-    near = {setting for start in starts for setting in (start, *wide.neighbours(start, wants_ranks=True))}
-    assert len(near) > 50
-    for setting in near:
+    found = every(space(bound=2))
+    assert len(found) > 50
+    for setting in found:
         profile = profile_of("placement.gpus=128", *setting.sets())
         cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=128),), elastic_cpus=True)
         assert Setting.of(profile, compile_job(profile, cluster)) == setting
 
 
 def test_without_staleness_nothing_is_partial() -> None:
-    assert {setting.partial_rollout for setting in space(bound=0).probes()} == {False}
-    stale = space(bound=1, name="stale-samples")
-    assert not any(setting.partial_rollout for setting in stale.probes())
+    strict, stale = space(bound=0), space(bound=1, name="stale-samples")
+    assert not any(setting.partial_rollout for setting in strict.along_etas(strict.start))
+    assert not any(setting.partial_rollout for setting in stale.along_etas(stale.start))
 
 
 def test_an_interrupt_policy_keeps_rollouts_partial() -> None:
@@ -161,27 +168,6 @@ def test_an_interrupt_policy_that_no_allowed_eta_can_use_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"recompute-kv.*nothing is generated ahead") as caught:
         space('rollout.interrupt="recompute-kv"', bound=0)
     assert "--max-staleness 1" in str(caught.value.hint)
-
-
-def test_the_probes_begin_with_the_current_setting_unless_it_is_beyond_the_bound() -> None:
-    allowed = space(bound=1)
-    assert allowed.probes()[0] == allowed.current
-    strict = space(bound=0)
-    assert strict.current not in strict.probes()
-
-
-def test_the_screen_is_around_the_balanced_share_with_a_far_split_on_either_side() -> None:
-    wide = space(gpus=128)
-    splits = [setting.split for setting in wide.screen(wide.current, 80 / 128, 7)]
-    assert {"72:56", "80:48", "88:40"} <= set(splits[:5])
-    far = [int(split.split(":")[0]) for split in splits[5:]]
-    assert min(far) < 64 < 88 < max(far)
-
-
-def test_idle_times_tell_the_balanced_share() -> None:
-    # 64 ranks that work half of the time do the work of 32; 64 workers that never idle that of 64: a third is the trainer's.
-    busy = Row(setting=space().current, measured=replace(measured(1.0), trainer_idle_ratio=0.5))
-    assert balanced_share(busy) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -216,20 +202,6 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
         check_gpus(8, 4)
 
 
-def test_values_beside_and_spread() -> None:
-    assert beside((1, 2, 3), 2) == [1, 3]
-    assert beside((1, 2, 3), 3) == [2]
-    assert beside((1, 2, 3), 7) == []
-    assert spread(range(10), 5) == [1, 3, 5, 7, 9]
-    assert spread((1, 2), 5) == [1, 2]
-
-
-def test_the_side_that_is_waited_for_gets_gpus_first() -> None:
-    wide = space()
-    assert next(wide.neighbours(wide.current, wants_ranks=True)).split == "72:56"
-    assert next(wide.neighbours(wide.current, wants_ranks=False)).split == "56:72"
-
-
 # --- Pareto
 
 
@@ -238,19 +210,11 @@ def test_a_front_has_no_row_that_another_beats_in_both() -> None:
     assert [(r.measured.window_time_s, r.measured.staleness_mean) for r in front(rows)] == [(1, 0.0)]
     rows = [row(1, 0.9, 1), row(2, 0.5, 2), row(2.5, 0.5, 3), row(4, 0.0, 4), row(5, 0.1, 5)]
     assert front(rows) == [rows[0], rows[1], rows[3]]
-    assert ranked(rows) == [rows[0], rows[1], rows[3], rows[2], rows[4]]
-    assert not dominates(measured(1, 0.5), measured(1, 0.5))
 
 
-def test_survivors_have_the_fastest_and_the_least_stale() -> None:
-    rows = [row(1 + 0.1 * index, 1.0 - 0.1 * index, index + 1) for index in range(10)]
-    assert survivors(rows, 2) == [rows[0], rows[9]]
-    assert survivors([], 3) == []
-
-
-def test_a_slow_row_that_is_hardly_less_stale_survives_no_faster_one() -> None:
+def test_a_slow_row_that_is_hardly_less_stale_is_not_on_a_tolerant_front() -> None:
     rows = [row(140, 0.96, 1), row(150, 0.95, 2), row(190, 0.94, 3), row(141, 0.97, 4), row(220, 0.0, 5)]
-    assert {r.setting.slots for r in survivors(rows, 3)} == {1, 5, 4}
+    assert front(rows, 0.05) == [rows[0], rows[4]]
 
 
 def test_equal_times_are_decided_by_staleness() -> None:
@@ -270,56 +234,57 @@ class Counted:
         self.windows = 0
         self.failing = failing
 
-    def __call__(self, settings: Sequence[Setting], windows: int) -> list[Measured | Failed]:
+    def __call__(self, settings: Sequence[Setting], windows: int) -> list[Measured | str]:
         self.windows += windows * len(settings)
-        return [Failed(reason="worker died") if setting in self.failing else model(setting) for setting in settings]
+        return ["worker died" if setting in self.failing else model(setting) for setting in settings]
 
 
 @pytest.mark.parametrize("windows", [120, 400])
 def test_the_best_split_and_eta_are_found(windows: int) -> None:
     counted = Counted()
-    found = search(space(), counted, Effort(windows=windows))
+    found = search(space(), counted, windows)
     best = found.rows[0]
     assert (best.setting.split, best.setting.eta, best.setting.slots) == ("84:44", Decimal(1), 256)
     assert best.setting.window_steps <= 2
     assert found.current is not None
     assert found.current.setting.split == "64:64"
     assert best.measured.window_time_s < 0.8 * found.current.measured.window_time_s
-    assert counted.windows == found.windows <= Effort(windows=windows).planned_windows
+    assert counted.windows == found.windows <= planned_windows(space(), windows)
 
 
 def test_the_recommended_setting_is_tried_on_the_current_split_too() -> None:
     """What the rest of it wins there, and what is left for the split: 6400/64 against 6400/84 s of training."""
-    found = search(space(), Counted(), Effort(windows=120))
-    best = recommended(found.long_rows)
-    (same_split,) = (r for r in found.long_rows if r.setting == on_split_of(space().current, best.setting))
+    found = search(space(), Counted(), 120)
+    best, same_split = found.best, found.on_current_split
+    assert best is not None
+    assert same_split is not None
     assert (best.setting.split, same_split.setting.split) == ("84:44", "64:64")
     assert same_split.measured.window_time_s - best.measured.window_time_s == pytest.approx(6400 / 64 - 6400 / 84)
 
 
 def test_the_front_reaches_down_to_no_staleness() -> None:
-    found = search(space(), Counted(), Effort(windows=200))
+    found = search(space(), Counted(), 200)
     assert front(found.rows)[-1].setting.eta == 0
 
 
 def test_nothing_beyond_the_bound_is_a_result_and_the_current_setting_is_still_measured() -> None:
-    found = search(space(bound=0), Counted(), Effort(windows=120))
+    found = search(space(bound=0), Counted(), 120)
     assert {r.setting.max_staleness for r in found.rows} == {0}
     assert found.current is not None
     assert found.current.setting.max_staleness == 1
 
 
 def test_a_setting_whose_run_fails_is_named_and_left_out() -> None:
-    best = search(space(), Counted(), Effort(windows=120)).rows[0].setting
-    found = search(space(), Counted(failing=[best]), Effort(windows=120))
+    best = search(space(), Counted(), 120).rows[0].setting
+    found = search(space(), Counted(failing=[best]), 120)
     assert (best, "worker died") in found.failed
     assert best not in [r.setting for r in found.rows]
 
 
 def test_a_search_is_the_same_every_time() -> None:
-    assert search(space(), Counted(), Effort(windows=120)) == search(space(), Counted(), Effort(windows=120))
+    assert search(space(), Counted(), 120) == search(space(), Counted(), 120)
 
 
 def test_long_runs_are_longer_than_short_ones_whatever_the_effort() -> None:
-    for windows in (1, 50, 200, 5000):
-        assert Effort(windows=windows).long_windows > SHORT_WINDOWS
+    assert [long_windows(space(), windows) > SHORT_WINDOWS for windows in (1, 50, 200, 5000)] == [True] * 4
+    assert long_windows(space(), 1) == FEWEST_LONG_WINDOWS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.bench import compare, figures
-from asyncrl_cli.bench.results import Comparison, Contestant, RunLines, summarise
+from asyncrl_cli.bench import compare, pictures
+from asyncrl_cli.bench.results import Comparison, Contestant, Run, summarise
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ExecutorFailed
 
@@ -116,7 +116,7 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
         Contestant(profile=name, mode=name, step_groups=16, window_groups=16) for name in ("colocate", "partial-rollout")
     ]
     comparison = Comparison(
-        results=summarise(contestants, [RunLines(profile="colocate", seed=0, lines=lines)], {}, window_groups=16),
+        results=summarise(contestants, [Run(profile="colocate", seed=0, lines=lines)], window_groups=16),
         workload="",
         baseline="colocate",
         groups=64,
@@ -132,8 +132,8 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
     def draw(*arguments: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(compare, "compare_real", lambda request, directory, watcher: outcome)
-    monkeypatch.setattr(figures, "draw_speedups", draw)
+    monkeypatch.setattr(compare, "compare_real", lambda contest, directory, watcher: outcome)
+    monkeypatch.setattr(pictures, "draw_speedups", draw)
     assert run(["bench", "--set", "placement.device=cpu", "--out", str(tmp_path / "out")]) == failure.exit_code
     said = capsys.readouterr()
     assert "not finished: partial-rollout-r0" in said.out

@@ -249,10 +249,10 @@ def test_a_search_that_found_the_current_setting_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.pareto import Measured
-    from asyncrl_cli.bench.settings import Setting
+    from asyncrl_cli.bench.search import Measured
+    from asyncrl_cli.bench.space import Setting
 
-    def evaluator(pool: object, request: object, planned: int, on_progress: object) -> object:
+    def evaluator(*arguments: object) -> object:
         """One setting is the fastest: the one that laptop-tiny begins with."""
 
         def seconds(setting: Setting) -> Measured:
@@ -279,8 +279,8 @@ def test_a_search_says_what_the_split_does_and_what_the_rest_does(
 ) -> None:
     """Made up: 1:3 takes half of the time of 2:2, and eta = 1 takes 0.8 of it."""
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.pareto import Measured
-    from asyncrl_cli.bench.settings import Setting
+    from asyncrl_cli.bench.search import Measured
+    from asyncrl_cli.bench.space import Setting
 
     def seconds(setting: Setting) -> Measured:
         time_s = 100.0 * (0.5 if setting.split == "1:3" else 1.0) * (0.8 if setting.eta == 1 else 1.0)
@@ -301,8 +301,8 @@ def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.pareto import Measured
-    from asyncrl_cli.bench.settings import Setting
+    from asyncrl_cli.bench.search import Measured
+    from asyncrl_cli.bench.space import Setting
 
     def seconds(setting: Setting) -> Measured:
         time_s = {"2:2": 100.0, "1:3": 130.0, "3:1": 110.0}[setting.split] * (0.8 if setting.eta == 1 else 1.0)
@@ -320,7 +320,7 @@ def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
 def test_a_search_from_a_known_row_is_held_against_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """verl-7b-math-128 has a published row of its partial rollout: 150.63 s. 128 GPUs split elsewhere are another setting."""
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.pareto import Measured
+    from asyncrl_cli.bench.search import Measured
 
     two = Measured(window_time_s=100.0, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.1, rollouter_idle_ratio=0.1)
     monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [two for _ in settings])

@@ -18,7 +18,7 @@ from asyncrl_cli.train.balance import microbatches, plan_train_step
 from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
 from asyncrl_cli.train.settings import TrainerSettings
-from asyncrl_cli.weights.buckets import unpack, verify
+from asyncrl_cli.weights.buckets import unpack, verified
 from asyncrl_cli.weights.probes import mean_abs_diff
 from tests.products import counted_products
 from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
@@ -223,7 +223,7 @@ def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir
     manifest, buckets = trainer.published(0)
     original = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     trainer.train(rank_batch(*make_step(1, num_groups=2)))
-    verify(buckets, manifest)
+    list(verified(buckets, manifest))
     assert len(buckets) > 5
     received = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
     assert set(received) == {name for name, _ in original.named_parameters()}

@@ -16,7 +16,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.train.settings import TrainerSettings
-from asyncrl_cli.weights.buckets import verify
+from asyncrl_cli.weights.buckets import verified
 from tests.train.train_samples import make_step
 
 REPOSITORY = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir
     again.load(tmp_path / "checkpoint")
     assert again.published_version == 5
     after, buckets = again.published(5)
-    verify(buckets, before)
+    list(verified(buckets, before))
     assert after == before
 
 

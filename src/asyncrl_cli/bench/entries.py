@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.errors import ConfigError
@@ -30,22 +29,22 @@ OWN_FLAGS = {
 LEAST_WINDOWS = 3
 """Of the profile with the longest ones: a warm-up, one that is measured, a run-out."""
 
-SAME_SECTIONS = ("model", "task")
-SAME_KEYS = {
-    "run": ("seed",),
-    "trainer": ("ppo_mini_batch_size",),
-    "rollout": (
-        "engine",
-        "n",
-        "max_prompt_tokens",
-        "max_response_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "stop",
-    ),
-    "eval": ("prompts", "temperature"),
-}
+SAME_KEYS = (
+    "model.",
+    "task.",
+    "run.seed",
+    "trainer.ppo_mini_batch_size",
+    "rollout.engine",
+    "rollout.n",
+    "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.stop",
+    "eval.prompts",
+    "eval.temperature",
+)
 """What must not differ between the profiles: everything that says what work there is."""
 
 
@@ -136,22 +135,17 @@ def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
 
 
 def _check_same_work(baseline: Entry, entry: Entry) -> None:
-    for section in SAME_SECTIONS:
-        left, right = (getattr(one.profile, section).model_dump() for one in (baseline, entry))
-        for key in left:
-            _check_equal(baseline, entry, f"{section}.{key}", left[key], right[key])
-    for section, names in SAME_KEYS.items():
-        for name in names:
-            left, right = (getattr(getattr(one.profile, section), name) for one in (baseline, entry))
-            _check_equal(baseline, entry, f"{section}.{name}", left, right)
-
-
-def _check_equal(baseline: Entry, entry: Entry, key: str, left: Any, right: Any) -> None:
-    if left != right:
-        raise ConfigError(
-            f"'{baseline.name}' and '{entry.name}' do different work: {key} is {left!r} and {right!r}",
-            hint=f"--set {shlex.quote(f'{key}={_written(left if left is not None else right)}')} sets it for all of them",
-        )
+    left, right = baseline.profile.model_dump(), entry.profile.model_dump()
+    for key in (f"{section}.{name}" for section, values in left.items() if isinstance(values, dict) for name in values):
+        section, _, name = key.partition(".")
+        ours, theirs = left[section][name], right[section][name]
+        if ours != theirs and (key in SAME_KEYS or f"{section}." in SAME_KEYS):
+            value = ours if ours is not None else theirs
+            written = value if isinstance(value, str) else toml_value(value)  # `--set` takes a string without quotes
+            raise ConfigError(
+                f"'{baseline.name}' and '{entry.name}' do different work: {key} is {ours!r} and {theirs!r}",
+                hint=f"--set {shlex.quote(f'{key}={written}')} sets it for all of them",
+            )
 
 
 def _check_same_resources(baseline: Entry, entry: Entry) -> None:
@@ -168,13 +162,8 @@ def _check_same_resources(baseline: Entry, entry: Entry) -> None:
         )
 
 
-def _written(value: Any) -> str:
-    """As `--set` takes it: a string needs no quotes there."""
-    return value if isinstance(value, str) else toml_value(value)
-
-
 def _same_resources(plan: JobPlan) -> str:
-    """`--set`s that give every profile as much as this one has. Colocated, there are as many places as ranks and workers apart."""
+    """`--set`s that give every profile what this one has: a colocated one's places are halved between ranks and workers."""
     if plan.device == "cuda":
         return f"--set placement.gpus={plan.gpus}"
     counts = plan.counts

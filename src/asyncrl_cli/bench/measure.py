@@ -12,7 +12,7 @@ What a run did not measure is absent from its figures, never 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import AsyncrlError
@@ -29,6 +29,11 @@ PARTS = {
 """Parts of a step as the bench shows them, from the parts of `timing/*_s`."""
 PARTIAL = "fully_async/partial/"
 RATE = "rollouter/tokens_per_s"
+RATIOS = {
+    "trainer_idle_ratio": "trainer/idle_ratio",
+    "rollouter_idle_ratio": "rollouter/idle_ratio",
+    "slot_utilization": "rollouter/slot_utilization",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +53,14 @@ class Stretch:
     end_s: float
     eval_s: float
     groups: int
-    windows: int
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.begin_s - self.eval_s
+
+    @property
+    def end_groups(self) -> int:
+        return int(self.lines[-1]["groups_trained"])
 
 
 def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
@@ -68,20 +76,11 @@ def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
     return Edges(begin_groups=begin, end_groups=end if end > begin else total)
 
 
-def own_edges(lines: Sequence[Line]) -> Edges:
-    """For a run by itself: whole windows of its own."""
-    ends = {int(line["window"]): int(line["groups_trained"]) for line in lines}
-    windows = list(ends)
-    if len(windows) < 2:
-        raise _too_short(len(windows))
-    warm = [window for window in windows[1:] if ends[window] > _scored_groups(lines)] or windows[1:]
-    measured = warm[:-1] if len(warm) > 1 else warm
-    return Edges(begin_groups=ends[windows[windows.index(measured[0]) - 1]], end_groups=ends[measured[-1]])
-
-
 def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
-    """`edges`: by default the run's own. Raises AsyncrlError for a run of which warm-up would be all there is."""
-    edges = edges or own_edges(lines)
+    """`edges`: by default those of the run's own windows. Raises AsyncrlError for a run of which warm-up would be all there is."""
+    if edges is None:
+        first = [line for line in lines if line["window"] == lines[0]["window"]]
+        edges = common_edges([lines], int(first[-1]["groups_trained"]))
     before = [line for line in lines if line["groups_trained"] <= edges.begin_groups]
     inside = tuple(line for line in lines if edges.begin_groups < line["groups_trained"] <= edges.end_groups)
     if not before or not inside:
@@ -92,7 +91,6 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
         end_s=inside[-1]["time_s"],
         eval_s=sum(spent_s(line, "eval") for line in inside),
         groups=inside[-1]["groups_trained"] - before[-1]["groups_trained"],
-        windows=len({line["window"] for line in inside}),
     )
 
 
@@ -114,10 +112,10 @@ def work_of(lines: Sequence[Line], stretch: Stretch) -> Work:
     more groups ahead than it ends with, and those were another stretch's work. Training's is what was trained."""
     before = [line for line in lines if line["time_s"] <= stretch.begin_s][-1]
     trained = sum(sampled_tokens(line) for line in stretch.lines)
-    rates = [(line[RATE], spent_s(line, "step")) for line in stretch.lines if RATE in line]
     steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
+    rates = _means(stretch.lines, {RATE: RATE}, lambda line: spent_s(line, "step")).values()
     return Work(
-        sampled_tokens=min([trained, *(rate * steps_s for rate in _means({RATE: rates}).values())]),
+        sampled_tokens=min([trained, *(rate * steps_s for rate in rates)]),
         trained_tokens=stretch.lines[-1]["tokens_trained"] - before["tokens_trained"],
     )
 
@@ -140,7 +138,11 @@ def figures_of(lines: Sequence[Line], *, window_groups: int, edges: Edges | None
         **{f"window_{name}_s": total / stretch.groups * window_groups for name, total in parts.items()},
         "tokens_per_s": work_of(lines, stretch).trained_tokens / seconds,
     }
-    return figures | _ratios(stretch) | _staleness(lines, stretch) | _ends(lines)
+    # An eval keeps workers busy with other things: steps beside one tell nothing of idleness.
+    alone = [line for line in stretch.lines if spent_s(line, "eval") == 0.0]
+    figures |= _means(alone, RATIOS, step_s)
+    figures |= _means(stretch.lines, {"staleness_mean": "staleness/mean"}, sampled_tokens)
+    return figures | _partial_ratio(stretch) | _of_whole_run(lines)
 
 
 def _parts(lines: Sequence[Line]) -> dict[str, float]:
@@ -158,26 +160,6 @@ def step_s(line: Line) -> float:
     return spent_s(line, "step") - spent_s(line, "eval")
 
 
-def _ratios(stretch: Stretch) -> dict[str, float]:
-    """Ratios of steps without an eval, weighted by how long they took: an eval keeps workers busy with other things."""
-    keys = {
-        "trainer_idle_ratio": "trainer/idle_ratio",
-        "rollouter_idle_ratio": "rollouter/idle_ratio",
-        "slot_utilization": "rollouter/slot_utilization",
-    }
-    lines = [line for line in stretch.lines if spent_s(line, "eval") == 0.0]
-    return _means({name: [(line[key], step_s(line)) for line in lines if key in line] for name, key in keys.items()})
-
-
-def _staleness(lines: Sequence[Line], stretch: Stretch) -> dict[str, float]:
-    means = _means(
-        {"staleness_mean": [(line["staleness/mean"], sampled_tokens(line)) for line in stretch.lines if "staleness/mean" in line]}
-    )
-    maxima = {"staleness_max": "staleness/max", "max_span": f"{PARTIAL}max_partial_span"}
-    found = {name: [line[key] for line in lines if key in line] for name, key in maxima.items()}
-    return means | {name: max(values) for name, values in found.items() if values} | _partial_ratio(stretch)
-
-
 def _partial_ratio(stretch: Stretch) -> dict[str, float]:
     """Each window's last line has the window's count."""
     key, trained = f"{PARTIAL}total_partial_num", sum(trajectories(line) for line in stretch.lines)
@@ -185,15 +167,24 @@ def _partial_ratio(stretch: Stretch) -> dict[str, float]:
     return {"partial_ratio": sum(counts) / trained} if counts and trained else {}
 
 
-def _ends(lines: Sequence[Line]) -> dict[str, float]:
+def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
+    found = {}
+    for name, key in (("staleness_max", "staleness/max"), ("max_span", f"{PARTIAL}max_partial_span")):
+        if values := [line[key] for line in lines if key in line]:
+            found[name] = max(values)
     last = lines[-1]
-    ends = {"tokens_discarded": float(last["waste/tokens_discarded"])} if "waste/tokens_discarded" in last else {}
+    if "waste/tokens_discarded" in last:
+        found["tokens_discarded"] = float(last["waste/tokens_discarded"])
     if "eval/reward_mean" in last and last["eval/version"] == last["version"]:
-        ends["final_reward"] = float(last["eval/reward_mean"])
-    return ends
+        found["final_reward"] = float(last["eval/reward_mean"])
+    return found
 
 
-def _means(pairs: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, float]:
-    """Weighted means; absent where there is no weight."""
-    weights = {name: sum(weight for _, weight in values) for name, values in pairs.items()}
-    return {name: sum(v * w for v, w in values) / weights[name] for name, values in pairs.items() if weights[name] > 0}
+def _means(lines: Sequence[Line], keys: Mapping[str, str], weight: Callable[[Line], float]) -> dict[str, float]:
+    """Weighted means of those lines that have the key; absent where there is no weight."""
+    means = {}
+    for name, key in keys.items():
+        weighted = [(line[key], weight(line)) for line in lines if key in line]
+        if (total := sum(share for _, share in weighted)) > 0:
+            means[name] = sum(value * share for value, share in weighted) / total
+    return means

@@ -1,7 +1,7 @@
 """Generation alone, in a child process: a rollout worker's engine with all slots full, and nobody else.
 
-Every slot is refilled at once, with the task's next prompts, by as many responses as a group has waiting in the
-engine's own queue. Rewards, groups and loads take no part: this is what the engine can do at full batch efficiency.
+Every slot is refilled at once, with the task's next prompts. Responses have the lengths that were given, in that order, over and
+over. Rewards, groups and loads take no part: this is what the engine can do at full batch efficiency.
 """
 
 from __future__ import annotations
@@ -9,44 +9,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from asyncrl_cli.bench.phase_processes import ANSWER_TIMEOUT_S, Barrier, CpuTime
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.bench.children import CpuTime
 
 if TYPE_CHECKING:
-    from asyncrl_cli.engines.port import Completion, Sampling
-    from asyncrl_cli.samples.trajectory import GroupPayload
+    from asyncrl_cli.bench.phases import Order
+
+T = TypeVar("T")
 
 GENERATION_CONFIG = "generation_config.json"
 NO_SUCH_TOKEN = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOrder:
-    """What a child generates: responses to `items`, `n` to each, over and over.
-
-    With `response_tokens` the responses have these lengths, in this order, over and over, and `place.model_dir` is
-    a model that does not end by itself (`endless_model`).
-    """
-
-    profile: Profile
-    place: Place
-    items: Sequence[Mapping[str, Any]]
-    n: int
-    response_tokens: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
     """Sampled response tokens within `seconds`, and the mean number of running sequences (all slots, or it was not full).
 
-    `cpu_s` are those of the process and its engine's (`CpuTime`); much less than `seconds` on a CPU means that others used the
+    `cpu_s` are those of the process and its engine's (`CpuTime`): on a CPU, much less than `seconds` means that others used the
     machine.
     """
 
@@ -55,106 +40,80 @@ class Generated:
     cpu_s: float
     running_mean: float
 
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds
 
+class GenerationAlone:
+    """One engine, on an event loop that runs in a thread."""
 
-def make_generation(index: int, argument: tuple[GenerationOrder, Barrier]) -> GenerationPhase:
-    """Called in the child."""
-    return GenerationPhase(index, *argument)
-
-
-class GenerationPhase:
-    """One engine on an event loop that runs while a method is called."""
-
-    def __init__(self, index: int, order: GenerationOrder, barrier: Barrier) -> None:
+    def __init__(self, index: int, order: Order) -> None:
         from transformers import AutoTokenizer
 
         from asyncrl_cli.engines.registry import make_engine, sampling_of
         from asyncrl_cli.rollout.prompts import tokenize_prompts
 
-        profile, place = order.profile, order.place
+        profile, place = order.side.profile, order.side.place
         tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=profile.model.trust_remote_code)
-        self._index, self._order, self._barrier = index, order, barrier
+        self._index, self._order = index, order
         self._prompts = tokenize_prompts(tokenizer, order.items)
         self._sampling = sampling_of(profile.rollout, profile.rollout.temperature)
-        self._area = _Area()
-        self._engine = make_engine(profile, place, self._area.change)
-        self._count = itertools.count()
+        self._running = _Running()
+        self._engine = make_engine(profile, place, self._running.change)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
+        self._numbers = itertools.count()
         self._ended = 0
-        self._runner = asyncio.Runner()
-        self._runner.run(self._engine.start())
+        self._sources: list[asyncio.Task[None]] = []
+        self._wait(self._engine.start())
 
-    def measure(self, seconds: float) -> Generated:
-        """For `seconds`, once as many responses have ended as there are slots, in all processes of the phase."""
-        return self._runner.run(self._measure(seconds))
+    def fill(self) -> None:
+        """Generate from now on; returns when as many responses have ended as there are slots."""
+        self._wait(self._fill())
 
-    def groups(self, count: int) -> list[GroupPayload]:
-        """The first `count` prompts' groups, sampled to their ends, with rewards made up (half of them right)."""
-        return self._runner.run(self._groups(count))
+    def begin(self) -> None:
+        """What is measured begins now."""
+        self._cpu = CpuTime(self._order.side.place.threads)
+        self._before = time.perf_counter(), self._engine.sampled_tokens, self._running.until_now()
 
-    def close(self) -> None:
-        self._runner.run(self._engine.close())
-        self._runner.close()
+    def end(self) -> Generated:
+        """Since `begin`, with all slots full; nothing is generated any more."""
+        began_s, tokens, area = self._before
+        seconds, tokens = time.perf_counter() - began_s, self._engine.sampled_tokens - tokens
+        cpu_s, running_mean = self._cpu.spent_s(), (self._running.until_now() - area) / seconds
+        self._wait(self._stop())
+        return Generated(tokens=tokens, seconds=seconds, cpu_s=cpu_s, running_mean=running_mean)
 
-    async def _measure(self, seconds: float) -> Generated:
-        engine = self._engine
+    def _wait(self, work: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _fill(self) -> None:
+        """As many responses as a group has wait in the engine's own queue."""
         self._ended = 0
-        sources = [asyncio.create_task(self._refill()) for _ in range(engine.slots + self._order.n)]
-        try:
-            while self._ended < engine.slots:
-                await _first_failure(sources, 0.02)
-            await asyncio.to_thread(self._barrier.wait, ANSWER_TIMEOUT_S)
-            began_s, cpu = time.perf_counter(), CpuTime(self._order.place.threads)
-            tokens, area = engine.sampled_tokens, self._area.until_now()
-            await _first_failure(sources, seconds)
-            spent_s, cpu_s = time.perf_counter() - began_s, cpu.spent_s()
-            tokens = engine.sampled_tokens - tokens
-            running_mean = (self._area.until_now() - area) / spent_s
-            await asyncio.to_thread(self._barrier.wait, ANSWER_TIMEOUT_S)
-        finally:
-            for source in sources:
-                source.cancel()
-            await asyncio.gather(*sources, return_exceptions=True)
-        return Generated(tokens=tokens, seconds=spent_s, cpu_s=cpu_s, running_mean=running_mean)
+        self._sources = [asyncio.create_task(self._refill()) for _ in range(self._engine.slots + self._order.side.n)]
+        while self._ended < self._engine.slots:
+            self._raise_failure()
+            await asyncio.sleep(0.02)
+
+    async def _stop(self) -> None:
+        self._raise_failure()
+        for source in self._sources:
+            source.cancel()
+        await asyncio.gather(*self._sources, return_exceptions=True)
+
+    def _raise_failure(self) -> None:
+        """Sources never end by themselves."""
+        for source in self._sources:
+            if source.done():
+                source.result()
 
     async def _refill(self) -> None:
+        """Neighbours in number share a prompt; processes share no random number."""
+        order = self._order
         while True:
-            await self._generate(next(self._count))
+            number = next(self._numbers)
+            sampling = replace(self._sampling, max_response_tokens=order.length(number))
+            seed = hash((order.side.profile.run.seed, self._index, number))
+            prompt = self._prompts[number // order.side.n % len(self._prompts)]
+            await self._engine.generate(f"phase-{number}", prompt, sampling, seed)
             self._ended += 1
-
-    async def _generate(self, number: int) -> Completion:
-        """Response `number` of this process: neighbours in number share a prompt, processes share no random number."""
-        prompt = self._prompts[number // self._order.n % len(self._prompts)]
-        seed = hash((self._order.profile.run.seed, self._index, number))
-        return await self._engine.generate(f"phase-{number}", prompt, self._sampling_of(number), seed)
-
-    def _sampling_of(self, number: int) -> Sampling:
-        lengths = self._order.response_tokens
-        if not lengths:
-            return self._sampling
-        most = self._sampling.max_response_tokens
-        return replace(self._sampling, max_response_tokens=min(lengths[number % len(lengths)], most))
-
-    async def _groups(self, count: int) -> list[GroupPayload]:
-        completions = await asyncio.gather(*(self._generate(next(self._count)) for _ in range(count * self._order.n)))
-        return list(self._payloads(completions))
-
-    def _payloads(self, completions: Sequence[Completion]) -> Iterator[GroupPayload]:
-        from asyncrl_cli.rollout.group_runner import segment_of
-        from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
-
-        n = self._order.n
-        for group in range(len(completions) // n):
-            prompt = self._prompts[group % len(self._prompts)]
-            trajectories = tuple(
-                Trajectory(
-                    segments=(segment_of(prompt, completion),), reward=float(number % 2), finish_reason=completion.finish_reason
-                )
-                for number, completion in enumerate(completions[group * n : (group + 1) * n])
-            )
-            yield GroupPayload(uid=str(group), epoch=0, attempt=0, trajectories=trajectories)
 
 
 def endless_model(model_dir: Path, directory: Path) -> Path:
@@ -169,25 +128,18 @@ def endless_model(model_dir: Path, directory: Path) -> Path:
     return directory
 
 
-async def _first_failure(tasks: Sequence[asyncio.Task[None]], seconds: float) -> None:
-    """Sleep for `seconds`, unless one of `tasks`, which never end by themselves, fails: raises its error then."""
-    ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    for task in ended:
-        task.result()
-
-
-class _Area:
+class _Running:
     """Integral of the number of running sequences over time."""
 
     def __init__(self) -> None:
-        self._running, self._since_s, self._total = 0, time.perf_counter(), 0.0
+        self._number, self._since_s, self._area = 0, time.perf_counter(), 0.0
 
-    def change(self, running: int) -> None:
+    def change(self, number: int) -> None:
         self.until_now()
-        self._running = running
+        self._number = number
 
     def until_now(self) -> float:
         now_s = time.perf_counter()
-        self._total += self._running * (now_s - self._since_s)
+        self._area += self._number * (now_s - self._since_s)
         self._since_s = now_s
-        return self._total
+        return self._area

@@ -1,35 +1,24 @@
 """Training alone, in a child process: a trainer rank that makes train steps on one batch after another.
 
-The learning rate is zero: the work is the same, and however often a batch is trained, its numbers stay in range.
+The batches are made up: the task's prompts, and responses of the lengths that were given. The learning rate is zero: the work is
+the same, and however often a batch is trained, its numbers stay in range.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.bench.phase_processes import Barrier, CpuTime
-from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.bench.children import CpuTime
 
 if TYPE_CHECKING:
+    from asyncrl_cli.bench.phases import Order
     from asyncrl_cli.loop.attempts import GroupResult
     from asyncrl_cli.samples.trajectory import GroupPayload
-    from asyncrl_cli.train.balance import RankPlan
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOrder:
-    """What the ranks train: `batches`, each the groups of one train step of `num_minibatches` optimizer steps."""
-
-    settings: TrainerSettings
-    ranks: int
-    device: str
-    init_method: str
-    batches: Sequence[Sequence[GroupPayload]]
-    num_minibatches: int
-    normalize: bool
+BATCHES = 2
+"""Different ones, trained in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,30 +30,33 @@ class Trained:
     cpu_s: float
 
 
-def make_training(index: int, argument: tuple[TrainingOrder, Barrier]) -> TrainingPhase:
-    """Called in the child; the ranks meet here."""
-    return TrainingPhase(index, argument[0])
-
-
-class TrainingPhase:
+class TrainingAlone:
     """One rank. All ranks are asked for the same number of steps."""
 
-    def __init__(self, rank: int, order: TrainingOrder) -> None:
+    def __init__(self, rank: int, order: Order) -> None:
+        from transformers import AutoTokenizer
+
+        from asyncrl_cli.rollout.prompts import tokenize_prompts
         from asyncrl_cli.train.balance import plan_train_step
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
-        self._order = order
-        self._plans: list[RankPlan] = [
-            plan_train_step(
-                [_result_of(group) for group in batch],
-                ranks=order.ranks,
-                num_minibatches=order.num_minibatches,
-                normalize=order.normalize,
-            )[rank]
-            for batch in order.batches
-        ]
+        side = self._side = order.side
+        settings = side.trainer
+        tokenizer = AutoTokenizer.from_pretrained(settings.model_dir, trust_remote_code=settings.trust_remote_code)
+        prompts = tokenize_prompts(tokenizer, order.items)
+        self._batches = []
+        for batch in range(BATCHES):
+            numbers = range(batch * side.step_groups, (batch + 1) * side.step_groups)
+            groups = [made_up_group(order, number, prompts[number % len(prompts)]) for number in numbers]
+            plans = plan_train_step(
+                [result for result, _ in groups],
+                ranks=side.trainer_workers,
+                num_minibatches=side.num_minibatches,
+                normalize=side.normalize,
+            )
+            self._batches.append((plans[rank], [payload for _, payload in groups]))
         self._trainer = PolicyTrainer(
-            order.settings, rank=rank, world_size=order.ranks, device=order.device, init_method=order.init_method
+            settings, rank=rank, world_size=side.trainer_workers, device=side.device, init_method=f"file://{order.meeting}"
         )
         self._step = 0
 
@@ -72,38 +64,42 @@ class TrainingPhase:
         """Make `num_steps` train steps; seconds until the slowest rank has ended the last one."""
         from asyncrl_cli.train.policy_trainer import RankBatch
 
-        window_steps = self._order.settings.window_steps
-        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._order.settings.threads), 0
+        settings = self._side.trainer
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(settings.threads), 0
         for _ in range(num_steps):
-            index = self._step % len(self._plans)
-            plan, groups = self._plans[index], self._order.batches[index]
+            plan, groups = self._batches[self._step % BATCHES]
             payloads = {group: groups[group] for group in plan.groups}
-            step_in_window = self._step % window_steps
+            step_in_window = self._step % settings.window_steps
             self._step += 1
             report = self._trainer.train(RankBatch(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads))
             tokens += report.tokens
         return Trained(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
 
-    def close(self) -> None:
-        self._trainer.close()
 
+def made_up_group(order: Order, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
+    """Responses repeat their prompt's tokens; half of them are right."""
+    import numpy as np
 
-def _result_of(payload: GroupPayload) -> GroupResult:
-    """The metadata that a rollout worker would have sent along."""
+    from asyncrl_cli.engines.port import Completion
     from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
+    from asyncrl_cli.rollout.group_runner import segment_of
+    from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 
-    metas = []
-    for trajectory in payload.trajectories:
-        num_tokens = sum(len(segment.tokens_T) for segment in trajectory.segments)
-        num_sampled = sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
+    metas, trajectories = [], []
+    for response in range(order.side.n):
+        length, reward = order.length(number * order.side.n + response), float(response % 2)
+        tokens = np.resize(prompt, length).tolist()
+        completion = Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length")
+        trajectories.append(Trajectory(segments=(segment_of(prompt, completion),), reward=reward, finish_reason="length"))
         metas.append(
             TrajectoryMeta(
-                prompt_tokens=num_tokens - num_sampled,
-                response_tokens=num_sampled,
-                reward=trajectory.reward,
-                finish_reason=trajectory.finish_reason,
-                version_tokens=((0, num_sampled),),
+                prompt_tokens=len(prompt),
+                response_tokens=length,
+                reward=reward,
+                finish_reason="length",
+                version_tokens=((0, length),),
             )
         )
-    key = AttemptKey(payload.uid, payload.epoch, payload.attempt)
-    return GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=None)
+    key = AttemptKey(str(number), 0, 0)
+    result = GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=None)
+    return result, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories))

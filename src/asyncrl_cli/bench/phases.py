@@ -7,42 +7,33 @@
 All processes are started first; the profiles are then measured in turns, repeat by repeat, so that whatever drifts on the machine
 hits all alike, and while one phase is measured the others stand still. The figure is the median of the repeats. Profiles
 with the same resources and sizes are measured once.
-
-Capacities depend on how long responses are (a short one is prefill and padding), and a model's responses change while it
-learns: give the lengths of the run that the figures are held against (`lengths_of` its metrics lines).
 """
 
 from __future__ import annotations
 
-import math
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.phase_figures import PhaseFigures, Repeats, phase_figures
-from asyncrl_cli.bench.phase_generation import GenerationOrder, endless_model, make_generation
-from asyncrl_cli.bench.phase_processes import Processes
-from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_training
-from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job, place_of
+from asyncrl_cli.bench.children import Children, Make
+from asyncrl_cli.bench.phase_generation import Generated, GenerationAlone, endless_model
+from asyncrl_cli.bench.phase_training import BATCHES, Trained, TrainingAlone
+from asyncrl_cli.observe.bound import Capacities
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile, RunSection
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.train.settings import TrainerSettings
 
 REPEATS = 3
-GENERATION_S = 2.0
-TRAINING_S = 2.0
+GENERATION_S = TRAINING_S = 2.0
 """Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
-BESIDE_TIMES = 3.0
-"""What goes on beside a measured phase lasts so many times as long as that took alone: at once, either is slower."""
 PROMPTS = 512
-BATCHES = 2
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done so far, of how many)."""
@@ -62,62 +53,56 @@ class Side:
     step_groups: int
     num_minibatches: int
     normalize: bool
-    takes_turns: bool
-    """Colocated: the two phases never work at once."""
+    colocated: bool
+    """The two phases take turns and never work at once."""
 
 
-def measure_all(
-    profiles: Mapping[str, Profile],
-    model_dir: Path,
-    task: Task,
-    *,
-    response_tokens: Sequence[int] = (),
-    cluster: ClusterResources | None = None,
-    repeats: int = REPEATS,
-    seconds: float = GENERATION_S,
-    at_once: bool = True,
-    progress: Progress = lambda text, done, total: None,
-) -> dict[str, PhaseFigures]:
-    """Figures of each profile, measured in turns. `response_tokens`: lengths of responses; the model's own if not given.
-    `at_once`: also both phases of a profile at the same time, where they do not take turns.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What the processes of a side work on. `response_tokens`: the lengths of responses, taken in turns; `meeting`: a file for the
+    ranks."""
 
-    Raises:
-        ConfigError, PreflightError: the profile's numbers do not go together, or the machine has too little.
-        ExecutorFailed: a process failed; carries its error.
+    side: Side
+    items: Sequence[Mapping[str, Any]]
+    response_tokens: Sequence[int]
+    meeting: Path
+
+    def length(self, number: int) -> int:
+        return min(self.response_tokens[number % len(self.response_tokens)], self.side.profile.rollout.max_response_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseFigures:
+    """Medians over the repeats, each repeat's tokens per second, and how far to believe them.
+
+    `cpu_share` is the smallest share of its wall time that a process of a phase computed (its busiest thread): far below 1 on
+    CPUs means that others used the machine. `slots_used` is the mean share of slots that were full while generation was measured.
     """
-    plans = {name: compile_job(profile, cluster or local_cluster()) for name, profile in profiles.items()}
-    sides = {name: side_of(profile, plans[name], model_dir, task) for name, profile in profiles.items()}
-    every = list(sides.values())
-    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ExitStack() as processes:
-        unique = [side for index, side in enumerate(every) if side not in every[:index]]
-        bench = _Bench(
-            sides=unique, task=task, response_tokens=tuple(response_tokens), directory=Path(directory), processes=processes
-        )
-        measured = bench.run(repeats, seconds, at_once, progress)
-    return {name: phase_figures(side, plans[name].colocate, measured[unique.index(side)]) for name, side in sides.items()}
+
+    capacities: Capacities
+    rollout_repeats: tuple[float, ...]
+    trainer_repeats: tuple[float, ...]
+    slots_used: float
+    cpu_share: float
 
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:
-    """What the job's own workers would be started with. The trainer's learning rate is 0: see phase_training.py."""
+    """What the job's own workers would be started with, but for the trainer's learning rate, which is 0."""
     trainer = TrainerSettings.from_profile(profile, model_dir.absolute(), 1)
+    if trainer.old_logprobs == "rollout":
+        trainer = replace(trainer, window_steps=1)  # without a second forward pass all steps of a window are alike
     return Side(
         profile=_of_the_engine(profile),
         place=place_of(plan, ROLLOUT, model_dir),
         n=profile.rollout.n,
-        trainer=_same_work(replace(trainer, lr=0.0, threads=plan.role(TRAINER).threads)),
+        trainer=replace(trainer, lr=0.0, threads=plan.role(TRAINER).threads),
         trainer_workers=plan.role(TRAINER).workers,
         device=plan.device,
         step_groups=profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size,
         num_minibatches=profile.async_training.require_batches,
         normalize=profile.algorithm.normalize_advantages,
-        takes_turns=plan.colocate,
+        colocated=plan.colocate,
     )
-
-
-def lengths_of(lines: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Lengths of a run's responses, from its metrics lines' quantiles: as many of each step, evenly over its distribution."""
-    points = [line["response_tokens/quantiles"] for line in lines if line.get("response_tokens/quantiles")]
-    return [max(1, round((low + high) / 2)) for step in points for low, high in pairwise(step)]
 
 
 def _of_the_engine(profile: Profile) -> Profile:
@@ -125,114 +110,120 @@ def _of_the_engine(profile: Profile) -> Profile:
     return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
 
 
-def _same_work(settings: TrainerSettings) -> TrainerSettings:
-    """Without a second forward pass (`old_logprobs = "rollout"`), the place of a step in its window changes nothing."""
-    return replace(settings, window_steps=1) if settings.old_logprobs == "rollout" else settings
+def measure_all(
+    sides: Mapping[str, Side],
+    items: Sequence[Mapping[str, Any]],
+    response_tokens: Sequence[int],
+    *,
+    repeats: int = REPEATS,
+    at_once: bool = True,
+    progress: Progress = lambda text, done, total: None,
+) -> dict[str, PhaseFigures]:
+    """Figures of each side, measured in turns, on prompts of `items` and responses of these lengths. `at_once`: also both phases of
+    a side at the same time, where they do not take turns. Raises ExecutorFailed with the error of a process that failed."""
+    every = list(sides.values())
+    unique = [side for index, side in enumerate(every) if side not in every[:index]]
+    progress("starting each phase alone", 0, 0)
+    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ExitStack() as processes:
+        pairs: list[_Pair] = []
+        for index, side in enumerate(unique):
+            place = Path(directory) / str(index)
+            order = Order(side=side, items=items[:PROMPTS], response_tokens=response_tokens, meeting=place / "meeting")
+            pairs.append(_Pair(order, place, processes))
+        for pair in pairs:
+            pair.ready()
+        for pair in pairs:
+            pair.warm_up()
+        apart = [pair for pair in pairs if at_once and not pair.side.colocated]
+        turn = [
+            *(("measuring generation alone", pair.generate) for pair in pairs),
+            *(("measuring training alone", pair.train) for pair in pairs),
+            *(("measuring both phases at once", pair.work_at_once) for pair in apart),
+        ]
+        for done, (text, work) in enumerate(turn * repeats, 1):
+            progress(text, done, len(turn) * repeats + 1)
+            work()
+        progress("each phase was measured alone", len(turn) * repeats + 1, len(turn) * repeats + 1)
+    return {name: pairs[unique.index(side)].figures() for name, side in sides.items()}
 
 
 class _Pair:
-    """One side's two phases, and what was measured of them."""
+    """One side's processes of either phase, and what was measured of them."""
 
-    def __init__(self, generation: Processes, training: Processes, num_steps: int) -> None:
-        self.result = Repeats()
-        self._generation = generation
-        self._training = training
-        self._num_steps = num_steps
-        self._generation_s = self._training_s = 0.0
-        """The last measurement of each alone, warm-up and all."""
+    def __init__(self, order: Order, directory: Path, processes: ExitStack) -> None:
+        side = self.side = order.side
 
-    def generate(self, seconds: float) -> None:
-        began_s = time.monotonic()
-        self.result.generated.append(self._generation.ask("measure", seconds))
-        self._generation_s = time.monotonic() - began_s
+        def start(name: str, make: Make, given: Order, count: int, threads: int) -> Children:
+            return processes.enter_context(Children(name, make, given, count=count, threads=threads, log_dir=directory))
 
-    def train(self) -> None:
-        began_s = time.monotonic()
-        self.result.trained.append(self._training.ask("measure", self._num_steps))
-        self._training_s = time.monotonic() - began_s
+        endless = endless_model(Path(side.place.model_dir), directory / "model")
+        generating = replace(order, side=replace(side, place=replace(side.place, model_dir=str(endless))))
+        self._generation = start("generation", GenerationAlone, generating, side.place.workers, side.place.threads)
+        self._training = start("training", TrainingAlone, order, side.trainer_workers, side.trainer.threads)
+        self._generated: dict[bool, list[list[Generated]]] = {False: [], True: []}
+        self._trained: dict[bool, list[list[Trained]]] = {False: [], True: []}
+        """By whether the other phase worked, too: repeat by repeat, and process by process."""
+        self._num_steps = 0
 
-    def work_at_once(self, seconds: float) -> None:
-        """Each phase while the other one works for longer."""
-        long_steps = math.ceil(BESIDE_TIMES * self._generation_s / self._training_s * self._num_steps)
-        with self._training.doing("measure", long_steps):
-            self.result.generated_beside.append(self._generation.ask("measure", seconds))
-        with self._generation.doing("measure", BESIDE_TIMES * self._training_s):
-            self.result.trained_beside.append(self._training.ask("measure", self._num_steps))
+    def ready(self) -> None:
+        self._generation.ready()
+        self._training.ready()
+
+    def warm_up(self) -> None:
+        """And find the number of train steps that take about `TRAINING_S`: whole windows, where the steps of one differ."""
+        few = BATCHES * self.side.trainer.window_steps
+        self._training.ask("measure", few)
+        warm: list[Trained] = self._training.ask("measure", few)
+        self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)
+
+    def generate(self) -> None:
+        self._generate_during(lambda: time.sleep(GENERATION_S), at_once=False)
+
+    def train(self, *, at_once: bool = False) -> None:
+        self._trained[at_once].append(self._training.ask("measure", self._num_steps))
+
+    def work_at_once(self) -> None:
+        """Both are measured over the same time."""
+        self._generate_during(lambda: self.train(at_once=True), at_once=True)
+
+    def _generate_during(self, work: Callable[[], None], *, at_once: bool) -> None:
+        self._generation.ask("fill")
+        self._generation.ask("begin")
+        work()
+        self._generated[at_once].append(self._generation.ask("end"))
 
 
-class _Bench:
-    """All processes of a measurement, and the order in which they work."""
+def _of_the_engine(profile: Profile) -> Profile:
+    run = RunSection(seed=profile.run.seed)
+    return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
 
-    def __init__(
-        self, *, sides: Sequence[Side], task: Task, response_tokens: Sequence[int], directory: Path, processes: ExitStack
-    ) -> None:
-        self._sides = sides
-        self._items = task.train[:PROMPTS]
-        self._lengths = response_tokens
-        self._directory = directory
-        self._processes = processes
-
-    def run(self, repeats: int, seconds: float, at_once: bool, progress: Progress) -> list[Repeats]:
-        apart = [index for index, side in enumerate(self._sides) if at_once and not side.takes_turns]
-        total, done = 1 + 2 * repeats * (len(self._sides) + len(apart)), 0
-        progress("starting each phase alone", done, total)
-        pairs = self._started()
-        for _ in range(repeats):
-            for pair in pairs:
-                done += 1
-                progress("measuring generation alone", done, total)
-                pair.generate(seconds)
-            for pair in pairs:
-                done += 1
-                progress("measuring training alone", done, total)
-                pair.train()
-            for index in apart:
-                done += 2
-                progress("measuring both phases at once", done, total)
-                pairs[index].work_at_once(seconds)
-        progress("each phase was measured alone", total, total)
-        return [pair.result for pair in pairs]
-
-    def _started(self) -> list[_Pair]:
-        generations = [self._start_generation(index, side) for index, side in enumerate(self._sides)]
-        for processes in generations:
-            processes.ready()
-        trainings = [self._start_training(index, side, generations[index]) for index, side in enumerate(self._sides)]
-        for processes in trainings:
-            processes.ready()
-        sides = zip(self._sides, generations, trainings, strict=True)
-        return [_Pair(generation, training, _steps_of(side, training)) for side, generation, training in sides]
-
-    def _start_generation(self, index: int, side: Side) -> Processes:
-        place = side.place
-        if self._lengths:
-            endless = endless_model(Path(place.model_dir), self._directory / f"model-{index}")
-            place = replace(place, model_dir=str(endless))
-        order = GenerationOrder(profile=side.profile, place=place, items=self._items, n=side.n, response_tokens=self._lengths)
-        return self._start(f"generation-{index}", place.workers, make_generation, order, place.threads)
-
-    def _start_training(self, index: int, side: Side, generation: Processes) -> Processes:
-        """The batches are made by the side's own rollout workers, one of which is as good as all."""
-        groups = generation.ask("groups", BATCHES * side.step_groups)[0]
-        order = TrainingOrder(
-            settings=side.trainer,
-            ranks=side.trainer_workers,
-            device=side.device,
-            init_method=f"file://{self._directory}/meeting-{index}",
-            batches=[groups[start : start + side.step_groups] for start in range(0, len(groups), side.step_groups)],
-            num_minibatches=side.num_minibatches,
-            normalize=side.normalize,
+    def figures(self) -> PhaseFigures:
+        generated = [one for repeat in self._generated[False] for one in repeat]
+        measured: list[Generated | Trained] = [*generated, *(one for repeat in self._trained[False] for one in repeat)]
+        rollout, trainer = _rollout_rates(self._generated[False]), _trainer_rates(self._trained[False])
+        return PhaseFigures(
+            capacities=Capacities(
+                rollout_tokens_per_s=statistics.median(rollout),
+                trainer_tokens_per_s=statistics.median(trainer),
+                colocated=self.side.colocated,
+                rollout_beside_tokens_per_s=_median_or_none(_rollout_rates(self._generated[True])),
+                trainer_beside_tokens_per_s=_median_or_none(_trainer_rates(self._trained[True])),
+            ),
+            rollout_repeats=rollout,
+            trainer_repeats=trainer,
+            slots_used=statistics.fmean(one.running_mean for one in generated) / self.side.profile.rollout.slots,
+            cpu_share=min(one.cpu_s / one.seconds for one in measured),
         )
-        return self._start(f"training-{index}", side.trainer_workers, make_training, order, side.trainer.threads)
-
-    def _start(self, name: str, count: int, make: Callable[[int, Any], Any], order: Any, threads: int) -> Processes:
-        return self._processes.enter_context(Processes(name, count, make, order, threads=threads, log_dir=self._directory))
 
 
-def _steps_of(side: Side, training: Processes) -> int:
-    """Train steps that take about `TRAINING_S`: whole windows where they differ by their place in it. Warms up, too."""
-    window_steps = side.trainer.window_steps
-    training.ask("measure", BATCHES * window_steps)
-    warm: list[Trained] = training.ask("measure", BATCHES * window_steps)
-    rounds = round(TRAINING_S / max(one.seconds for one in warm))
-    return max(rounds, 1) * BATCHES * window_steps
+def _rollout_rates(repeats: Sequence[Sequence[Generated]]) -> tuple[float, ...]:
+    return tuple(sum(one.tokens / one.seconds for one in repeat) for repeat in repeats)
+
+
+def _trainer_rates(repeats: Sequence[Sequence[Trained]]) -> tuple[float, ...]:
+    """Each rank reports the tokens of all, and a step ends with the slowest."""
+    return tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in repeats)
+
+
+def _median_or_none(rates: Sequence[float]) -> float | None:
+    return statistics.median(rates) if rates else None

@@ -14,28 +14,32 @@ from typing import Any
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import collect_garbage_seldom
 
+Begin = Callable[..., None]
+"""Called first in each process."""
+
 
 @contextmanager
-def simulators(
-    processes: int, initializer: Callable[..., None] | None = None, initargs: tuple[Any, ...] = ()
-) -> Iterator[ProcessPoolExecutor]:
-    """Fresh processes: the command's own has threads (its progress bar). Whatever ends the block early ends them at once.
-
-    Raises Interrupted for a KeyboardInterrupt.
-    """
-    context = multiprocessing.get_context("spawn")
+def simulators(processes: int, begin: Begin | None = None, arguments: tuple[Any, ...] = ()) -> Iterator[ProcessPoolExecutor]:
+    """Whatever ends the block early ends the processes at once. Raises Interrupted for a KeyboardInterrupt."""
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(initializer, initargs))
+    pool = spawned(processes, _simulator, (begin, arguments))
     try:
         yield pool
         pool.shutdown()
     except BaseException as error:
         for child in set(multiprocessing.active_children()) - others:
             child.terminate()
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted("interrupted: nothing is kept of simulated runs") from None
         raise
+
+
+def spawned(processes: int, begin: Begin, arguments: tuple[Any, ...]) -> ProcessPoolExecutor:
+    """Fresh processes (the command's own has threads: its progress bar), which leave a Ctrl-C in the terminal to their parent and
+    end with it, however it ends."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(begin, arguments))
 
 
 @contextmanager
@@ -51,13 +55,16 @@ def interrupts_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(initializer: Callable[..., None] | None, initargs: tuple[Any, ...]) -> None:
-    """In each process. A Ctrl-C in the terminal is the parent's to answer."""
+def _begin(begin: Begin, arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    begin(*arguments)
+
+
+def _simulator(begin: Begin | None, arguments: tuple[Any, ...]) -> None:
     collect_garbage_seldom()
-    if initializer is not None:
-        initializer(*initargs)
+    if begin is not None:
+        begin(*arguments)
 
 
 def _end_with_parent() -> None:

@@ -1,7 +1,4 @@
-"""Real runs, one child process after the other: `asyncrl train` as a user would call it, watched through its status.json.
-
-Interleaved over the repeats (A B C, A B C), so that whatever drifts on the machine hits all alike.
-"""
+"""Real runs, one child process after the other: `asyncrl train` as a user would call it, watched through its status.json."""
 
 from __future__ import annotations
 
@@ -19,8 +16,10 @@ from types import FrameType
 from typing import Any
 
 from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.results import RunLines
+from asyncrl_cli.bench.gantt import timeline_of_run
+from asyncrl_cli.bench.results import Run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
+from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5
 STOP_EXTRA_S = 30.0
@@ -28,6 +27,8 @@ STOP_EXTRA_S = 30.0
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 Say = Callable[[str], None]
+Interrupts = list[int]
+"""The signals by which we were asked to stop while a run is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,7 @@ class RealRun:
     sets: tuple[str, ...]
     runs_dir: Path
     name: str
+    keep_timeline: bool
 
     @property
     def directory(self) -> Path:
@@ -75,16 +77,25 @@ class RealRun:
 
 
 def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path) -> list[RealRun]:
-    """In the order in which they are made."""
+    """In the order in which they are made; the first of each profile is drawn."""
     return [
-        RealRun(entry=entry, seed=seed, groups=groups, sets=tuple(sets), runs_dir=runs_dir, name=f"{entry.name}-r{repeat}")
+        RealRun(
+            entry=entry,
+            seed=seed,
+            groups=groups,
+            sets=tuple(sets),
+            runs_dir=runs_dir,
+            name=f"{entry.name}-r{repeat}",
+            keep_timeline=repeat == 0,
+        )
         for repeat, seed in enumerate(seeds)
         for entry in entries
     ]
 
 
-def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> RunLines:
-    """Run it to its end. Raises AsyncrlError with what it said last if it fails; interrupted, it is ended first."""
+def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> tuple[Run, bool]:
+    """Run it to its end; also whether we were interrupted, and it is the last one. Raises AsyncrlError with what it said last if it
+    fails; interrupted before its end, it is ended first."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
     with run.log.open("wb") as log, counting_interrupts() as interrupts:
         # A session of its own: a Ctrl-C in the terminal reaches it through us alone.
@@ -93,20 +104,21 @@ def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> 
         )
         try:
             while (code := _wait(child, POLL_S, interrupts)) is None:
-                if interrupts.count:
+                if interrupts:
                     raise KeyboardInterrupt
                 progress(_told(run.directory / "status.json"))
         except BaseException:
             say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
             raise
-    if interrupts.count and code != 0:
+    if interrupts and code != 0:
         raise KeyboardInterrupt
     if code != 0:
         raise _failure(run, code)
-    lines = read_lines(run.directory)
+    lines = read_metrics(run.directory / "metrics.jsonl")
     progress(Told(groups=run.groups, time_s=lines[-1]["time_s"], phase="done"))
-    return RunLines(profile=run.entry.name, seed=run.seed, lines=lines, interrupted=interrupts.count > 0)
+    timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.keep_timeline else None
+    return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
 
 
 def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) -> None:
@@ -121,22 +133,11 @@ def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) ->
     child.wait()
 
 
-@dataclass(slots=True)
-class Interrupts:
-    """How often we were asked to stop while a run is made."""
-
-    count: int = 0
-
-
 @contextmanager
 def counting_interrupts() -> Iterator[Interrupts]:
-    """SIGINT, SIGTERM and SIGHUP are counted and raise nothing: whoever waits looks, and no run is left behind in between."""
-    interrupts = Interrupts()
-
-    def count(number: int, frame: FrameType | None) -> None:
-        interrupts.count += 1
-
-    with _handling(count, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """SIGINT, SIGTERM and SIGHUP are kept and raise nothing: whoever waits looks, and no run is left behind in between."""
+    interrupts: Interrupts = []
+    with _handling(lambda number, frame: interrupts.append(number), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         yield interrupts
 
 
@@ -164,16 +165,10 @@ def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal
             signal.signal(number, earlier)
 
 
-def read_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's metrics lines."""
-    with (run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
-
-
 def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) -> int | None:
     """The exit code, or None if it still runs. Waits in slices, so that an interrupt is answered at once."""
-    until_s, seen = time.monotonic() + limit_s, interrupts.count
-    while (code := child.poll()) is None and time.monotonic() < until_s and interrupts.count == seen:
+    until_s, seen = time.monotonic() + limit_s, len(interrupts)
+    while (code := child.poll()) is None and time.monotonic() < until_s and len(interrupts) == seen:
         time.sleep(min(0.1, limit_s))
     return code
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.legend import long_notes
 from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
-from asyncrl_cli.bench.timeline import Timeline
 from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
@@ -19,16 +20,25 @@ from asyncrl_cli.plan.cluster import usable_cores
 PICTURES = ("speedup.png", "timeline.png")
 
 
-def output_directory(out: Path | None) -> Path:
-    """A new or empty directory; raises RefusedError for one that holds anything."""
+@contextmanager
+def output_directory(out: Path | None) -> Iterator[Path]:
+    """A new or empty directory; RefusedError for one that holds anything. A comparison that fails before it has written leaves none
+    behind."""
     directory = out or Path("bench") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} is not empty", hint="give --out another directory: results are never overwritten")
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RefusedError(f"{directory} cannot be made: {error.strerror}", hint="give --out another directory") from None
-    return directory
+    try:
+        yield directory
+    except BaseException:
+        with suppress(OSError):  # one that holds something stays
+            for path in new:
+                path.rmdir()
+        raise
 
 
 def write_results(comparison: Comparison, directory: Path) -> Path:
@@ -40,24 +50,21 @@ def write_results(comparison: Comparison, directory: Path) -> Path:
 
 def write_report(comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> tuple[list[Path], list[str]]:
     """report.md and the pictures of which something is known. Returns what was written, and what could not be drawn and why."""
-    report = directory / "report.md"
-    wanted = [name for name in PICTURES if timelines or name != "timeline.png"]
-    replace_text(report, report_text(comparison, wanted))
     drawn: list[Path] = []
     failures: list[str] = []
-    for name in wanted:
+    for name in PICTURES if timelines else PICTURES[:1]:
         try:
             drawn.append(_draw(name, comparison, timelines, directory))
         except Exception as error:  # whatever a plotting library may raise: results are worth more than a picture
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
-    if failures:
-        replace_text(report, report_text(comparison, [path.name for path in drawn]))
+    report = directory / "report.md"
+    replace_text(report, report_text(comparison, [path.name for path in drawn]))
     return [report, *drawn], failures
 
 
 def _draw(name: str, comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> Path:
     """Whole or not there."""
-    from asyncrl_cli.bench.figures import draw_speedups, draw_timelines
+    from asyncrl_cli.bench.pictures import draw_speedups, draw_timelines
 
     path, temporary = directory / name, directory / f".{name}.{os.getpid()}.tmp.png"
     try:

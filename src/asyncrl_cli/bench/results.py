@@ -1,6 +1,6 @@
 """What a comparison comes to: every profile's figures over its repeats, against the baseline and against the bound.
 
-    run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
+    Run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
 
 All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against the baseline's run
 of the same seed, which was made next to it; `speedup_per_token` that of tokens_per_s: the same groups are not the same tokens.
@@ -11,29 +11,39 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeVar
 
+from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of, work_of
-from asyncrl_cli.observe.bound import Bound, Capacities, bound_of
+from asyncrl_cli.observe.bound import Bound, Capacities, Work, bound_of
 from asyncrl_cli.observe.lines import Line
 
 SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03
 
-RunKey = tuple[str, int]
-"""Profile and seed."""
-Value = TypeVar("Value")
+Record = TypeVar("Record", Bound, Capacities)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunLines:
-    """A finished run: its metrics lines. `seed` tells repeats apart; `interrupted`: no other run was to follow."""
+class Run:
+    """A finished run: its metrics lines, what its phases can do alone, if that is known, and what is drawn of it."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
-    interrupted: bool = False
+    capacities: Capacities | None = None
+    timeline: Timeline | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contestant:
+    """What is known of a profile beside its runs: `step_groups` is R, `window_groups` W."""
+
+    profile: str
+    mode: str
+    step_groups: int
+    window_groups: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,164 +59,107 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One profile of a comparison. `bound` is the ideal of one window of W groups of the baseline; `window_groups` its own W."""
+    """One profile of a comparison. `bound` is the ideal of one window of W groups of the baseline."""
 
-    profile: str
-    mode: str
+    contestant: Contestant
     figures: Mapping[str, Spread]
     seeds: tuple[int, ...]
     capacities: Capacities | None
     bound: Bound | None
-    step_groups: int
-    window_groups: int
+
+    @property
+    def profile(self) -> str:
+        return self.contestant.profile
 
     def median(self, name: str) -> float | None:
         return self.figures[name].median if name in self.figures else None
 
     def to_json(self) -> dict[str, Any]:
         """Medians under their names; minimum and maximum of the repeats under `spread`."""
-        capacities, bound = self.capacities, self.bound
+        bound = self.bound
         return {
             "profile": self.profile,
-            "mode": self.mode,
+            "mode": self.contestant.mode,
             "seeds": list(self.seeds),
-            "step_groups": self.step_groups,
-            "own_window_groups": self.window_groups,
+            "step_groups": self.contestant.step_groups,
+            "own_window_groups": self.contestant.window_groups,
             **{name: spread.median for name, spread in self.figures.items()},
             "bound_ratio": self.median("bound_ratio"),
-            "limited_by": bound.limited_by if bound else None,
-            "ideal": None
-            if bound is None
-            else {
+            "limited_by": bound and bound.limited_by,
+            "ideal": bound
+            and {
                 "window_time_s": bound.ideal_s,
                 "generation_s": bound.generation_s,
                 "training_s": bound.training_s,
                 "at_once_s": bound.at_once_s,
             },
-            "capacities": None
-            if capacities is None
-            else {
-                "rollout_tokens_per_s": capacities.rollout_tokens_per_s,
-                "trainer_tokens_per_s": capacities.trainer_tokens_per_s,
-                "rollout_beside_tokens_per_s": capacities.rollout_beside_tokens_per_s,
-                "trainer_beside_tokens_per_s": capacities.trainer_beside_tokens_per_s,
-                "colocated": capacities.colocated,
-            },
+            "capacities": self.capacities and asdict(self.capacities),
             "spread": {name: [spread.min, spread.max] for name, spread in self.figures.items()},
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
-    """What is known of a profile beside its runs."""
-
-    profile: str
-    mode: str
-    step_groups: int
-    window_groups: int
-
-
-def summarise(
-    contestants: Sequence[Contestant],
-    runs: Sequence[RunLines],
-    capacities: Mapping[RunKey, Capacities],
-    *,
-    window_groups: int,
-) -> list[Result]:
+def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_groups: int) -> list[Result]:
     """Results in the order of `contestants`, the baseline first; without finished runs a profile is left out."""
     if not runs:
         return []
     edges = common_edges([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
-    bounds = {
-        (run.profile, run.seed): _window_bound(run, capacities[run.profile, run.seed], window_groups, edges)
-        for run in runs
-        if (run.profile, run.seed) in capacities
-    }
-    measured = {(run.profile, run.seed): figures_of(run.lines, window_groups=window_groups, edges=edges) for run in runs}
-    for key, bound in bounds.items():
-        measured[key]["bound_ratio"] = bound.ideal_s / measured[key]["window_time_s"]
-        if bound.at_once_s is not None:
-            measured[key]["at_once_ratio"] = bound.at_once_s / measured[key]["window_time_s"]
-    base = _of_profile(contestants[0].profile, measured)
-    results = (_result(contestant, measured, capacities, bounds, base) for contestant in contestants)
-    return [result for result in results if result.seeds]
+    measured = [_measured(run, window_groups, edges) for run in runs]
+    base = {one.run.seed: one.figures for one in measured if one.run.profile == contestants[0].profile}
+    own = {contestant.profile: [one for one in measured if one.run.profile == contestant.profile] for contestant in contestants}
+    return [_result(contestant, own[contestant.profile], base) for contestant in contestants if own[contestant.profile]]
 
 
-def _result(
-    contestant: Contestant,
-    measured: Mapping[RunKey, Mapping[str, float]],
-    capacities: Mapping[RunKey, Capacities],
-    bounds: Mapping[RunKey, Bound],
-    base: Mapping[int, Mapping[str, float]],
-) -> Result:
-    own = _of_profile(contestant.profile, measured)
-    return Result(
-        profile=contestant.profile,
-        mode=contestant.mode,
-        figures=_spreads(list(own.values())) | _speedup(own, base),
-        seeds=tuple(own),
-        capacities=_median_capacities(list(_of_profile(contestant.profile, capacities).values())) if own else None,
-        bound=_median_bound(list(_of_profile(contestant.profile, bounds).values())),
-        step_groups=contestant.step_groups,
-        window_groups=contestant.window_groups,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    run: Run
+    figures: Mapping[str, float]
+    bound: Bound | None
 
 
-def _of_profile(profile: str, values: Mapping[RunKey, Value]) -> dict[int, Value]:
-    return {seed: value for (name, seed), value in values.items() if name == profile}
-
-
-def _window_bound(run: RunLines, capacities: Capacities, window_groups: int, edges: Edges) -> Bound:
-    """The ideal of the measured stretch, per W groups of the baseline."""
+def _measured(run: Run, window_groups: int, edges: Edges) -> _Measured:
+    """`bound`: the ideal of the measured stretch, per W groups of the baseline."""
+    figures = figures_of(run.lines, window_groups=window_groups, edges=edges)
+    if run.capacities is None:
+        return _Measured(run=run, figures=figures, bound=None)
     stretch = stretch_of(run.lines, edges)
-    bound, share = bound_of(work_of(run.lines, stretch), capacities), window_groups / stretch.groups
-    return Bound(
-        generation_s=bound.generation_s * share,
-        training_s=bound.training_s * share,
-        colocated=bound.colocated,
-        at_once_s=None if bound.at_once_s is None else bound.at_once_s * share,
+    work, share = work_of(run.lines, stretch), window_groups / stretch.groups
+    of_window = Work(sampled_tokens=work.sampled_tokens * share, trained_tokens=work.trained_tokens * share)
+    bound = bound_of(of_window, run.capacities)
+    ideals_s = {"bound_ratio": bound.ideal_s, "at_once_ratio": bound.at_once_s}
+    ratios = {name: ideal_s / figures["window_time_s"] for name, ideal_s in ideals_s.items() if ideal_s is not None}
+    return _Measured(run=run, figures=figures | ratios, bound=bound)
+
+
+def _result(contestant: Contestant, own: Sequence[_Measured], base: Mapping[int, Mapping[str, float]]) -> Result:
+    """With the figures that every run measured."""
+    names = [name for name in own[0].figures if all(name in one.figures for one in own)]
+    return Result(
+        contestant=contestant,
+        figures={name: Spread.of([one.figures[name] for one in own]) for name in names} | _speedups(own, base),
+        seeds=tuple(one.run.seed for one in own),
+        capacities=_median([one.run.capacities for one in own if one.run.capacities]),
+        bound=_median([one.bound for one in own if one.bound]),
     )
 
 
-def _median_bound(bounds: Sequence[Bound]) -> Bound | None:
-    if not bounds:
-        return None
-    return Bound(
-        generation_s=statistics.median(bound.generation_s for bound in bounds),
-        training_s=statistics.median(bound.training_s for bound in bounds),
-        colocated=bounds[0].colocated,
-        at_once_s=_median_or_none([bound.at_once_s for bound in bounds]),
-    )
-
-
-def _median_capacities(known: Sequence[Capacities]) -> Capacities | None:
-    if not known:
-        return None
-    return Capacities(
-        rollout_tokens_per_s=statistics.median(one.rollout_tokens_per_s for one in known),
-        trainer_tokens_per_s=statistics.median(one.trainer_tokens_per_s for one in known),
-        colocated=known[0].colocated,
-        rollout_beside_tokens_per_s=_median_or_none([one.rollout_beside_tokens_per_s for one in known]),
-        trainer_beside_tokens_per_s=_median_or_none([one.trainer_beside_tokens_per_s for one in known]),
-    )
-
-
-def _median_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if len(known) == len(values) else None
-
-
-def _spreads(runs: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Of what every run measured."""
-    names = [name for name in (runs[0] if runs else ()) if all(name in figures for figures in runs)]
-    return {name: Spread.of([figures[name] for figures in runs]) for name in names}
-
-
-def _speedup(own: Mapping[int, Mapping[str, float]], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
+def _speedups(own: Sequence[_Measured], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
     """Absent where no seed was run by both."""
+    paired = [(one.figures, base[one.run.seed]) for one in own if one.run.seed in base]
     speeds = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
-    paired = {name: [own[seed][speed] / base[seed][speed] for seed in own if seed in base] for name, speed in speeds.items()}
-    return {name: Spread.of(ratios) for name, ratios in paired.items() if ratios}
+    return {name: Spread.of([ours[speed] / theirs[speed] for ours, theirs in paired]) for name, speed in speeds.items() if paired}
+
+
+def _median(records: Sequence[Record]) -> Record | None:
+    """Number by number; None is where any of them has None."""
+    if not records:
+        return None
+    values = {field.name: [getattr(record, field.name) for record in records] for field in fields(records[0])}
+    medians: dict[str, Any] = {
+        name: None if None in found else statistics.median(found)
+        for name, found in values.items()
+        if not isinstance(found[0], bool)
+    }
+    return replace(records[0], **medians)
 
 
 def unevenness(results: Sequence[Result]) -> float:
@@ -222,7 +175,8 @@ def is_uneven(results: Sequence[Result]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s."""
+    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s; real runs have no
+    `workload`."""
 
     results: Sequence[Result]
     workload: str

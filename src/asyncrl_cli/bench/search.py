@@ -1,83 +1,75 @@
-"""The search behind `plan --tune`: probes, the splits around the balanced one, steps from the best, long runs. Pure.
+"""The search behind `plan --tune`: one axis after the other in short runs, then long runs of the few that may be best. Pure.
 
-    probe    short runs of the current split: as it is, and with other windows and etas
-    screen   short runs of the fastest probe's setting on the splits around the one that its idle times say is balanced
-    climb    short runs of the neighbours of the best setting of each of the best splits, round by round
-    refine   short runs of the best setting with half a node more on either side
-    final    long runs of the best setting of each of the best splits, of the rest of the front, and of the current setting
-    check    long runs of settings that a short run puts on the front of all
-    split    a long run of the recommended setting on the current split: what the split does, and what the rest does
+    short   the current setting; all splits, then all windows, etas and slots of the fastest so far; splits beside the fastest
+    long    the fastest of each of the best splits, some of the Pareto front, and the current setting
+    split   the recommended setting on the current split: what the split does, and what the rest does
 
-The effort is counted in simulated trajectories and not in seconds, so that a search gives the same answer on any machine.
+The effort is counted in simulated windows and not in seconds: a search gives the same answer on any machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.bench.pareto import Failed, Measured, Row, best_of_splits, front, ranked, recommended, survivors
-from asyncrl_cli.bench.settings import Setting, Space, on_split_of
+from asyncrl_cli.bench.space import Setting, Space
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
-SHORTEST_FINAL_WINDOWS = 6
-LONGEST_WINDOWS = 24
-FINALISTS = 4
-CHECKED = 3
-LONG_RUNS = FINALISTS + CHECKED + 2
-"""Also of the current setting, and of the recommended one on the current split."""
+FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
 BEST_SPLITS = 3
-"""Splits that are climbed from and that reach the final: noise of short runs does not decide between them."""
-REFINED = 2
-ROUND_SETTINGS = 4
-"""Settings tried in a round of the climb."""
-PROBES = 7
-SCREEN_SHARE = 0.2
-CLIMB_SHARE = 0.25
-FEWEST_SCREENED = 6
-FEWEST_CLIMBED = 6
-MOST_SHORT_RUNS = 48
+"""Splits that have long runs: the noise of short ones does not decide between them."""
+LONG_RUNS = BEST_SPLITS + 4
+"""At most: of the front, the second and the last; the current setting, and the recommended one on the current split."""
+SAME_TIME = 0.01
+"""Relative difference of simulated times below which staleness decides; a choice, not a measured spread."""
+SAME_STALENESS = 0.05
+"""Difference of mean staleness, in versions, that is no reason to recommend a slower setting, or to simulate it any further."""
 
-Evaluate = Callable[[Sequence[Setting], int], list[Measured | Failed]]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A simulated run. `window_time_s` is per W groups of the workload's own window; staleness in versions, by token."""
+
+    window_time_s: float
+    staleness_mean: float
+    staleness_max: float
+    trainer_idle_ratio: float
+    rollouter_idle_ratio: float
+
+
+Outcome = Measured | str
+"""Of a simulated run: its figures, or why it failed."""
+Evaluate = Callable[[Sequence[Setting], int], list[Outcome]]
 """Measures settings over a number of windows of W groups each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """How much may be simulated: `windows` in total, each of W groups."""
+class Row:
+    """`is_long`: of a long run; a short one is a rough figure."""
 
-    windows: int
+    setting: Setting
+    measured: Measured
+    is_long: bool = True
 
-    @property
-    def screened(self) -> int:
-        return min(max(int(self.windows * SCREEN_SHARE) // SHORT_WINDOWS, FEWEST_SCREENED), MOST_SHORT_RUNS)
-
-    @property
-    def climbed(self) -> int:
-        return min(max(int(self.windows * CLIMB_SHARE) // SHORT_WINDOWS, FEWEST_CLIMBED), MOST_SHORT_RUNS)
+    def __str__(self) -> str:
+        return f"{self.setting.split}, {self.measured.window_time_s:.2f} s"
 
     @property
-    def short_runs(self) -> int:
-        return PROBES + self.screened + self.climbed + REFINED
-
-    @property
-    def long_windows(self) -> int:
-        left = self.windows - self.short_runs * SHORT_WINDOWS
-        return min(max(left // LONG_RUNS, SHORTEST_FINAL_WINDOWS), LONGEST_WINDOWS)
-
-    @property
-    def planned_windows(self) -> int:
-        return self.short_runs * SHORT_WINDOWS + LONG_RUNS * self.long_windows
+    def rank(self) -> tuple[float, float]:
+        return self.measured.window_time_s, self.measured.staleness_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """`rows`: all settings that keep the bound, those of long runs first, each ranked. `current`: the setting one started from,
-    even where it is beyond the bound. `failed`: settings whose run failed, and why."""
+    """`rows`: all settings that keep the bound, those of long runs first, the fastest first. `current`: the setting the search
+    started from, even where it is beyond the bound. `best` is recommended; `on_current_split` is the same but for the split, where
+    that is another one. `failed`: settings whose run failed, and why."""
 
     rows: tuple[Row, ...]
     current: Row | None
+    best: Row | None
+    on_current_split: Row | None
     num_settings: int
     windows: int
     failed: tuple[tuple[Setting, str], ...]
@@ -87,102 +79,100 @@ class Found:
         return [row for row in self.rows if row.is_long]
 
 
-class Tried:
-    """What has been measured so far, in short runs and in long ones."""
-
-    def __init__(self, evaluate: Evaluate, long_windows: int) -> None:
-        self._evaluate = evaluate
-        self._long_windows = long_windows
-        self.short: dict[Setting, Measured | Failed] = {}
-        self.long: dict[Setting, Measured | Failed] = {}
-
-    def shortly(self, settings: Sequence[Setting]) -> None:
-        new = [setting for setting in dict.fromkeys(settings) if setting not in self.short]
-        self.short.update(zip(new, self._evaluate(new, SHORT_WINDOWS), strict=True))
-
-    def at_length(self, settings: Sequence[Setting]) -> None:
-        new = [setting for setting in dict.fromkeys(settings) if setting not in self.long]
-        self.long.update(zip(new, self._evaluate(new, self._long_windows), strict=True))
-
-    @property
-    def windows(self) -> int:
-        return len(self.short) * SHORT_WINDOWS + len(self.long) * self._long_windows
-
-    def short_rows(self) -> list[Row]:
-        return _rows(self.short, is_long=False)
-
-    def rows(self) -> list[Row]:
-        """Every setting by the longest of its runs; not one whose long run failed."""
-        long = _rows(self.long, is_long=True)
-        return [*long, *(row for row in self.short_rows() if row.setting not in self.long)]
-
-    def failed(self) -> dict[Setting, str]:
-        everything = (*self.short.items(), *self.long.items())
-        return {setting: outcome.reason for setting, outcome in everything if isinstance(outcome, Failed)}
+def long_windows(space: Space, windows: int) -> int:
+    """Of each long run, if the whole search may simulate so many."""
+    left = windows - _short_runs(space) * SHORT_WINDOWS
+    return min(max(left // LONG_RUNS, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
 
 
-def search(space: Space, evaluate: Evaluate, effort: Effort) -> Found:
+def planned_windows(space: Space, windows: int) -> int:
+    """At most so many are simulated."""
+    return _short_runs(space) * SHORT_WINDOWS + LONG_RUNS * long_windows(space, windows)
+
+
+def search(space: Space, evaluate: Evaluate, windows: int) -> Found:
     """Deterministic for a deterministic `evaluate`."""
-    tried = Tried(evaluate, effort.long_windows)
-    tried.shortly(space.probes()[:PROBES])
-    if probes := best_of_splits(tried.short_rows(), 1):
-        tried.shortly(space.screen(probes[0].setting, balanced_share(probes[0]), effort.screened))
-    left = effort.climbed
-    while left > 0 and (steps := _next_steps(space, tried)[:left]):
-        tried.shortly(steps)
-        left -= len(steps)
-    if best := best_of_splits(tried.short_rows(), 1):
-        tried.shortly(space.finer(best[0].setting))
-    tried.at_length([*_finalists(tried.short_rows()), space.current])
-    allowed = [row for row in tried.rows() if space.allows(row.setting)]
-    tried.at_length([row.setting for row in front(allowed) if not row.is_long][:CHECKED])
-    if long_rows := _found(space, tried).long_rows:
-        tried.at_length([on_split_of(space.current, recommended(long_rows).setting)])
-    return _found(space, tried)
+    short: dict[Setting, Outcome] = {}
+    long: dict[Setting, Outcome] = {}
+    length = long_windows(space, windows)
+
+    def run(outcomes: dict[Setting, Outcome], settings: Iterable[Setting], windows: int) -> None:
+        new = [setting for setting in dict.fromkeys(settings) if setting not in outcomes]
+        outcomes.update(zip(new, evaluate(new, windows), strict=True))
+
+    def found() -> Found:
+        return _found(space, short, long, windows=len(short) * SHORT_WINDOWS + len(long) * length)
+
+    best = space.start
+    run(short, filter(space.allows, (best, space.current)), SHORT_WINDOWS)
+    for axis in _axes(space):
+        run(short, axis(best), SHORT_WINDOWS)
+        best = next((row.setting for row in found().rows), best)
+    rows = found().rows
+    fastest, least_stale = front(rows, SAME_STALENESS)[:2], front(rows, SAME_STALENESS)[-1:]
+    finalists = (*best_of_splits(rows, BEST_SPLITS), *fastest, *least_stale)
+    run(long, [*(row.setting for row in finalists), space.current], length)
+    if (recommendation := found().best) is not None:
+        run(long, [space.on_current_split(recommendation.setting)], length)
+    return found()
 
 
-def balanced_share(row: Row) -> float:
-    """The trainer's share of the devices with which both sides would be as busy, if work shrinks with the devices."""
-    training = row.setting.trainer_workers * (1 - row.measured.trainer_idle_ratio)
-    generation = row.setting.rollout_devices * (1 - row.measured.rollouter_idle_ratio)
-    return training / (training + generation) if training + generation > 0 else 0.5
+def _axes(space: Space) -> tuple[Callable[[Setting], Iterable[Setting]], ...]:
+    return space.along_splits, space.along_windows, space.along_etas, space.along_slots, space.beside_split
 
 
-def _finalists(rows: Sequence[Row]) -> list[Setting]:
-    chosen = [*best_of_splits(rows, BEST_SPLITS), *survivors(rows, FINALISTS)]
-    return list(dict.fromkeys(row.setting for row in chosen))[:FINALISTS]
+def _short_runs(space: Space) -> int:
+    """At most."""
+    return 2 + sum(len(list(axis(space.start))) for axis in _axes(space)) + len(list(space.beside_split(space.start)))
 
 
-def _found(space: Space, tried: Tried) -> Found:
-    rows = [row for row in tried.rows() if space.allows(row.setting)]
-    long, short = ([row for row in rows if row.is_long is is_long] for is_long in (True, False))
-    current = tried.long.get(space.current)
+def _found(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting, Outcome], windows: int) -> Found:
+    """Every setting by the longest of its runs; not one whose long run failed."""
+    rows = [
+        Row(setting=setting, measured=outcome, is_long=setting in long)
+        for setting, outcome in {**short, **long}.items()
+        if isinstance(outcome, Measured)
+    ]
+    allowed = sorted((row for row in rows if space.allows(row.setting)), key=lambda row: (not row.is_long, row.rank))
+    long_rows = {row.setting: row for row in rows if row.is_long}
+    best = recommended([row for row in allowed if row.is_long])
+    on_current_split = long_rows.get(space.on_current_split(best.setting)) if best else None
+    failed = {setting: outcome for setting, outcome in (*short.items(), *long.items()) if isinstance(outcome, str)}
     return Found(
-        rows=(*ranked(long), *ranked(short)),
-        current=Row(setting=space.current, measured=current) if isinstance(current, Measured) else None,
-        num_settings=len({*tried.short, *tried.long}),
-        windows=tried.windows,
-        failed=tuple(tried.failed().items()),
+        rows=tuple(allowed),
+        current=long_rows.get(space.current),
+        best=best,
+        on_current_split=None if on_current_split == best else on_current_split,
+        num_settings=len({*short, *long}),
+        windows=windows,
+        failed=tuple(failed.items()),
     )
 
 
-def _rows(outcomes: dict[Setting, Measured | Failed], *, is_long: bool) -> list[Row]:
-    return [
-        Row(setting=setting, measured=outcome, is_long=is_long)
-        for setting, outcome in outcomes.items()
-        if isinstance(outcome, Measured)
-    ]
+def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:
+    """The fastest first; of all others those that are less stale, by more than `tolerance`, than every faster one."""
+    undominated: list[Row] = []
+    for row in sorted(rows, key=lambda row: row.rank):
+        if not undominated or row.measured.staleness_mean < undominated[-1].measured.staleness_mean - tolerance:
+            undominated.append(row)
+    return undominated
 
 
-def _next_steps(space: Space, tried: Tried) -> list[Setting]:
-    """Untried neighbours of the best setting of each of the best splits, in turns: the first of each, the second of each, ..."""
-    best = best_of_splits(tried.short_rows(), BEST_SPLITS)
-    untried = [[step for step in _steps_from(space, row) if step not in tried.short] for row in best]
-    turns = [steps[turn] for turn in range(max(map(len, untried), default=0)) for steps in untried if turn < len(steps)]
-    return list(dict.fromkeys(turns))[:ROUND_SETTINGS]
+def best_of_splits(rows: Sequence[Row], keep: int) -> list[Row]:
+    """The fastest setting of each of the `keep` fastest splits, the fastest first."""
+    best: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: row.rank):
+        best.setdefault(row.setting.split, row)
+    return list(best.values())[:keep]
 
 
-def _steps_from(space: Space, row: Row) -> list[Setting]:
-    """The side that idles less is the one that is waited for."""
-    wants_ranks = row.measured.trainer_idle_ratio < row.measured.rollouter_idle_ratio
-    return [step for step in space.neighbours(row.setting, wants_ranks=wants_ranks) if space.allows(step)]
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """The least stale of those that are as fast as the fastest, as far as a simulation can tell them apart; of several such the
+    one with the least bound and eta."""
+    if not rows:
+        return None
+    fastest_s = min(row.measured.window_time_s for row in rows)
+    as_fast = [row for row in rows if row.measured.window_time_s <= fastest_s * (1 + SAME_TIME)]
+    least_stale = min(row.measured.staleness_mean for row in as_fast)
+    as_fresh = [row for row in as_fast if row.measured.staleness_mean <= least_stale + SAME_STALENESS]
+    return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.measured.window_time_s))

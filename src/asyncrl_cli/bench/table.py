@@ -26,7 +26,7 @@ class TableRow:
     cells: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Metric:
     """A figure by name, and how it is written; `key` ones also show their spread over repeats. `always`: also where nobody measured
     it."""
@@ -61,49 +61,46 @@ def fixed(value: float) -> str:
 PARTS = (("wait_data", "wait"), ("old_logprob", "old_logprob"), ("train", "train"), ("gather", "sync"), ("other", "other"))
 """Labels are the names of `timing/*_s`, figures those of `measure.PARTS`."""
 SPEED = (
-    Metric(label="wall time, whole run", name="wall_s", shown=clock),
-    Metric(label="measured of it, s", name="measured_s", shown=seconds),
-    Metric(label="groups/s", name="groups_per_s", shown=digits, key=True),
+    Metric("wall time, whole run", "wall_s", clock),
+    Metric("measured of it, s", "measured_s", seconds),
+    Metric("groups/s", "groups_per_s", digits, key=True),
 )
 STEP = (
-    Metric(label="  mean, s", name="step_s_mean", shown=seconds),
-    Metric(label="  p95, s", name="step_s_p95", shown=seconds),
-    *(Metric(label=f"    {label}", name=f"step_{part}_s", shown=seconds) for label, part in PARTS),
+    Metric("  mean, s", "step_s_mean", seconds),
+    Metric("  p95, s", "step_s_p95", seconds),
+    *(Metric(f"    {label}", f"step_{part}_s", seconds) for label, part in PARTS),
 )
-WINDOW = tuple(Metric(label=f"    {label}", name=f"window_{part}_s", shown=seconds) for label, part in PARTS)
-USE = (
-    Metric(label="slots used", name="slot_utilization", shown=share, always=True),
-    Metric(label="rollouter idle", name="rollouter_idle_ratio", shown=share, always=True),
-    Metric(label="trainer idle", name="trainer_idle_ratio", shown=share, always=True),
-    Metric(label="tokens/s", name="tokens_per_s", shown=count),
-)
-DATA = (
-    Metric(label="staleness mean", name="staleness_mean", shown=fixed),
-    Metric(label="staleness max", name="staleness_max", shown=count),
-    Metric(label="partial ratio", name="partial_ratio", shown=percent),
-    Metric(label="max span", name="max_span", shown=count),
-    Metric(label="tokens discarded", name="tokens_discarded", shown=count),
-    Metric(label="final reward", name="final_reward", shown=fixed, key=True),
-)
-VERDICT = (
-    Metric(label="speedup", name="speedup", shown=times, key=True),
-    Metric(label="  per token", name="speedup_per_token", shown=times, key=True),
-    Metric(label="% of the bound", name="bound_ratio", shown=percent, key=True),
-    Metric(label="% of both at once", name="at_once_ratio", shown=percent, key=True),
+WINDOW = tuple(Metric(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS)
+REST = (
+    Metric("slots used", "slot_utilization", share, always=True),
+    Metric("rollouter idle", "rollouter_idle_ratio", share, always=True),
+    Metric("trainer idle", "trainer_idle_ratio", share, always=True),
+    Metric("tokens/s", "tokens_per_s", count),
+    Metric("staleness mean", "staleness_mean", fixed),
+    Metric("staleness max", "staleness_max", count),
+    Metric("partial ratio", "partial_ratio", percent),
+    Metric("max span", "max_span", count),
+    Metric("tokens discarded", "tokens_discarded", count),
+    Metric("final reward", "final_reward", fixed, key=True),
+    Metric("speedup", "speedup", times, key=True),
+    Metric("  per token", "speedup_per_token", times, key=True),
+    Metric("% of the bound", "bound_ratio", percent, key=True),
+    Metric("% of both at once", "at_once_ratio", percent, key=True),
 )
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
     """The whole table; a metric that nobody measured has no row, or one of `-`."""
-    results = comparison.results
-    window = Metric(label=f"s per {comparison.window_groups} groups", name="window_time_s", shown=seconds, key=True)
-    steps_differ = any(result.step_groups != comparison.window_groups for result in results)
-    rows = _metrics(results, (*SPEED, window), all_spreads)
-    if steps_differ:
-        rows += _metrics(results, WINDOW, all_spreads)
-    rows.append(TableRow(label="train step, groups (R)", cells=tuple(str(result.step_groups) for result in results)))
-    rows += _metrics(results, (*STEP, *USE, *DATA, *VERDICT), all_spreads)
-    return rows + _bound_rows(comparison)
+    results, window = comparison.results, f"s per {comparison.window_groups} groups"
+    step_groups = [result.contestant.step_groups for result in results]
+    steps_differ = any(groups != comparison.window_groups for groups in step_groups)
+    speed = (*SPEED, Metric(window, "window_time_s", seconds, key=True), *(WINDOW if steps_differ else ()))
+    return [
+        *_metrics(results, speed, all_spreads),
+        TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))),
+        *_metrics(results, (*STEP, *REST), all_spreads),
+        *_bound_rows(results, f"ideal {window}"),
+    ]
 
 
 def _metrics(results: Sequence[Result], metrics: Sequence[Metric], all_spreads: bool) -> list[TableRow]:
@@ -116,42 +113,25 @@ def _metrics(results: Sequence[Result], metrics: Sequence[Metric], all_spreads: 
     return rows
 
 
-def _bound_rows(comparison: Comparison) -> list[TableRow]:
-    """What limits each profile, and each side's phases alone: which shows whether the baseline is fair."""
-    results = comparison.results
-    if not any(result.bound for result in results):
+def _bound_rows(results: Sequence[Result], ideal: str) -> list[TableRow]:
+    """What limits each profile, and each side's phases: alone, which shows whether the baseline is fair, and at once, where both
+    sides share a machine."""
+    bounds = [result.bound for result in results]
+    if not any(bounds):
         return []
-    return [
-        TableRow(label="limited by", cells=tuple(result.bound.limited_by if result.bound else NOTHING for result in results)),
-        TableRow(
-            label=f"ideal s per {comparison.window_groups} groups",
-            cells=tuple(seconds(result.bound.ideal_s) if result.bound else NOTHING for result in results),
-        ),
-        *_at_once_rows(results),
-        TableRow(label="each phase alone"),
-        TableRow(
-            label="  generation, tokens/s",
-            cells=tuple(count(result.capacities.rollout_tokens_per_s) if result.capacities else NOTHING for result in results),
-        ),
-        TableRow(
-            label="  training, tokens/s",
-            cells=tuple(count(result.capacities.trainer_tokens_per_s) if result.capacities else NOTHING for result in results),
-        ),
-    ]
 
+    def rates(side: str) -> list[TableRow]:
+        found = [(getattr(result.capacities, f"{phase}_{side}", None) for result in results) for phase in ("rollout", "trainer")]
+        labels = ("  generation, tokens/s", "  training, tokens/s")
+        return [TableRow(label=label, cells=tuple(map(count, cells))) for label, cells in zip(labels, found, strict=True)]
 
-def _at_once_rows(results: Sequence[Result]) -> list[TableRow]:
-    """Where both sides share a machine."""
-    known = [result.capacities for result in results]
-    if not any(one and one.rollout_beside_tokens_per_s for one in known):
-        return []
-    rollout = [one.rollout_beside_tokens_per_s if one else None for one in known]
-    trainer = [one.trainer_beside_tokens_per_s if one else None for one in known]
-    return [
-        TableRow(label="both phases at once"),
-        TableRow(label="  generation, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in rollout)),
-        TableRow(label="  training, tokens/s", cells=tuple(NOTHING if rate is None else count(rate) for rate in trainer)),
+    rows = [
+        TableRow(label="limited by", cells=tuple(bound.limited_by if bound else NOTHING for bound in bounds)),
+        TableRow(label=ideal, cells=tuple(seconds(bound.ideal_s) if bound else NOTHING for bound in bounds)),
     ]
+    if any(result.capacities and result.capacities.rollout_beside_tokens_per_s for result in results):
+        rows += [TableRow(label="both phases at once"), *rates("beside_tokens_per_s")]
+    return [*rows, TableRow(label="each phase alone"), *rates("tokens_per_s")]
 
 
 def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:

@@ -10,22 +10,21 @@ Everything here is SIMULATED, and says so where it is printed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, as_completed
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, as_completed
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from asyncrl_cli.bench.measure import Edges, figures_of
-from asyncrl_cli.bench.pareto import Failed, Measured, Row, front, recommended
 from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
-from asyncrl_cli.bench.search import Effort, Evaluate, Found, search
-from asyncrl_cli.bench.settings import Setting, on_split_of, space_of
-from asyncrl_cli.bench.tune_start import check_gpus, starting_sets
+from asyncrl_cli.bench.search import Evaluate, Found, Measured, Outcome, Row, front, planned_windows, search
+from asyncrl_cli.bench.space import Setting, space_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError
-from asyncrl_cli.plan.cluster import usable_cores
+from asyncrl_cli.plan.cluster import counted, usable_cores
 from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
+from asyncrl_cli.profile.layers import set_layer
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.references import reference_sets
 from asyncrl_cli.simulate.workload import Reference, Workload
@@ -33,10 +32,12 @@ from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate, virtual_cluster
 
 SCHEMA_VERSION = 1
+SEED = 0
 TRAJECTORIES = 2_000_000
 """Effort of one search of a large workload: some 130 CPU seconds."""
 MOST_WINDOWS = 1_200
 DEFAULT_PROFILE = "partial-rollout"
+SPLIT_KEYS = ("placement.trainer_workers", "rollout.workers")
 LIMITS = (
     "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only if it learns as well",
     "memory is not simulated: slots are at most those the workload was measured with; "
@@ -49,20 +50,9 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One simulated run. Picklable: it goes to a process of the pool."""
-
-    workload: Workload
-    profile: str
-    sets: tuple[str, ...]
-    groups: int
-    window_groups: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
-    """A finished search. Times are seconds per `window_groups` groups, W of the workload's own window."""
+    """A finished search. Times are seconds per `window_groups` groups, W of the workload's own window; `known` is what was
+    measured, or published, of the current setting."""
 
     workload: Workload
     profile: str
@@ -70,11 +60,9 @@ class Tuned:
     window_groups: int
     n: int
     bound: int
-    seed: int
     found: Found
     best: Row
-    known: Reference | None = None
-    """What was measured, or published, of the current setting."""
+    known: Reference | None
 
     @property
     def recommended_sets(self) -> tuple[str, ...]:
@@ -91,17 +79,8 @@ class Tuned:
         current = self.found.current
         return None if current is None else current.measured.window_time_s / self.best.measured.window_time_s
 
-    @property
-    def on_current_split(self) -> Row | None:
-        """The recommended setting in all but the split: what it is faster by is the doing of its windows, eta and slots."""
-        current = self.found.current
-        if current is None or self.best.setting.split == current.setting.split:
-            return None
-        setting = on_split_of(current.setting, self.best.setting)
-        return next((row for row in self.found.long_rows if row.setting == setting), None)
-
     def to_json(self) -> dict[str, Any]:
-        current, same_split = self.found.current, self.on_current_split
+        current, same_split, known = self.found.current, self.found.on_current_split, self.known
         undominated = self.front
         return {
             "schema_version": SCHEMA_VERSION,
@@ -110,15 +89,13 @@ class Tuned:
             "profile": self.profile,
             "max_staleness": self.bound,
             "window_groups": self.window_groups,
-            "seed": self.seed,
-            "rows": [self._row(row) | {"is_on_front": row in undominated} for row in self.found.rows],
-            "current": None if current is None else self._row(current),
-            "recommended": self._row(self.best) | {"sets": list(self.recommended_sets)},
-            "recommended_on_current_split": None if same_split is None else self._row(same_split),
+            "seed": SEED,
+            "rows": [_row_json(row) | {"is_on_front": row in undominated} for row in self.found.rows],
+            "current": current and _row_json(current),
+            "recommended": _row_json(self.best) | {"sets": list(self.recommended_sets)},
+            "recommended_on_current_split": same_split and _row_json(same_split),
             "speedup": self.speedup,
-            "current_known": None
-            if self.known is None
-            else {"window_time_s": self.known.window_time_s, "source": self.known.source},
+            "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
             "num_settings": self.found.num_settings,
             "num_trajectories": self.found.windows * self.window_groups * self.n,
             "failed": [{"sets": setting.sets(), "reason": reason} for setting, reason in self.found.failed],
@@ -126,125 +103,61 @@ class Tuned:
             "limits": list(LIMITS),
         }
 
-    def _row(self, row: Row) -> dict[str, Any]:
-        setting, measured = row.setting, row.measured
-        return {
-            "split": setting.split,
-            "trainer_workers": setting.trainer_workers,
-            "rollout_workers": setting.rollout_workers,
-            "trigger_parameter_sync_step": setting.window_steps,
-            "require_batches": setting.require_batches,
-            "staleness_threshold": float(setting.eta),
-            "max_staleness": setting.max_staleness,
-            "partial_rollout": setting.partial_rollout,
-            "slots": setting.slots,
-            "window_time_s": measured.window_time_s,
-            "staleness_mean": measured.staleness_mean,
-            "staleness_max": measured.staleness_max,
-            "trainer_idle_ratio": measured.trainer_idle_ratio,
-            "rollouter_idle_ratio": measured.rollouter_idle_ratio,
-            "is_long": row.is_long,
-            "sets": setting.sets(),
-        }
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return row.setting.to_json() | asdict(row.measured) | {"is_long": row.is_long}
 
 
 def tune(
     workload: Workload,
-    profile_reference: str,
+    reference: str,
     sets: Sequence[str] = (),
     *,
     gpus: int | None = None,
     bound: int | None = None,
-    seed: int = 0,
-    trajectories: int | None = None,
-    processes: int | None = None,
     on_progress: Progress = lambda done, planned: None,
 ) -> Tuned:
-    """Search around the profile as the workload runs it; `bound` is S, by default the profile's own; `trajectories` is the effort.
+    """Search around the profile `reference` as the workload runs it; `bound` is S, by default the profile's own.
 
     Raises ConfigError where profile, workload and GPUs do not go together, AsyncrlError if no setting could be simulated.
     """
-    profile = _profile(workload, profile_reference, sets)
-    base = tuple(sets) if gpus is None else starting_sets(workload.name, profile, sets, gpus)
-    profile = _profile(workload, profile_reference, base)
+    base = tuple(sets)
+    profile = tunable_profile(workload, reference, base)
+    if gpus is not None:
+        base = starting_sets(workload.name, profile, sets, gpus)
+        profile = tunable_profile(workload, reference, base)
     plan = compile_job(profile, virtual_cluster(profile))
     if gpus is not None:
         check_gpus(gpus, plan.gpus)
     space = space_of(profile, plan, bound=staleness_bound(profile) if bound is None else bound)
-    window_groups = Schedule.of(profile).window_groups
-    effort = Effort(windows=min((trajectories or TRAJECTORIES) // (window_groups * profile.rollout.n), MOST_WINDOWS))
-    request = Request(workload=workload, profile=profile_reference, sets=base, groups=0, window_groups=window_groups, seed=seed)
-    with terminating_as_interrupt(), simulators(processes or usable_cores()) as pool:
-        found = search(space, evaluator(pool, request, effort.planned_windows, on_progress), effort)
-    if not found.long_rows:
-        raise _nothing_found(found, request, space.bound)
+    window_groups, n = Schedule.of(profile).window_groups, profile.rollout.n
+    effort = min(TRAJECTORIES // (window_groups * n), MOST_WINDOWS)
+    planned = planned_windows(space, effort)
+
+    def profile_of(setting: Setting, windows: int) -> Profile:
+        return profile_for(workload, reference, (*base, *setting.sets()), groups=windows * window_groups).profile
+
+    with terminating_as_interrupt(), simulators(usable_cores()) as pool:
+        evaluate = evaluator(pool, workload, window_groups, profile_of, lambda done: on_progress(done, max(planned, done)))
+        found = search(space, evaluate, effort)
+    if found.best is None:
+        raise _nothing_found(found, workload.name, reference, space.bound)
     return Tuned(
         workload=workload,
-        profile=profile_reference,
+        profile=reference,
         sets=base,
         window_groups=window_groups,
-        n=profile.rollout.n,
+        n=n,
         bound=space.bound,
-        seed=seed,
         found=found,
-        best=recommended(found.long_rows),
+        best=found.best,
         known=_known(workload, profile),
     )
 
 
-def _known(workload: Workload, profile: Profile) -> Reference | None:
-    """The workload's reference row of this very profile, if it has one."""
-    own = profile.model_dump(exclude={"run"})
-    for row in workload.references:
-        of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
-        if of_row.model_dump(exclude={"run"}) == own:
-            return row
-    return None
-
-
-def _nothing_found(found: Found, request: Request, bound: int) -> AsyncrlError:
-    reasons = "; ".join(dict.fromkeys(reason for _, reason in found.failed))
-    return AsyncrlError(
-        f"no setting of {request.workload.name} with at most {bound} versions of staleness could be simulated: {reasons}",
-        hint=f"asyncrl bench --compare {request.profile} --simulate {request.workload.name} runs the current setting",
-    )
-
-
-def evaluator(pool: Executor, request: Request, planned_windows: int, on_progress: Progress) -> Evaluate:
-    """Runs of one call go on side by side; their results keep the settings' order."""
-    done_windows = 0
-
-    def evaluate(settings: Sequence[Setting], windows: int) -> list[Measured | Failed]:
-        nonlocal done_windows
-        with interrupts_later():
-            asked: list[Future[Measured | Failed]] = [pool.submit(measure, run) for run in _requests(request, settings, windows)]
-        for _ in as_completed(asked):
-            done_windows += windows
-            on_progress(done_windows, max(planned_windows, done_windows))
-        return [future.result() for future in asked]
-
-    return evaluate
-
-
-def measure(request: Request) -> Measured | Failed:
-    """One simulated run, in a process of the pool. Measured are the same groups whatever the setting's own windows."""
-    profile = _profile(request.workload, request.profile, request.sets, groups=request.groups)
-    run = simulate(profile, request.workload, seed=request.seed)
-    if run.error is not None:
-        return Failed(reason=str(run.error))
-    edges = Edges(begin_groups=request.window_groups, end_groups=request.groups - request.window_groups)
-    figures = figures_of(run.lines, window_groups=request.window_groups, edges=edges)
-    return Measured(
-        window_time_s=figures["window_time_s"],
-        staleness_mean=figures.get("staleness_mean", 0.0),
-        staleness_max=figures.get("staleness_max", 0.0),
-        trainer_idle_ratio=figures["trainer_idle_ratio"],
-        rollouter_idle_ratio=figures["rollouter_idle_ratio"],
-    )
-
-
-def _profile(workload: Workload, reference: str, sets: Sequence[str], groups: int | None = None) -> Profile:
-    profile = profile_for(workload, reference, sets, groups=groups).profile
+def tunable_profile(workload: Workload, reference: str, sets: Sequence[str]) -> Profile:
+    """As the workload runs it. Raises ConfigError if it has no split, or bounds no staleness."""
+    profile = profile_for(workload, reference, sets).profile
     if profile.placement.colocate:
         raise ConfigError(
             f"{reference} is colocated: trainer and rollout share all GPUs, so there is no split to tune",
@@ -258,6 +171,92 @@ def _profile(workload: Workload, reference: str, sets: Sequence[str], groups: in
     return profile
 
 
-def _requests(request: Request, settings: Sequence[Setting], windows: int) -> Iterator[Request]:
-    for setting in settings:
-        yield replace(request, sets=(*request.sets, *setting.sets()), groups=windows * request.window_groups)
+def starting_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus: int) -> tuple[str, ...]:
+    """The `--set`s of a search on `gpus` GPUs: the profile's own split in proportion, or the counts that the user set.
+
+    Raises ConfigError for a workload on CPUs, and for too few GPUs to split.
+    """
+    each = profile.placement.gpus_per_rollout_worker
+    if profile.placement.device == "cpu":
+        raise ConfigError(
+            f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
+            hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
+        )
+    if gpus < 1 + each:
+        own = profile.placement.gpus
+        raise ConfigError(
+            f"--gpus {gpus}: a trainer rank and a rollout worker of {counted(each, 'GPU')} need {1 + each}, so there is no split "
+            "to search for",
+            hint=f"--gpus {1 + each} or more, or no --gpus: then it is "
+            + ("what the profile says" if own is None else f"the workload's own {own}"),
+        )
+    base = (*sets, f"placement.gpus={gpus}")
+    if set_layer(sets).values.keys() & set(SPLIT_KEYS):
+        return base
+    left, right = (int(part) for part in profile.placement.ratio.split(":"))
+    if profile.placement.trainer_workers is not None and profile.rollout.workers is not None:
+        left, right = profile.placement.trainer_workers, profile.rollout.workers * each
+    ranks = min(max(round(gpus * left / (left + right)), 1), gpus - each)
+    ranks += (gpus - ranks) % each
+    return (*base, f"placement.trainer_workers={ranks}", f"rollout.workers={(gpus - ranks) // each}")
+
+
+def check_gpus(gpus: int, found: int) -> None:
+    """Counts that the user set may come to fewer GPUs than `--gpus` says."""
+    if found != gpus:
+        raise ConfigError(
+            f"--gpus {gpus}, but {' and '.join(SPLIT_KEYS)} come to {found}",
+            hint=f"--gpus {found}, or leave the counts to the search",
+        )
+
+
+def _known(workload: Workload, profile: Profile) -> Reference | None:
+    """The workload's reference row of this very profile, if it has one."""
+    own = profile.model_dump(exclude={"run"})
+    for row in workload.references:
+        of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
+        if of_row.model_dump(exclude={"run"}) == own:
+            return row
+    return None
+
+
+def _nothing_found(found: Found, workload: str, profile: str, bound: int) -> AsyncrlError:
+    reasons = "; ".join(dict.fromkeys(reason for _, reason in found.failed))
+    return AsyncrlError(
+        f"no setting of {workload} with at most {bound} versions of staleness could be simulated: {reasons}",
+        hint=f"asyncrl bench --compare {profile} --simulate {workload} runs the current setting",
+    )
+
+
+def evaluator(
+    pool: Executor,
+    workload: Workload,
+    window_groups: int,
+    profile_of: Callable[[Setting, int], Profile],
+    on_windows: Callable[[int], None],
+) -> Evaluate:
+    """Runs of one call go on side by side; their results keep the settings' order. `on_windows(simulated so far)`."""
+    done_windows = 0
+
+    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
+        nonlocal done_windows
+        profiles = [profile_of(setting, windows) for setting in settings]
+        with interrupts_later():
+            running = [pool.submit(measure, profile, workload, window_groups) for profile in profiles]
+        for _ in as_completed(running):
+            done_windows += windows
+            on_windows(done_windows)
+        return [future.result() for future in running]
+
+    return evaluate
+
+
+def measure(profile: Profile, workload: Workload, window_groups: int) -> Outcome:
+    """One simulated run, in a process of the pool. Measured are the same groups whatever the setting's own windows."""
+    run = simulate(profile, workload, seed=SEED)
+    if run.error is not None:
+        return str(run.error)
+    groups = int(run.lines[-1]["groups_trained"])
+    edges = Edges(begin_groups=window_groups, end_groups=groups - window_groups)
+    figures = figures_of(run.lines, window_groups=window_groups, edges=edges)
+    return Measured(**{field.name: figures.get(field.name, 0.0) for field in fields(Measured)})

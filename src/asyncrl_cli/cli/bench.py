@@ -11,10 +11,11 @@ from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout
 from asyncrl_cli.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from asyncrl_cli.bench.compare import Outcome, Request, Watcher
+    from asyncrl_cli.bench.compare import Request, Watcher
+    from asyncrl_cli.bench.gantt import Timeline
     from asyncrl_cli.bench.real import Told
     from asyncrl_cli.bench.results import Comparison
 
@@ -33,47 +34,50 @@ same prompts. [bold]--simulate[/] runs the same loop on a virtual clock with the
 of a workload: its results say SIMULATED."""
 
 
+BaselineOption = Annotated[str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are held against.")]
+ProfilesOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. If none is given: partial-rollout."
+    ),
+]
+WorkloadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--simulate",
+        metavar="WORKLOAD",
+        help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
+    ),
+]
+RepeatOption = Annotated[
+    int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
+]
+GroupsOption = Annotated[
+    int | None, typer.Option("--groups", metavar="N", min=1, help="Groups that each run trains: 384, or the workload's windows.")
+]
+WindowsOption = Annotated[int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")]
+AllSetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of all profiles, the baseline, too; a file changes one of them."
+    ),
+]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go: bench/TIME.")
+]
+
+
 def command(
-    baseline: Annotated[
-        str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are held against.")
-    ] = "colocate",
-    profiles: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. If none is given: partial-rollout."
-        ),
-    ] = None,
-    simulate: Annotated[
-        str | None,
-        typer.Option(
-            "--simulate",
-            metavar="WORKLOAD",
-            help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
-        ),
-    ] = None,
-    repeat: Annotated[
-        int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
-    ] = 1,
-    groups: Annotated[
-        int | None,
-        typer.Option("--groups", metavar="N", min=1, help="Groups that each run trains: 384, or the workload's windows."),
-    ] = None,
-    windows: Annotated[
-        int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")
-    ] = None,
-    sets: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="SECTION.KEY=VALUE",
-            help="Override a key of all profiles, the baseline, too; a file changes one of them.",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go: bench/TIME."),
-    ] = None,
+    baseline: BaselineOption = "colocate",
+    profiles: ProfilesOption = None,
+    simulate: WorkloadOption = None,
+    repeat: RepeatOption = 1,
+    groups: GroupsOption = None,
+    windows: WindowsOption = None,
+    sets: AllSetOption = None,
+    seed: SeedOption = 0,
+    out: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
@@ -88,51 +92,38 @@ def command(
         groups=groups,
         windows=windows,
     )
-    outcome, directory = _simulated(request, simulate, out) if simulate is not None else _real(request, out)
-    _show(outcome, directory, as_json=as_json)
-    if outcome.error is not None:
-        raise outcome.error
+    compare_and_show(request, simulate, out, as_json=as_json)
 
 
-def _simulated(request: Request, reference: str, out: Path | None) -> tuple[Outcome, Path]:
-    from asyncrl_cli.bench.compare import compare_simulated, simulated_entries
+def compare_and_show(request: Request, workload_reference: str | None, out: Path | None, *, as_json: bool) -> None:
+    """Raises what ended the comparison early, after what was finished is shown."""
+    from asyncrl_cli.bench.compare import compare, contest_of
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workload_files import load_workload
 
-    workload = load_workload(reference)
-    entries, _ = simulated_entries(request, workload)
-    for warning in dict.fromkeys(warning for entry in entries for warning in entry.loaded.warnings):
+    workload = None if workload_reference is None else load_workload(workload_reference)
+    contest = contest_of(request, workload)
+    for warning in contest.warnings:
         warn(warning)
-    directory = output_directory(out)
-    with _leaving_nothing_empty(directory), _watching(f"SIMULATED {workload.name}") as watcher:
-        return compare_simulated(request, workload, watcher), directory
+    with output_directory(out) as directory:
+        with _watching(f"SIMULATED {workload.name}" if workload else "real runs") as watcher:
+            outcome = compare(contest, directory, watcher)
+        if outcome.comparison is not None:
+            _show(outcome.comparison, outcome.timelines, directory, as_json=as_json)
+        if outcome.error is not None:
+            raise outcome.error
 
 
-def _real(request: Request, out: Path | None) -> tuple[Outcome, Path]:
-    from asyncrl_cli.bench.compare import compare_real, real_entries
-    from asyncrl_cli.bench.report import output_directory
-
-    entries, _ = real_entries(request)
-    for warning in dict.fromkeys(warning for entry in entries for warning in (*entry.loaded.warnings, *entry.plan.warnings)):
-        warn(warning)
-    directory = output_directory(out)
-    with _leaving_nothing_empty(directory), _watching("real runs") as watcher:
-        return compare_real(request, directory, watcher), directory
-
-
-def _show(outcome: Outcome, directory: Path, *, as_json: bool) -> None:
+def _show(comparison: Comparison, timelines: Sequence[Timeline], directory: Path, *, as_json: bool) -> None:
     """What was measured is on disk and on the screen before pictures are tried."""
     from asyncrl_cli.bench.report import write_report, write_results
 
-    comparison = outcome.comparison
-    if comparison is None:
-        return
     results = write_results(comparison, directory)
     if as_json:
         print_json(comparison.to_json())
     else:
         _print(comparison)
-    written, failures = write_report(comparison, outcome.timelines, directory)
+    written, failures = write_report(comparison, timelines, directory)
     for failure in failures:
         warn(failure)
     for path in (results, *written):
@@ -152,22 +143,6 @@ def _print(comparison: Comparison) -> None:
             print_prose("\n" + "\n".join(lines))
 
 
-def _leaving_nothing_empty(directory: Path) -> AbstractContextManager[None]:
-    """A comparison that was refused leaves no directory behind."""
-    from contextlib import contextmanager, suppress
-
-    @contextmanager
-    def cleaning() -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            with suppress(OSError):  # it holds something: that stays
-                directory.rmdir()
-            raise
-
-    return cleaning()
-
-
 def _watching(title: str) -> AbstractContextManager[Watcher]:
     """Progress bars on stderr, one per run. A real run's time is its own, as in its metrics: the table's wall time in the end."""
     from contextlib import contextmanager
@@ -180,7 +155,8 @@ def _watching(title: str) -> AbstractContextManager[Watcher]:
     class Time(ProgressColumn):
         def render(self, task: Task) -> Text:
             elapsed_s = task.finished_time if task.finished else task.elapsed
-            return Text(clock(task.fields.get("time_s", elapsed_s)), style="progress.elapsed")
+            left = "" if task.finished or task.time_remaining is None else f"  {clock(task.time_remaining)} left"
+            return Text(clock(task.fields.get("time_s", elapsed_s)) + left, style="progress.elapsed")
 
     class Bars:
         def __init__(self, progress: Progress) -> None:

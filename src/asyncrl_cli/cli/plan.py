@@ -33,68 +33,73 @@ or two, without a GPU: its output is simulated."""
 GIB = 2**30
 
 
+ProfileOrOwn = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        "-p",
+        metavar="NAME|FILE",
+        help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file; with --tune partial-rollout, or the run's own.",
+    ),
+]
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one.")
+]
+GpuMemoryOption = Annotated[
+    float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's.")
+]
+TuneOption = Annotated[
+    str | None,
+    typer.Option("--tune", metavar="WORKLOAD|RUN", help="Search for faster settings of a workload, or of a run measured here."),
+]
+BoundOption = Annotated[
+    int | None,
+    typer.Option("--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; the profile's own."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
+]
+
+
 def command(
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            "-p",
-            metavar="NAME|FILE",
-            help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file; with --tune partial-rollout, or the run's own.",
-        ),
-    ] = None,
+    profile: ProfileOrOwn = None,
     sets: SetOption = None,
-    gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one."),
-    ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's."),
-    ] = None,
-    tune: Annotated[
-        str | None,
-        typer.Option("--tune", metavar="WORKLOAD|RUN", help="Search for faster settings of a workload, or of a run measured here."),
-    ] = None,
-    max_staleness: Annotated[
-        int | None,
-        typer.Option("--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; the profile's own."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
-    ] = None,
+    gpus: GpusOption = None,
+    gpu_memory: GpuMemoryOption = None,
+    tune: TuneOption = None,
+    max_staleness: BoundOption = None,
+    out: OutOption = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Show mode, groups, windows, admission budget, staleness bound, placement and memory of a profile.
 
     Exit 3 if the GPUs are too few, or too small for the weights alone."""
+    named = profile or "partial-rollout"
     if tune is not None:
         from asyncrl_cli.cli.plan_tune import Asked, print_tuned
 
         if gpu_memory is not None:
             raise ConfigError(
                 "--gpu-memory does not belong to --tune: memory is not simulated",
-                hint=f"asyncrl plan --profile {profile or 'partial-rollout'} --gpu-memory {gpu_memory:g}",
+                hint=f"asyncrl plan --profile {named} --gpu-memory {gpu_memory:g}",
             )
         given = tuple(sets or ())
         asked = Asked(reference=tune, profile=profile, sets=given, gpus=gpus, bound=max_staleness, runs_dir=runs_dir, out=out)
-        print_tuned(asked, as_json=as_json)
-        return
+        return print_tuned(asked, as_json=as_json)
     if out is not None:
-        raise ConfigError(
-            "--out writes what a search has found and belongs to --tune",
-            hint=f"asyncrl profiles show {profile or 'partial-rollout'} > {out}",
-        )
+        raise _only_with_tune("--out writes what a search has found", f"asyncrl profiles show {named} > {out}")
     if profile is None:
         raise ConfigError("a plan needs --profile, or --tune", hint="asyncrl plan --profile partial-rollout")
     if max_staleness is not None:
-        raise ConfigError(
-            "--max-staleness bounds a search and belongs to --tune",
-            hint=f"--tune WORKLOAD, or --set async_training.max_staleness={max_staleness}",
-        )
+        hint = f"--tune WORKLOAD, or --set async_training.max_staleness={max_staleness}"
+        raise _only_with_tune("--max-staleness bounds a search", hint)
     print_plan(load_profile(profile, sets), gpus=gpus, gpu_memory_gib=gpu_memory, as_json=as_json)
+
+
+def _only_with_tune(what: str, hint: str) -> ConfigError:
+    return ConfigError(f"{what} and belongs to --tune", hint=hint)
 
 
 def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
@@ -176,17 +181,11 @@ def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: Memory
     from asyncrl_cli.cli.plan_memory import memory_document
     from asyncrl_cli.plan.job_plan import plan_rows
 
+    of_job = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
     return {
         "profile": profile.name,
         "schedule": asdict(schedule),
-        "placement": {
-            "device": job.device,
-            "engine": job.engine,
-            "colocate": job.colocate,
-            "gpus": job.gpus,
-            "cpus": job.cpus,
-            "roles": plan_rows(job),
-        },
+        "placement": {**of_job, "roles": plan_rows(job)},
         "memory": memory_document(memory),
     }
 
@@ -216,15 +215,14 @@ def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
 
     from asyncrl_cli.plan.job_plan import plan_rows
 
-    table = Table(title=f"{profile.name}: schedule", title_justify="left", box=None, pad_edge=False)
-    for header, justify in (("", "left"), ("value", "right"), ("meaning", "left")):
-        table.add_column(header, justify=justify)  # type: ignore[arg-type]
+    table = Table("", title=f"{profile.name}: schedule", title_justify="left", box=None, pad_edge=False)
+    table.add_column("value", justify="right")
+    table.add_column("meaning")
     for cells in schedule_rows(schedule, profile.async_training.on_stale):
         table.add_row(*cells)
-    roles = Table(title=f"\nplacement: {job}", title_justify="left", box=None, pad_edge=False)
     rows = plan_rows(job)
-    for header in rows[0]:
-        roles.add_column(header.replace("_", " "))
+    headers = (header.replace("_", " ") for header in rows[0])
+    roles = Table(*headers, title=f"\nplacement: {job}", title_justify="left", box=None, pad_edge=False)
     for row in rows:
         roles.add_row(*(str(value) for value in row.values()))
     stdout().print(table)

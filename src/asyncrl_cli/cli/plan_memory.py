@@ -83,9 +83,7 @@ def print_memory(report: MemoryReport, plan: JobPlan) -> None:
     each = "process" if plan.device == "cpu" else "GPU and process"
     parameters = report.estimate.shape.parameters
     title = f"\nmemory per {each}, an estimate ({report.estimate.shape.model_type}, {parameters:,} parameters)"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for header in ("role", "what", "where", "when"):
-        table.add_column(header)
+    table = Table("role", "what", "where", "when", title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("processes", justify="right")
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("meaning")

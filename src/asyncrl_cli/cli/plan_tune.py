@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.safe_files import expand
 
 if TYPE_CHECKING:
-    from asyncrl_cli.bench.pareto import Row
+    from asyncrl_cli.bench.search import Row
     from asyncrl_cli.bench.tune import Tuned
     from asyncrl_cli.simulate.references import Residual
     from asyncrl_cli.simulate.workload import Workload
@@ -60,25 +61,12 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
     """Search and print; stdout has the data, stderr the progress."""
     from dataclasses import asdict
 
-    from asyncrl_cli.bench.tune import DEFAULT_PROFILE, tune
     from asyncrl_cli.bench.tuned_profile import check_new, write_profile
-    from asyncrl_cli.observe.starting import Starting
-    from asyncrl_cli.simulate.references import residuals
 
     if asked.out is not None:
         check_new(asked.out)
     workload, own_profile = workload_of(asked.reference, asked.runs_dir)
-    with Starting("auto", stderr()) as progress:
-        fit = residuals(workload) if own_profile else []
-        tuned = tune(
-            workload,
-            asked.profile or own_profile or DEFAULT_PROFILE,
-            asked.sets,
-            gpus=asked.gpus,
-            bound=asked.bound,
-            on_progress=lambda done, planned: progress("SIMULATED: windows, at most", done, planned),
-        )
-        progress(f"SIMULATED: {tuned.found.num_settings} settings tried in {tuned.found.windows} windows")
+    tuned, fit = _searched(asked, workload, own_profile)
     for setting, reason in tuned.found.failed:
         warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets())})")
     if asked.out is not None:
@@ -93,6 +81,27 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
         _print_recommendation(tuned, fit)
         _print_how_to_try(tuned, asked, is_run=own_profile is not None)
         _print_limits(tuned)
+
+
+def _searched(asked: Asked, workload: Workload, own_profile: str | None) -> tuple[Tuned, list[Residual]]:
+    """Also how well a run that was calibrated comes out of its own simulation."""
+    from asyncrl_cli.bench.tune import DEFAULT_PROFILE, tune
+    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.simulate.references import residuals
+
+    reference = asked.profile or own_profile or DEFAULT_PROFILE
+    with Starting("auto", stderr()) as progress:
+        fit = residuals(workload) if own_profile else []
+        tuned = tune(
+            workload,
+            reference,
+            asked.sets,
+            gpus=asked.gpus,
+            bound=asked.bound,
+            on_progress=lambda done, planned: progress("SIMULATED: windows, at most", done, planned),
+        )
+        progress(f"SIMULATED: {tuned.found.num_settings} settings tried in {tuned.found.windows} windows")
+    return tuned, fit
 
 
 def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
@@ -114,9 +123,8 @@ def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
 def _print_table(tuned: Tuned) -> None:
     from rich.table import Table
 
-    print_prose(
-        f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {_versions(tuned.bound)} of staleness"
-    )
+    bound = f"at most {counted(tuned.bound, 'version')} of staleness"
+    print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {bound}")
     print_prose(f"{tuned.found.num_settings} settings tried; these had long runs, or are on the front.\n")
     table = Table(box=None, pad_edge=False)
     for header in HEADERS:
@@ -125,7 +133,7 @@ def _print_table(tuned: Tuned) -> None:
     rows = [row for row in tuned.found.rows if row.is_long or row in undominated]
     if current is not None and current not in rows:
         rows.append(current)
-    for row in sorted(rows, key=lambda row: row.measured.window_time_s):
+    for row in sorted(rows, key=lambda row: row.rank):
         marks = {
             "*": row in undominated,
             "best": row == tuned.best,
@@ -173,11 +181,11 @@ def _against_current(tuned: Tuned) -> str:
         return "the current setting could not be simulated: there is nothing to hold it against"
     if best.setting == current.setting:
         return "the current setting is the recommended one"
-    text = f"the current setting, {current.setting.split}, {current.measured.window_time_s:.2f} s ({speedup:.2f}x)"
+    text = f"the current setting, {current} ({speedup:.2f}x)"
     text += f", has {_differences(current, best)}"
     if current.setting.max_staleness <= tuned.bound:
         return text
-    text += f"; it is beyond the bound: {_versions(current.setting.max_staleness)} of staleness."
+    text += f"; it is beyond the bound: at most {counted(current.setting.max_staleness, 'version')} of staleness."
     return f"{text} The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else text
 
 
@@ -189,32 +197,28 @@ def _differences(row: Row, other: Row) -> str:
 
 def _of_split(tuned: Tuned) -> str:
     """Whether it is the split that makes it faster, or the rest."""
-    from asyncrl_cli.bench.pareto import SAME_TIME
+    from asyncrl_cli.bench.search import SAME_TIME
 
-    same_split, current = tuned.on_current_split, tuned.found.current
+    same_split, current = tuned.found.on_current_split, tuned.found.current
     if current is not None and current.setting.split == tuned.best.setting.split:
-        elsewhere = [row for row in tuned.found.long_rows if row.setting.split != current.setting.split]
-        fastest = min(elsewhere, key=lambda row: row.measured.window_time_s, default=None)
-        return f"the split stays: the fastest other one, {_with_time(fastest)}" if fastest else ""
+        fastest = next((row for row in tuned.found.long_rows if row.setting.split != current.setting.split), None)
+        return f"the split stays: the fastest other one, {fastest}" if fastest else ""
     if same_split is None or current is None:
         return ""
     best_s, same_split_s = tuned.best.measured.window_time_s, same_split.measured.window_time_s
     others, split = current.measured.window_time_s / same_split_s, same_split_s / best_s
-    text = f"its K, batches, eta and slots on the current split, {_with_time(same_split)}: they make {others:.2f}x, the split "
-    text += f"{split:.2f}x"
+    text = f"its K, batches, eta and slots on the current split, {same_split}: they make {others:.2f}x, the split {split:.2f}x"
     return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
-
-
-def _with_time(row: Row) -> str:
-    return f"{row.setting.split}, {row.measured.window_time_s:.2f} s"
 
 
 def _against_known(tuned: Tuned) -> str:
     """The simulation's own error is in that factor, too."""
+    from asyncrl_cli.simulate.references import PUBLISHED
+
     if tuned.known is None:
         return ""
     known_s, best_s = tuned.known.window_time_s, tuned.best.measured.window_time_s
-    word = "published" if tuned.known.source.startswith("published") else "measured"
+    word = PUBLISHED if tuned.known.source.startswith(PUBLISHED) else "measured"
     return f"{word} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
 
 
@@ -258,7 +262,3 @@ def _print_fit(fit: Sequence[Residual]) -> None:
     for one in fit:
         found = f"{one.part} {one.measured_s:.4g} s {one.known}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
-
-
-def _versions(bound: int) -> str:
-    return f"at most {bound} version{'' if bound == 1 else 's'}"

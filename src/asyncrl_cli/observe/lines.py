@@ -24,6 +24,7 @@ class EventLine(TypedDict):
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     event: str
+    time_s: NotRequired[Seconds]
     num_bytes: NotRequired[float]
     publish_s: NotRequired[Seconds]
     send_s: NotRequired[Seconds]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.results import Comparison, Result, is_uneven
-from asyncrl_cli.bench.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -134,14 +134,12 @@ def draw_speedups(comparison: Comparison, path: Path) -> Path:
     results = comparison.results
     figure = _figure(max(6.5, 1.7 * len(results) + 1.5), 4.6)
     panel = figure.subplots()
-    top = 0.0
-    for place, result in enumerate(results):
-        top = max(top, _draw_bar(panel, place, result, comparison))
+    top = max(_draw_bar(panel, place, result, comparison) for place, result in enumerate(results))
     panel.set_xticks(range(len(results)), ["\n".join(textwrap.wrap(result.profile, 12)) for result in results], fontsize=9)
     panel.set_ylabel("groups per second")
     panel.set_ylim(0, top * 1.22)
     panel.spines[["top", "right"]].set_visible(False)
-    panel.set_title(_wrapped(comparison.title), loc="left", fontsize=10)
+    panel.set_title("\n".join(textwrap.wrap(comparison.title, 80)), loc="left", fontsize=10)
     if any(result.bound for result in results):
         from matplotlib.patches import Patch
 
@@ -164,16 +162,12 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
         ideal = comparison.window_groups / result.bound.ideal_s
         panel.bar(place, ideal, width=0.62, fill=False, edgecolor="#444444", linestyle="--", linewidth=1.1)
         top = max(top, ideal)
-    label = [f"{result.figures['speedup'].median:.2f}x"] if "speedup" in result.figures else []
-    if is_uneven(comparison.results) and not is_baseline:
-        label += [f"{result.figures['speedup_per_token'].median:.2f}x per token"] if "speedup_per_token" in result.figures else []
-    label += [f"{result.figures['bound_ratio'].median:.0%} of bound"] if "bound_ratio" in result.figures else []
-    panel.annotate("\n".join(label), (place, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
+    labels = {"speedup": "{:.2f}x", "speedup_per_token": "{:.2f}x per token", "bound_ratio": "{:.0%} of bound"}
+    if is_baseline or not is_uneven(comparison.results):
+        del labels["speedup_per_token"]
+    label = "\n".join(form.format(result.median(name)) for name, form in labels.items() if name in result.figures)
+    panel.annotate(label, (place, top), xytext=(0, 4), textcoords="offset points", ha="center", fontsize=9)
     return top
-
-
-def _wrapped(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 80))
 
 
 def _figure(width: float, height: float) -> Figure:

@@ -1,4 +1,4 @@
-"""What a picture of time is made of: a run's spans by executor, its running sequences, its publishes, the ends of its windows.
+"""The data of a Gantt chart: a run's spans by executor, its running sequences, its publishes, the ends of its windows.
 
 Real runs left it in timeline.jsonl and events.jsonl; in a simulated run an observer keeps it.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretch_of
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
-from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.observe.lines import Line, read_events
 from asyncrl_cli.observe.timeline import Counts, Spans, add_span, read_timeline
 
 MAX_WORKERS = 8
@@ -46,33 +46,34 @@ class Timeline:
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
-@dataclass
 class KeptTimeline(Observer):
     """Keeps what a picture of a simulated run needs, of `MAX_WORKERS` workers at most."""
 
-    spans: Spans = field(default_factory=dict)
-    running: Counts = field(default_factory=dict)
-    publishes_s: list[float] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
-    shown: frozenset[str] = frozenset()
+    def __init__(self) -> None:
+        self._spans: Spans = {}
+        self._running: Counts = {}
+        self._publishes_s: list[float] = []
+        self._names: dict[str, str] = {}
+        self._shown: set[str] = set()
 
     def event(self, event: Event) -> None:
         if event.name == "published":
-            self.publishes_s.append(event.time_s)
+            self._publishes_s.append(event.time_s)
 
     def step(self, record: StepRecord) -> None:
-        if not self.names:
-            self._meet(record)
-        for name in self.shown & record.spans.keys():
-            kept = self.spans.setdefault(name, [])
+        if not self._names:
+            self._names = {name: report.role for name, report in record.reports.items()}
+            self._shown = {*_of_role(self._names, TRAINER), *evenly(_of_role(self._names, ROLLOUT), MAX_WORKERS)}
+        for name in self._shown & record.spans.keys():
+            kept = self._spans.setdefault(name, [])
             for span in record.spans[name]:
                 add_span(kept, str(span.state), span.start_s, span.end_s)
 
     def tick(self, snapshot: Snapshot) -> None:
-        for name in self.shown & snapshot.reports.keys():
+        for name in self._shown & snapshot.reports.keys():
             gauges = snapshot.reports[name].gauges
             if "running_sequences" in gauges:
-                self.running.setdefault(name, []).append((snapshot.time_s, gauges["running_sequences"]))
+                self._running.setdefault(name, []).append((snapshot.time_s, gauges["running_sequences"]))
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -80,11 +81,7 @@ class KeptTimeline(Observer):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def timeline(self, profile: str, lines: Sequence[Line]) -> Timeline:
-        return _timeline(profile, lines, self.names, self.spans, self.running, self.publishes_s)
-
-    def _meet(self, record: StepRecord) -> None:
-        self.names = {name: report.role for name, report in record.reports.items()}
-        self.shown = frozenset(_of_role(self.names, TRAINER)) | frozenset(evenly(_of_role(self.names, ROLLOUT), MAX_WORKERS))
+        return _timeline(profile, lines, self._names, self._spans, self._running, self._publishes_s)
 
 
 def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timeline | None:
@@ -95,9 +92,7 @@ def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timel
     spans, running = read_timeline(path)
     status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
     names = {executor["name"]: executor["role"] for executor in status["executors"]}
-    with (run_dir / "events.jsonl").open(encoding="utf-8") as file:
-        events = [json.loads(line) for line in file]
-    publishes_s = [event["time_s"] for event in events if event["event"] == "published"]
+    publishes_s = [event["time_s"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "published"]
     return _timeline(profile, lines, names, spans, running, publishes_s)
 
 
@@ -114,12 +109,7 @@ def _of_role(names: Mapping[str, str], role: str) -> list[str]:
 
 
 def _timeline(
-    profile: str,
-    lines: Sequence[Line],
-    names: Mapping[str, str],
-    spans: Spans,
-    running: Counts,
-    publishes_s: Sequence[float],
+    profile: str, lines: Sequence[Line], names: Mapping[str, str], spans: Spans, running: Counts, publishes_s: Sequence[float]
 ) -> Timeline:
     stretch = stretch_of(lines)
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
