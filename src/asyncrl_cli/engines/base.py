@@ -36,11 +36,11 @@ class SlottedEngine(Engine, Generic[Track]):
         self._raise_failure()
         if request_id in self._tracks:
             raise ValueError(f"request {request_id} is running already")
-        longest, most = self._profile.rollout.max_prompt_tokens, self._profile.rollout.max_response_tokens
-        if not 0 < len(prompt_tokens) <= longest:
-            raise ValueError(f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {longest}")
-        if sampling.max_response_tokens > most:
-            raise ValueError(f"{sampling.max_response_tokens} response tokens asked, the engine was made for {most}")
+        rollout, asked = self._profile.rollout, sampling.max_response_tokens
+        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        if not prompt_tokens or len(prompt_tokens) + asked > longest:
+            why = f"{len(prompt_tokens)} tokens, and {asked} more are asked: the engine was made for {longest} together"
+            raise ValueError(f"prompt of {request_id} has {why}")
 
     def _fail(self, why: str) -> None:
         """From now on, all that wait for a slot and all that come raise ExecutorFailed with the first `why`."""
