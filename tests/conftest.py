@@ -7,12 +7,15 @@ measures the machine, marked `alone`, has it to itself.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+import typer.main
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -26,6 +29,18 @@ for name, value in {
 # `nohup pytest` and `pytest &` in a script ignore them, and so would every run of ours.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_command_tree() -> Iterator[None]:
+    """Typer builds it for every command line, which is most of what a refused one takes: here once for hundreds of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ def model_of(tensors):
     return {name: torch.full_like(tensor, 77) for name, tensor in tensors.items()}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(specs, st.integers(1, 3000), st.integers(1, 1500))
 def test_every_bit_arrives_through_any_bucket_sizes(specs, gather_bytes, load_bytes):
     tensors = make_tensors(specs)
