@@ -230,7 +230,7 @@ def _write_model(directory: Path) -> None:
 
 
 def copied(place: Place, root: Path) -> Place:
-    """A copy to be spoilt, of hard links: who spoils a file replaces it. Its profile still names the first one's model and prompts."""
+    """A copy to be spoilt, of hard links: a spoilt file is a new one. Its profile still names the first one's model and prompts."""
     shutil.copytree(place.root, root, symlinks=True, dirs_exist_ok=True, copy_function=os.link)
     return Place(root)
 
