@@ -70,6 +70,7 @@ def test_a_reference_is_answered_by_the_same_profile_with_the_same_prompts_for_a
     assert [row.job for row in rows] == [1 if answered else None, None]
 
 
+@pytest.mark.slow
 def test_a_run_that_answers_a_reference_gives_the_residuals_that_a_run_of_its_own_gives() -> None:
     other = {"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}
     made = workload(other, COLOCATE)
@@ -83,6 +84,7 @@ def test_a_run_that_answers_a_reference_gives_the_residuals_that_a_run_of_its_ow
     ]
 
 
+@pytest.mark.slow
 def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
     made = workload(COLOCATE | {"source": "published, 4 GPUs"}, {"profile": "partial-rollout", "calibrated": False})
     _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], made, lambda name, groups: None)
@@ -99,6 +101,7 @@ def test_an_unknown_part_of_a_reference_is_an_error_also_where_a_run_answers_it(
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
     made = workload()
 
@@ -121,6 +124,7 @@ class Quiet:
     def say(self, text: str) -> None: ...
 
 
+@pytest.mark.slow
 def test_every_simulated_run_has_its_own_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the lengths that its seed drew."""
     held: dict[tuple[str, int], Capacities] = {}

@@ -304,6 +304,7 @@ def assert_holds(engine: TransformersEngine, weights: dict[str, torch.Tensor]) -
 KNOBS = list(itertools.product((True, False), (True, False), (2**12, 2**24), (2**17, 2**24)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> None:
     """One engine loads a version per combination: dual_buffer, overlap, load bucket, gather bucket."""

@@ -53,6 +53,7 @@ def test_a_cached_model_is_not_built_again(task, built):
     assert [path.name for path in built.parent.iterdir()] == [built.name]
 
 
+@pytest.mark.slow
 def test_everything_that_changes_the_model_changes_its_directory(task, tmp_path):
     profiles = [
         tiny_profile(tmp_path, steps=1),
@@ -75,6 +76,7 @@ def build(profile: Profile, barrier) -> None:
     resolve_model(profile, task)
 
 
+@pytest.mark.slow
 def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path):
     context = multiprocessing.get_context("spawn")
     profile, barrier = tiny_profile(tmp_path, steps=8), context.Barrier(2)

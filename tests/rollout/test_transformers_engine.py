@@ -24,6 +24,8 @@ from asyncrl_cli.weights.in_place import copy_into
 from tests.products import counted_products
 from tests.rollout import tiny
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 

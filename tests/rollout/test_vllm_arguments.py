@@ -36,6 +36,7 @@ def test_threads_of_its_processes_wait_without_spinning_on_cpus(
     assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_names_in_vllms_source_are_those_of_its_dataclass() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
