@@ -1,6 +1,6 @@
 """What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored signals of whoever runs it.
 
-pytest runs two processes (pyproject.toml): the slow files come first, so that neither is left alone with one; and a test that
+pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one; and a test that
 measures the machine, marked `alone`, has it to itself.
 """
 
@@ -10,6 +10,7 @@ import fcntl
 import functools
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,8 +51,9 @@ def _no_foreign_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Whole runs first, then the files with most of what is slow."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path.parent.name != "run", -slow[item.path]))
 
 
 @pytest.fixture(autouse=True)

@@ -154,6 +154,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_children_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT)

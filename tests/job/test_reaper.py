@@ -87,6 +87,7 @@ def start_reaper(driver_pid: int, directory: Path, since: int = 0) -> subprocess
     return subprocess.Popen([sys.executable, "-I", reaper.__file__, *words], stdin=subprocess.PIPE)
 
 
+@pytest.mark.slow
 def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Path, foreign: SharedMemory) -> None:
     program, directory = tmp_path / "driver.py", tmp_path / "ray"
     program.write_text(HOLD_SHARED_MEMORY)
@@ -130,6 +131,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> None:
     directory = tmp_path / "ray"
     directory.mkdir()
@@ -177,6 +179,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [b"", reaper.AWAKE])
 def test_a_driver_that_does_not_hear_of_a_daemons_end_is_ended_and_one_that_does_is_not(
     word: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -330,6 +330,7 @@ def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dual_buffer", [True, False])
 def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool, overlap: bool, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ def refusal(path: Path | str, task) -> PreflightError:
     return refused.value
 
 
+@pytest.mark.slow
 def test_building_reports_every_step(task, tmp_path):
     seen = []
     resolve_model(tiny_profile(tmp_path), task, progress=lambda *report: seen.append(report))

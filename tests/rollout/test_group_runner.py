@@ -122,6 +122,7 @@ def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None
     run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
 def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs: bool) -> None:
     async def body() -> None:
@@ -154,6 +155,7 @@ def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -
     run(body)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:
@@ -258,6 +260,7 @@ def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path)
     run(body)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:

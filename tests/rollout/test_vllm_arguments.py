@@ -119,6 +119,7 @@ def test_more_slots_than_vllms_own_pass_get_a_larger_one() -> None:
     assert engine_arguments(setup("cuda", slots=2049))["max_num_batched_tokens"] == 2049
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_vllm_itself_takes_and_refuses_the_same_passes() -> None:
     from vllm.config import SchedulerConfig

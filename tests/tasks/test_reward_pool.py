@@ -150,6 +150,7 @@ def off_by_one(item) -> str:
     return "".join("0123456789abc"[number] for number in off)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reward", "forgiven"), [("auto", 0.0), ("exact-match", 0.0), ("dataset", 1.0)])
 def test_worked_responses_are_scored_exactly_unless_the_datasets_own_verifier_is_asked_for(reward, forgiven):
     task = load_task(Profile.model_validate({"task": {"train_prompts": 60, "reward": reward}, "eval": {"prompts": 0}}))
@@ -265,7 +266,7 @@ def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
             longest_s = max(longest_s, time.monotonic() - began_s)
         return longest_s
 
-    assert with_pool(spec_of(functions, "by_command"), use, timeout_s=1.0) < 0.5
+    assert with_pool(spec_of(functions, "by_command"), use, timeout_s=1.0) < 0.9  # of the second that it hangs
 
 
 def test_a_reward_that_kills_its_process_fails_with_the_signal(functions):
