@@ -1,18 +1,22 @@
 """What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored signals of whoever runs it.
 
-pytest runs two processes (pyproject.toml): the slow files come first, so that neither is left alone with one; and a test that
+pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one; and a test that
 measures the machine, marked `alone`, has it to itself.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+import typer.main
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
@@ -27,6 +31,18 @@ for name, value in {
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# How long an example takes is the machine's affair.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_command_tree() -> Iterator[None]:
+    """Typer builds it for every command line, which is most of what a refused one takes: here once for hundreds of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
+
 
 @pytest.fixture(autouse=True)
 def _no_foreign_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,8 +51,9 @@ def _no_foreign_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Whole runs first, then the files with most of what is slow."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path.parent.name != "run", -slow[item.path]))
 
 
 @pytest.fixture(autouse=True)

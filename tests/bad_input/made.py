@@ -232,9 +232,15 @@ def _write_model(directory: Path) -> None:
 
 
 def copied(place: Place, root: Path) -> Place:
-    """A copy to be spoilt, with hard links to what is large. Its profile still names the first one's model and prompts."""
-    shutil.copytree(place.root, root, symlinks=True, dirs_exist_ok=True)
+    """A copy to be spoilt, of hard links: a spoilt file is a new one. Its profile still names the first one's model and prompts."""
+    shutil.copytree(place.root, root, symlinks=True, dirs_exist_ok=True, copy_function=os.link)
     return Place(root)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """`content` in a file of its own, not through the link that other copies share."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
 
 
 Edit = Callable[[Any], Any]
@@ -242,7 +248,7 @@ Edit = Callable[[Any], Any]
 
 def edit_json(path: Path, edit: Edit) -> None:
     """Rewrite `path` with what `edit` returns for its content."""
-    path.write_text(json.dumps(edit(json.loads(path.read_text()))))
+    replace(path, json.dumps(edit(json.loads(path.read_text()))).encode())
 
 
 def reseal(directory: Path) -> None:
@@ -265,7 +271,7 @@ def seal_by_hand(directory: Path, content: dict[str, Any]) -> None:
     """Write `content` as the manifest, with its own checksum."""
     content.pop("self_sha256", None)
     text = json.dumps(content | {"self_sha256": manifest._digest(content)})
-    (directory / "manifest.json").write_text(text)
+    replace(directory / "manifest.json", text.encode())
 
 
 def listing(root: Path) -> dict[str, tuple[int, int]]:

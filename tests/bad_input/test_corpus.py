@@ -22,7 +22,7 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.profile.keys import sections
-from tests.bad_input.made import NAME, Place, copied, edit_json, listing, make_place, reseal, seal_by_hand
+from tests.bad_input.made import NAME, Place, copied, edit_json, listing, make_place, replace, reseal, seal_by_hand
 
 LIMIT_S = 10
 Make = Callable[[Place], Any]
@@ -101,7 +101,7 @@ def json_in(file: str, *path: Any, value: Any) -> Make:
 
 def text_in(file: str, content: bytes) -> Make:
     def make(place: Place) -> None:
-        (place.newest / file).write_bytes(content)
+        replace(place.newest / file, content)
         reseal(place.newest)
 
     return make
@@ -120,8 +120,7 @@ def written(path: str, content: bytes) -> Make:
 
     def make(place: Place) -> None:
         (place.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (place.root / path).unlink(missing_ok=True)
-        (place.root / path).write_bytes(content)
+        replace(place.root / path, content)
 
     return make
 

@@ -78,7 +78,7 @@ def resume_and_go_on(place: Place) -> None:
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_a_checkpoint_is_refused_or_resumed_to_its_end(place: Place, data: st.DataObject, tmp_path_factory: Any) -> None:
     kept = tmp_path_factory.mktemp("kept") / "checkpoint"
     shutil.copytree(place.newest, kept)
@@ -98,7 +98,7 @@ def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_status_is_refused_or_shown(place: Place, data: st.DataObject, capsys: pytest.CaptureFixture[str]) -> None:
     path = place.run / "status.json"
     kept = path.read_text()

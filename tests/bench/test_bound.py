@@ -75,6 +75,7 @@ def bound_ratios(seed: int) -> dict[str, float]:
     return {result.profile: result.figures["bound_ratio"].median for result in compared}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 24, CHUNK_SEEDS))
 def test_no_schedule_is_faster_than_its_bound(first: int) -> None:
     ratios = {(seed, name): ratio for seed in range(first, first + CHUNK_SEEDS) for name, ratio in bound_ratios(seed).items()}

@@ -105,6 +105,7 @@ def answering(directory: Path, greeting: str = "hello", count: int = 2) -> Child
     return Children("answering", Answering, greeting, count=count, threads=3, log_dir=directory)
 
 
+@pytest.mark.slow
 def test_all_processes_are_asked_at_once_and_answer_in_order(tmp_path: Path) -> None:
     with answering(tmp_path) as processes:
         processes.ready()
@@ -114,6 +115,7 @@ def test_all_processes_are_asked_at_once_and_answer_in_order(tmp_path: Path) -> 
         assert len({one, other, os.getpid()}) == 3
 
 
+@pytest.mark.slow
 def test_one_failure_is_told_by_name_and_nobody_waits_for_the_others(tmp_path: Path) -> None:
     with answering(tmp_path) as processes:
         processes.ready()
@@ -123,6 +125,7 @@ def test_one_failure_is_told_by_name_and_nobody_waits_for_the_others(tmp_path: P
     assert time.monotonic() - began_s < 30
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_start_or_vanishes_is_told_by_name(tmp_path: Path) -> None:
     with answering(tmp_path, "refuse", 1) as processes, pytest.raises(ExecutorFailed, match="answering-0 failed in its start"):
         processes.ready()
@@ -144,6 +147,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_children_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     program = tmp_path / "parent.py"
     program.write_text(PARENT)

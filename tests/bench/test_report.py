@@ -109,6 +109,7 @@ def test_a_measured_table_does_not_say_simulated() -> None:
     assert "SIMULATED" not in printed(comparison(workload=""))
 
 
+@pytest.mark.slow
 def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
     results = write_results(comparison(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]

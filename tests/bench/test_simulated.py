@@ -44,6 +44,7 @@ def job(made: Workload, reference: str = "colocate", *, groups: int = ENOUGH_GRO
 COLOCATE = {"profile": "colocate", "parts_s": {"train": 0.5}}
 
 
+@pytest.mark.slow
 def test_a_workload_is_held_against_its_references_in_their_order_beside_the_runs() -> None:
     made = workload({"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}, COLOCATE)
     (run,), fit = simulate_all([job(made)], made, WINDOW_GROUPS, lambda name, groups: None)
@@ -56,6 +57,7 @@ def test_a_workload_is_held_against_its_references_in_their_order_beside_the_run
     ]
 
 
+@pytest.mark.slow
 def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
     made = workload(COLOCATE | {"source": "published, 4 GPUs"}, {"profile": "partial-rollout", "calibrated": False})
     _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], made, 16, lambda name, groups: None)
@@ -72,6 +74,7 @@ def test_an_unknown_part_of_a_reference_is_an_error() -> None:
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
     made = workload()
 
@@ -94,6 +97,7 @@ class Quiet:
     def say(self, text: str) -> None: ...
 
 
+@pytest.mark.slow
 def test_every_simulated_run_has_its_own_capacities() -> None:
     """Those of the lengths that its seed drew."""
     made = workload()

@@ -158,6 +158,7 @@ for kill_at in range(1, 100):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [40, 20])
 def test_a_kill_at_any_moment_of_writing_leaves_a_whole_checkpoint(tmp_path, step):
     """Step 40 beside an old 20; and a second 20 that replaces the old one. keep = 1, so one is deleted as well."""

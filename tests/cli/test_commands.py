@@ -76,6 +76,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not imported_by("--help") & {"torch", "ray", "transformers", "pydantic", "numpy", "wandb", "asyncio"}
 
 
+@pytest.mark.slow
 def test_plans_and_profiles_need_neither_ray_nor_torch() -> None:
     heavy = {"torch", "ray", "transformers", "numpy", "wandb"}
     assert not imported_by("plan -p base", "profiles", "train -p base --dry-run") & heavy

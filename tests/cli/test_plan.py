@@ -208,6 +208,7 @@ def test_a_search_finds_a_better_split_and_prints_sets_that_make_it(
     assert compared[1]["speedup"] > 1.1
 
 
+@pytest.mark.slow
 def test_all_that_a_search_prints_says_simulated(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

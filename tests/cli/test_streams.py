@@ -35,6 +35,7 @@ def test_a_full_stdout_is_one_error(command: str) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "code"), [("plan -p base", 0), (MISTAKE, 2)])
 @pytest.mark.parametrize("redirections", [">&-", "<&- >&- 2>&-"])
 def test_closed_streams_change_no_exit_code(command: str, code: int, redirections: str) -> None:
@@ -43,6 +44,7 @@ def test_closed_streams_change_no_exit_code(command: str, code: int, redirection
     assert b"Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_errors_that_nobody_can_read_are_still_exit_codes() -> None:
     assert asyncrl(MISTAKE, "2>/dev/full").returncode == 2
     assert asyncrl(f"{MISTAKE} --json", ">/dev/full 2>/dev/full").returncode == 2
@@ -69,7 +71,11 @@ def test_any_locale_and_any_width_will_do(command: str, environment: dict[str, s
 
 @pytest.mark.parametrize(
     ("command", "code"),
-    [("train -p é.toml", 2), ("train -p base --name é", 2), ("train -p base --set model.path=/tmp/é --dry-run", 3)],
+    [
+        ("train -p é.toml", 2),
+        ("train -p base --name é", 2),
+        pytest.param("train -p base --set model.path=/tmp/é --dry-run", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_arguments_that_the_locale_cannot_read_are_told(command: str, code: int) -> None:
     done = asyncrl(command, **ASCII)

@@ -60,6 +60,7 @@ def test_the_newest_checkpoint_scores_as_the_trainer_does_bit_for_bit(make_run, 
     assert AutoTokenizer.from_pretrained(result.path).encode("abc") == AutoTokenizer.from_pretrained(made.model_dir).encode("abc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_version_is_the_same_from_wherever_it_comes(make_run, dtype):
     made = make_run(dtype=dtype)

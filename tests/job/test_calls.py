@@ -90,7 +90,7 @@ def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> No
     began_s = time.monotonic()
     with pytest.raises(ExecutorLost, match=r"rollout-0 failed: group p@0.0 took longer than rollout.call_timeout_s = 0.5 s"):
         called(actor.hangs.remote(), timeout_s=0.5)
-    assert time.monotonic() - began_s < 5.0
+    assert time.monotonic() - began_s < 15.0  # of the 60 that it hangs
 
 
 def test_a_start_that_takes_too_long_names_no_key_for_none_would_help() -> None:

@@ -15,6 +15,7 @@ import torch
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("of_the_user", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
 def test_threads_that_wait_leave_their_core_to_others_unless_the_user_says_otherwise(
     of_the_user: dict[str, str], policy: str

@@ -79,6 +79,7 @@ def test_shared_memory_that_only_the_last_look_meets_is_told(
     assert watched.memory == {memory, f"/dev/shm/{foreign.name}"}
 
 
+@pytest.mark.slow
 def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Path, foreign: SharedMemory) -> None:
     program, directory = tmp_path / "driver.py", tmp_path / "ray"
     program.write_text(HOLD_SHARED_MEMORY)
@@ -122,6 +123,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> None:
     directory = tmp_path / "ray"
     directory.mkdir()

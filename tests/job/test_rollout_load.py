@@ -268,6 +268,7 @@ def assert_holds(engine: TransformersEngine, weights: dict[str, torch.Tensor]) -
 KNOBS = list(itertools.product((True, False), (True, False), (2**17, 2**24)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> None:
     """One engine loads a version per combination: dual_buffer, overlap, gather bucket."""
@@ -293,6 +294,7 @@ def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dual_buffer", [True, False])
 def test_a_damaged_last_bucket_leaves_the_old_version_serving(dual_buffer: bool, overlap: bool, tmp_path: Path) -> None:

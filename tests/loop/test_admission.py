@@ -110,7 +110,7 @@ def test_live_and_trained_groups_never_exceed_the_run():
     assert machine.closed() is Closed.OPEN, "a dropped group is replaced"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     eta=st.sampled_from(["0", "0.25", "0.5", "1", "2"]),
     window_groups=st.integers(1, 6),

@@ -17,7 +17,7 @@ from tests.loop import worlds
 from tests.loop.proof import scenarios
 from tests.loop.proof.drawing import draw
 from tests.loop.proof.invariants import Invariants
-from tests.loop.worlds import MODES, run_world, settings
+from tests.loop.worlds import MODES, chunks, run_world, settings
 
 ENDED = ("done", "stopped", "failed")
 NUM_SEEDS, CHUNK_SEEDS = 100, 20
@@ -100,7 +100,7 @@ class Watching(Invariants):
             self.check(bool(trainer.waiting_for), "causes", "the trainer waits for nothing")
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK_SEEDS))
+@pytest.mark.parametrize("first", chunks(NUM_SEEDS, CHUNK_SEEDS))
 def test_whatever_waits_names_its_true_cause_in_every_second_of_every_seed(first, monkeypatch):
     monkeypatch.setattr(scenarios, "Invariants", Watching)
     broken = [outcome for outcome in map(scenarios.run, map(draw, range(first, first + CHUNK_SEEDS))) if outcome.broken is not None]

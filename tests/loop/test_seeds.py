@@ -26,6 +26,7 @@ from tests.loop.proof.drawing import MODES, draw
 from tests.loop.proof.faults import FaultKind
 from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.scenarios import Outcome, main, run
+from tests.loop.worlds import chunks
 
 NUM_SEEDS, CHUNK_SEEDS = 200, 20
 MUTANT_SEEDS = range(400)
@@ -41,12 +42,13 @@ def outcomes(first: int) -> tuple[Outcome, ...]:
     return tuple(run(draw(seed)) for seed in range(first, first + CHUNK_SEEDS))
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, CHUNK_SEEDS))
+@pytest.mark.parametrize("first", chunks(NUM_SEEDS, CHUNK_SEEDS))
 def test_every_invariant_holds_after_every_event_of_every_seed(first):
     broken = [f"{outcome.broken}\n    {replay(outcome.scenario.seed)}" for outcome in outcomes(first) if outcome.broken is not None]
     assert not broken, "\n".join(broken)
 
 
+@pytest.mark.slow
 def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     """What was drawn may come too late to happen, and would prove nothing."""
     ran = [outcome for first in range(0, NUM_SEEDS, CHUNK_SEEDS) for outcome in outcomes(first)]
@@ -76,6 +78,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_runs_whose_workers_are_restarted_are_completed():
     """Every invariant held (above); here: the faults that restarts mend ended no run, in any mode."""
     ran = [outcome for first in range(0, NUM_SEEDS, CHUNK_SEEDS) for outcome in outcomes(first) if outcome.counts["restarted"]]
@@ -94,6 +97,7 @@ def test_seeds_that_failed_once_hold(seed):
     assert run(draw(seed)).broken is None
 
 
+@pytest.mark.slow
 def test_a_seed_is_the_same_run_every_time():
     for seed in range(5):
         first, second = run(draw(seed)), run(draw(seed))
@@ -232,6 +236,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_some_seed_notices_a_mistake_in_the_loop(mistake, monkeypatch):
     where, name, wrong, invariants = MISTAKES[mistake]

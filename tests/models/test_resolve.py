@@ -36,6 +36,7 @@ def refusal(path: Path | str, task) -> PreflightError:
     return refused.value
 
 
+@pytest.mark.slow
 def test_building_reports_every_step(task, tmp_path):
     seen = []
     resolve_model(tiny_profile(tmp_path), task, progress=lambda *report: seen.append(report))
@@ -53,6 +54,7 @@ def test_a_cached_model_is_not_built_again(task, built):
     assert [path.name for path in built.parent.iterdir()] == [built.name]
 
 
+@pytest.mark.slow
 def test_everything_that_changes_the_model_changes_its_directory(task, tmp_path):
     profiles = [
         tiny_profile(tmp_path, steps=1),
@@ -75,6 +77,7 @@ def build(profile: Profile, barrier) -> None:
     resolve_model(profile, task)
 
 
+@pytest.mark.slow
 def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(task, tmp_path):
     context = multiprocessing.get_context("spawn")
     profile, barrier = tiny_profile(tmp_path, steps=8), context.Barrier(2)

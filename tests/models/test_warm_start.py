@@ -22,6 +22,7 @@ def pairs_of(num: int, longest: int = 12) -> list:
     return [([3] * rng.randint(1, longest), [rng.randint(4, 9), 1]) for _ in range(num)]
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_answer_and_its_prompts_are_not_learned():
     model = tiny_model(10, seed=0)
     pairs = [([3, letter], [letter, letter, 1]) for letter in (4, 5, 6, 7)] * 40

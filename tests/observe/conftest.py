@@ -95,7 +95,7 @@ def record(
     return StepRecord(**(fields | changed))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def facts() -> RunFacts:
     return RunFacts(
         name="brave-otter",
@@ -241,7 +241,7 @@ def full_snapshot(made: StepRecord) -> Snapshot:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make() -> dict[str, Callable[..., Any]]:
     """The builders by name, so that test modules need not import one another."""
     return {

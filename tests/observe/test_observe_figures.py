@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from dataclasses import dataclass, replace
@@ -91,6 +92,12 @@ def watched_run(
     return run_virtual(main())
 
 
+@functools.cache
+def usual_run(facts, mode):
+    """One for all tests that only look at it."""
+    return watched_run(facts, mode)
+
+
 def joined(lines, key):
     """The line's figure, weighted by how long its step took: an hourly wage is not the mean of daily ones."""
     measured = [(line[key], line["timing/step_s"]) for line in lines if key in line]
@@ -120,7 +127,7 @@ def assert_agrees(status, lines):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_recent_and_whole_run_figures_agree_with_metrics_jsonl_over_the_same_time(mode, facts):
-    ran = watched_run(facts, mode)
+    ran = usual_run(facts, mode)
     assert 3 < sum(line["timing/step_s"] for line in ran.lines) / len(ran.lines) < 15
     recent = [status for status in ran.live() if status["periods"]["utilization"]["steps"]]
     assert len(recent) > 60
@@ -142,14 +149,14 @@ def test_recent_and_whole_run_figures_agree_with_metrics_jsonl_over_the_same_tim
 
 
 def test_the_trainer_is_busy_exactly_while_groups_are_in_training(facts):
-    for status in watched_run(facts).statuses:
+    for status in usual_run(facts, "partial-rollout").statuses:
         states = [executor["state"] for executor in status["executors"] if executor["role"] == "trainer"]
         if states and status["phase"] == "running":
             assert (states == ["busy"]) == (status["ledger"]["training"] > 0)
 
 
 def test_a_step_longer_than_the_recent_ones_is_shown_for_itself_and_says_so(facts):
-    ran = watched_run(facts)
+    ran = usual_run(facts, "partial-rollout")
     alone = [status for status in ran.live() if not status["periods"]["utilization"]["steps"]]
     assert len(alone) > 10
     for status in alone:
@@ -189,7 +196,7 @@ def test_after_a_resume_recent_figures_are_of_this_attempt_and_the_end_is_of_the
 
 
 def test_the_screen_and_the_summary_of_an_ended_run_say_the_same_of_the_same_time(facts):
-    ended = watched_run(facts).statuses[-1]
+    ended = usual_run(facts, "partial-rollout").statuses[-1]
     picture, use = render(ended, width=100, height=40).plain, ended["utilization"]
     idle, slots = f"{use['trainer_idle_ratio']:.0%}", f"{use['rollouter_slot_utilization']:.0%}"
     assert re.search(rf"^trainer +idle +{idle} ", picture, re.MULTILINE)

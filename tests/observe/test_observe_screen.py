@@ -20,8 +20,9 @@ from asyncrl_cli.observe.screen import Screen, can_show, make_ui, print_status
 from asyncrl_cli.observe.status import RunStatus
 
 
-@pytest.fixture
-def status(facts, make):
+@pytest.fixture(scope="module")
+def drawn(facts, make):
+    """The status as the driver would write it."""
     now_s = [0.0]
     observers = Observers(facts, [], clock=lambda: now_s[0])
     for step in range(1, 119):
@@ -33,7 +34,12 @@ def status(facts, make):
             fields = {"reward_mean": 0.3 + step / 400, "num_prompts": 512}
             observers.event(Event(time_s=float(step), name="eval", version=step, step=step, fields=fields))
     observers.event(Event(time_s=117.0, name="warning", fields={"message": "a reward took longer than 10 s"}))
-    return json.loads(json.dumps(observers.live.picture()))
+    return json.dumps(observers.live.picture())
+
+
+@pytest.fixture
+def status(drawn):
+    return json.loads(drawn)
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (140, 50), (60, 40), (40, 30), (20, 10)])

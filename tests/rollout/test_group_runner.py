@@ -69,6 +69,7 @@ def group(n: int = 8, seed: int = 5, item: dict[str, Any] = ITEM) -> GroupReques
     return GroupRequest(key=KEY, item=item, n=n, seed=seed)
 
 
+@pytest.mark.slow
 def test_a_group_becomes_metadata_and_arrays_that_agree(model: Qwen3ForCausalLM, model_dir: Path) -> None:
     async def body() -> None:
         finished: list[int] = []
@@ -95,6 +96,7 @@ def test_a_group_becomes_metadata_and_arrays_that_agree(model: Qwen3ForCausalLM,
     run(body)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_group(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:
@@ -106,6 +108,7 @@ def test_the_same_seed_gives_the_same_group(model_dir: Path) -> None:
     run(body)
 
 
+@pytest.mark.slow
 def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None:
     async def body() -> None:
         rewards = Rewards(fails_on="7")
@@ -121,6 +124,7 @@ def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None
     run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
 def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs: bool) -> None:
     async def body() -> None:
@@ -153,6 +157,7 @@ def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -
     run(body)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:
@@ -164,6 +169,7 @@ def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> N
     run(body)
 
 
+@pytest.mark.slow
 def test_a_chat_template_is_used_where_there_is_one(model_dir: Path) -> None:
     async def body() -> None:
         message = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -176,6 +182,7 @@ def test_a_chat_template_is_used_where_there_is_one(model_dir: Path) -> None:
     run(body)
 
 
+@pytest.mark.slow
 def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
     async def body() -> None:
         items = tuple({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}} for i in range(20))
@@ -196,6 +203,7 @@ def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -
     run(body)
 
 
+@pytest.mark.slow
 def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) -> None:
     async def body() -> None:
         items = tuple({"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(6))
@@ -208,6 +216,7 @@ def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) 
     run(body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, True], ids=["while it generates", "while rewards are awaited"])
 def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: bool) -> None:
     async def body() -> None:
@@ -229,6 +238,7 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
     run(body)
 
 
+@pytest.mark.slow
 def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path) -> None:
     async def body() -> None:
         rewards = Rewards(hangs=True)
@@ -252,6 +262,7 @@ def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path)
     run(body)
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path) -> None:
     async def body() -> None:
         async with runner_of(model_dir, Rewards()) as runner:

@@ -23,6 +23,8 @@ SMALL = (
     "eval.every_versions=0",
     "checkpoint.every_steps=2",
 )
+LONG = (*SMALL, "run.train_steps=400")
+"""Longer than any test: it is for the test to end it."""
 LIMIT_S = 180
 
 
@@ -31,13 +33,14 @@ def arguments(command: str, *words: str, sets: tuple[str, ...] = (), verbose: bo
     return [sys.executable, "-m", "asyncrl_cli", *(["-v"] if verbose else []), command, *words, *settings]
 
 
-def start(directory: Path, command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True) -> subprocess.Popen[str]:
-    """A command in `directory`, in a process group of its own, with one compute thread and a cache of the test's."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(directory / "cache")}
+def start(
+    directory: Path, command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True, **environment: str
+) -> subprocess.Popen[str]:
+    """A command in `directory`, in a process group of its own, with one compute thread."""
     return subprocess.Popen(
         arguments(command, *words, sets=sets, verbose=verbose),
         cwd=directory,
-        env=environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,7 +1,8 @@
-"""A whole run whose weights travel over the disk, and the export of its last checkpoint."""
+"""A whole on-policy run whose weights travel over the disk, and the export of its last checkpoint."""
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -34,6 +35,7 @@ def test_every_version_arrives_over_the_disk_and_the_last_one_is_exported(tmp_pa
     assert seen <= {f"version-00000{version}" for version in range(5)}
     assert 1 <= most <= 2
     assert not (run / "weights").exists()
+    assert_on_policy(run)
 
     code, out, err = finish(start(tmp_path, "export", "otter"))
     assert code == 0, err
@@ -43,3 +45,11 @@ def test_every_version_arrives_over_the_disk_and_the_last_one_is_exported(tmp_pa
     kept = load_file(run / "versions" / "version-000004" / "model.safetensors")
     assert exported.keys() == kept.keys()
     assert all(equal(exported[name], kept[name]) for name in kept)
+
+
+def assert_on_policy(run):
+    steps = lines(run / "metrics.jsonl")
+    assert steps[-1]["ledger/trained"] == 16
+    assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
+    assert max(step["staleness/max"] for step in steps) == 0
+    assert json.loads((run / "status.json").read_text())["phase"] == "done"

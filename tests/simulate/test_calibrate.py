@@ -111,6 +111,7 @@ def test_a_run_on_machines_of_its_own_gives_back_what_made_it(tmp_path: Path) ->
     assert sum(observed) / len(observed) == pytest.approx(26.5, rel=0.1)  # lognormal, cut at 96: its limited expected value
 
 
+@pytest.mark.slow
 def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> None:
     known = truth(generation=0.0, training=0.0)
     found = calibrate(write_run(tmp_path / "run", known, "partial-rollout", 40))

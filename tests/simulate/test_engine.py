@@ -89,6 +89,7 @@ def in_the_engine(costs, actions):
     return run_virtual(main())
 
 
+@pytest.mark.slow
 def test_it_agrees_with_decoding_token_by_token():
     happened = Counter()
     for seed in range(150):

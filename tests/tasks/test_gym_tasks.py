@@ -52,6 +52,7 @@ def test_an_item_is_the_question_and_the_answer_of_the_dataset(plain):
     assert item["metadata"]["entry"]["question"] == item["prompt"]
 
 
+@pytest.mark.slow
 def test_the_worked_form_holds_as_many_prompts_out_however_many_an_eval_uses():
     """What a model is taught, the training prompts, would else depend on the number of eval prompts."""
     few, usual, more = (load_task(profile_of(task={"adapter": "worked"}, eval={"prompts": n})) for n in (20, 512, 600))
@@ -61,6 +62,7 @@ def test_the_worked_form_holds_as_many_prompts_out_however_many_an_eval_uses():
         assert not set(prompts_of(task.train)) & set(prompts_of(task.eval))
 
 
+@pytest.mark.slow
 def test_a_worked_dataset_with_few_prompts_is_split_as_asked():
     # Lists of two of twelve values in two directions: 288 prompts.
     task = {"adapter": "worked", "params": {"max_numbers": 2}, "train_prompts": 150}
@@ -95,6 +97,7 @@ def test_more_eval_prompts_begin_with_the_same_ones(plain):
     assert prompts_of(more.eval)[:20] == prompts_of(plain.eval)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", ["ransom_note", "list_functions"])
 def test_the_same_profile_gives_the_same_items_in_another_process(dataset):
     # The first iterates over sets of strings, the second draws from the global generator.
@@ -125,6 +128,7 @@ def test_parameters_reach_the_dataset():
     assert {item["prompt"].partition("order: ")[2].partition("\n")[0].count(",") for item in task.train} == {3}
 
 
+@pytest.mark.slow
 def test_a_dataset_that_reads_its_own_data_files_is_made_too():
     assert len(load_task(profile_of("reasoning-gym:word_ladder")).train) == 60
 
@@ -205,6 +209,7 @@ def test_the_names_read_from_the_sources_are_those_that_reasoning_gym_registers(
     assert len(registered) > 90
 
 
+@pytest.mark.slow
 def test_one_dataset_is_imported_without_all_the_others_and_leaves_no_half_package_behind():
     script = (
         "import sys; from asyncrl_cli.tasks.gym import make_dataset\n"

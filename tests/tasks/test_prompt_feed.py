@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.errors import RefusedError
@@ -41,7 +41,6 @@ def test_each_epoch_holds_every_prompt_exactly_once(num_items, seed, num_epochs)
         assert sorted(text for _, _, text in part) == sorted(item["prompt"] for item in items)
 
 
-@settings(deadline=None)
 @given(num_items=st.integers(1, 12), seed=st.integers(0, 1000), pieces=st.lists(st.integers(0, 17), max_size=8))
 def test_any_split_by_state_and_restore_gives_the_same_sequence(num_items, seed, pieces):
     items = numbered_items(num_items)

@@ -150,6 +150,7 @@ def off_by_one(item) -> str:
     return "".join("0123456789abc"[number] for number in off)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reward", "forgiven"), [("auto", 0.0), ("exact-match", 0.0), ("dataset", 1.0)])
 def test_worked_responses_are_scored_exactly_unless_the_datasets_own_verifier_is_asked_for(reward, forgiven):
     task = load_task(Profile.model_validate({"task": {"train_prompts": 60, "reward": reward}, "eval": {"prompts": 0}}))
@@ -201,6 +202,7 @@ def test_exact_match_without_an_answer_is_a_failure_and_not_0():
     assert "no answer to match" in reason
 
 
+@pytest.mark.slow
 def test_math_verify_takes_equal_mathematics_for_equal():
     spec, item = (
         resolve_reward("math-verify", dataset="", params={}, adapter="plain"),
@@ -247,6 +249,7 @@ def test_a_reward_that_hangs_fails_alone_and_the_others_are_scored(functions, ha
     assert results[:20] + results[21:] == [1.0] * 40
 
 
+@pytest.mark.slow
 def test_each_of_several_hanging_rewards_fails(functions):
     results = score(spec_of(functions, "by_command"), ["hang", "ok", "hang", "ok"], timeout_s=0.5)
     assert [isinstance(result, str) for result in results] == [True, False, True, False]
@@ -263,7 +266,7 @@ def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
             longest_s = max(longest_s, time.monotonic() - began_s)
         return longest_s
 
-    assert with_pool(spec_of(functions, "by_command"), use, timeout_s=1.0) < 0.5
+    assert with_pool(spec_of(functions, "by_command"), use, timeout_s=1.0) < 0.9  # of the second that it hangs
 
 
 def test_a_reward_that_kills_its_process_fails_with_the_signal(functions):
@@ -326,6 +329,7 @@ def test_async_rewards_await_together(functions):
     assert time.monotonic() - began_s < 10  # one after the other they would take 20 s
 
 
+@pytest.mark.slow
 def test_async_rewards_that_raise_never_return_or_block_fail_alone(functions):
     responses = ["1", "raise", "forever", "2", "block", "own timeout", "3"]
     results = score(spec_of(functions, "awaiting"), responses, timeout_s=1.0)
@@ -433,6 +437,7 @@ def test_the_answer_is_the_last_tag_or_everything(response, answer):
     assert find_answer(response) == answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 6])
 def test_slow_rewards_are_computed_by_as_many_processes_as_there_are(functions, workers):
     async def use(pool):
@@ -460,6 +465,7 @@ def test_results_belong_to_their_requests_with_several_processes(functions):
     assert score(spec_of(functions, "length"), responses, workers=3) == [float(num) for num in range(3000)]
 
 
+@pytest.mark.slow
 def test_slow_rewards_do_not_wait_behind_one_that_hangs(functions):
     async def use(pool):
         await pool.start()
@@ -474,6 +480,7 @@ def test_slow_rewards_do_not_wait_behind_one_that_hangs(functions):
     assert hung == ["took longer than 3 s and was killed"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_of_several_processes_too_exactly_the_culprits_fail(functions, workers):
     culprits = {10: "hang", 20: "die", 30: "raise", 40: "return nan"}
@@ -488,12 +495,14 @@ def test_of_several_processes_too_exactly_the_culprits_fail(functions, workers):
     assert num_restarts == 3  # for the one that hangs, and twice for the one that dies: once may be somebody's kill
 
 
+@pytest.mark.slow
 def test_of_several_processes_with_async_rewards_too_exactly_the_culprits_fail(functions):
     responses = ["1", "raise", "forever", "2", "block", "3"] * 3
     results = score(spec_of(functions, "awaiting"), responses, timeout_s=1.0, workers=3)
     assert [result for result in results if not isinstance(result, str)] == [1.0, 2.0, 3.0] * 3
 
 
+@pytest.mark.slow
 def test_each_of_several_children_killed_from_outside_is_replaced(functions):
     async def use(pool):
         await pool.start()

@@ -81,6 +81,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [100_000, 600])
 def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir, make_trainer, max_tokens):
     trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), max_tokens_per_microbatch=max_tokens))
@@ -273,6 +274,7 @@ def test_tied_embeddings_travel_once_with_their_alias(tmp_path, make_trainer):
     assert "lm_head.weight" not in {s.name for s in specs}
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, make_trainer):
     trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), dtype="bfloat16"))
     before = weights_of(trainer)

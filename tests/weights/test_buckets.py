@@ -43,7 +43,7 @@ def read_only(bucket: Bucket) -> Bucket:
     return Bucket(data=data, entries=bucket.entries, fingerprint=bucket.fingerprint)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(specs, st.integers(1, 3000))
 def test_tensors_come_out_as_they_went_in_through_any_bucket_size(specs, bucket_bytes):
     tensors = make_tensors(specs)

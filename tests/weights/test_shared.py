@@ -41,6 +41,7 @@ def test_what_arrived_in_buckets_is_shared_under_all_of_its_names(bucket_size_by
         assert shared[name].dtype == tensor.dtype
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_same_bytes_and_cannot_change_them() -> None:
     shared = SharedWeights(pack(example(), 2**20))
     told = shared.describe({"b", "head"})
@@ -64,6 +65,7 @@ def open_files() -> list[int]:
     return [path.stat().st_size for path in descriptors if path.is_symlink() and "asyncrl-weights" in os.readlink(path)]
 
 
+@pytest.mark.slow
 def test_buckets_are_written_as_they_arrive_and_another_process_reads_them() -> None:
     before = open_files()
     buckets = pack(example(), 1)

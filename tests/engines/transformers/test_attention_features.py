@@ -102,6 +102,7 @@ def test_the_trainers_logprobs_are_those_of_the_models_own_attention(family, tmp
         assert mean_diff(logprobs, own_logprobs(model, tokens)) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_embedded_engine_samples_and_scores_by_the_models_own_attention(family, tmp_path):
     """Prompts and responses longer than the windows, several at once, in one packed batch."""
     model = make_model(family)
@@ -141,6 +142,7 @@ def test_what_sdpa_leaves_out_is_seen_in_fresh_weights_that_hardly_show_it(famil
     assert choose_attention(model) == expected == model.config._attn_implementation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["llama", "soft-cap: gemma2", "experts: qwen3-moe"])
 def test_trainer_and_engine_score_alike_in_either_dtype(family, dtype, tmp_path, make_trainer: Callable[..., Any]):

@@ -91,6 +91,7 @@ def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(pub
         assert torch.equal(again.get_parameter(name), parameter), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dual_buffer", [True, False])
 def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
     async def loaded() -> tuple[list[list[float]], Any]:

@@ -23,6 +23,8 @@ from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.products import counted_products
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 

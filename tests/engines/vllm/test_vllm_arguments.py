@@ -48,6 +48,7 @@ def test_threads_of_its_processes_wait_without_spinning_on_cpus(
     assert os.environ.get("OMP_WAIT_POLICY") == policy
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_the_names_in_vllms_source_are_those_of_its_dataclass() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -129,6 +130,7 @@ def test_more_slots_than_vllms_own_pass_get_a_larger_one() -> None:
     assert engine_arguments(*setup("cuda", slots=2049))["max_num_batched_tokens"] == 2049
 
 
+@pytest.mark.slow
 @needs_vllm
 def test_vllm_itself_takes_and_refuses_the_same_passes() -> None:
     from vllm.config import SchedulerConfig

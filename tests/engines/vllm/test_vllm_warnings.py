@@ -11,6 +11,7 @@ from tests.engines.needs import needs_vllm
 pytestmark = [needs_vllm, pytest.mark.filterwarnings("default")]  # vLLM's imports warn
 
 
+@pytest.mark.slow
 def test_only_a_rotary_embedding_that_gets_no_tensor_is_not_worth_a_warning() -> None:
     from vllm.model_executor.model_loader.reload import layerwise
 

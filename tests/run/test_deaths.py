@@ -1,0 +1,163 @@
+"""A worker's process, or its engine's, is killed in the middle of a run: with a restart left the run goes on, else it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+
+from tests.engines.needs import needs_vllm
+from tests.run.commands import LIMIT_S, LONG, command_line, descendants, finish, lines, start, wait_for_steps, wait_until_gone
+from tests.run.listening import listening
+
+pytestmark = pytest.mark.slow
+
+SETS = (
+    *LONG,
+    "rollout.max_restarts=1",
+    "rollout.max_response_tokens=128",
+    "async_training.trigger_parameter_sync_step=1",
+    "async_training.staleness_threshold=1",
+)
+"""Many loads, long responses, and always some of them running."""
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "workers", "error"),
+    [
+        ("transformers", b"RolloutActor", 2, "its process ended during"),
+        pytest.param("vllm", b"VLLM::EngineCore", 1, "vLLM's engine process has ended (EngineCore with SIGKILL)", marks=needs_vllm),
+    ],
+)
+def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_checkpoint(tmp_path, engine, victim, workers, error):
+    sets = (*SETS, f"rollout.engine={engine}", f"rollout.workers={workers}")
+    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "mended", "--ui", "plain", sets=sets)
+    run = tmp_path / "runs" / "mended"
+    wait_for_steps(process, run, 3)
+    found = listening({process.pid, *descendants(process.pid)})
+    assert {host for _, host, _ in found} == {"127.0.0.1"}
+    assert engine != "vllm" or any(victim in command_line(pid) for pid, _, _ in found)
+
+    worker = wait_for(process, run, busy_worker)
+    kill_process_of(process, worker, victim)
+    wait_for(process, run, is_back)
+    events = lines(run / "events.jsonl")
+    assert_only_one_was_lost(events, worker)
+    assert_its_groups_began_again(events)
+    assert_the_new_process_began_with_newest_weights(events)
+
+    family = kill_process_of(process, worker, victim)
+    killed_s = time.monotonic()
+    code, _, err = finish(process)
+    assert code == 1
+    assert time.monotonic() - killed_s < 30
+    assert not wait_until_gone(family, 10.0)
+    failed, hint = err.splitlines()[-2:]
+    assert failed.startswith(f"error: {worker} failed: {error}")
+    assert hint == "hint: `asyncrl logs mended` tells more, `asyncrl resume mended` goes on from the last checkpoint"
+    assert named(events, "lost")[0]["error"].rstrip(".") in err
+    assert f"{worker} was restarted in" in err
+    assert_all_is_trained_once_and_kept(run)
+
+
+def wait_for(process, run, found):
+    """What `found` makes of the run's events, once it is something."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not (answer := found(lines(run / "events.jsonl"))):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s, f"{found.__name__}: never"
+        time.sleep(0.02)
+    return answer
+
+
+def busy_worker(events):
+    """The name of one that has groups to generate right now."""
+    open_groups = {attempt(event): event["worker"] for event in named(events, "running")}
+    for event in named(events, "finished"):
+        open_groups.pop(attempt(event), None)
+    return Counter(open_groups.values()).most_common(1)[0][0] if open_groups else None
+
+
+def is_back(events):
+    """The new process generates and gets versions, and what the old one had has been trained."""
+    if not named(events, "restarted"):
+        return False
+    later = own_since_the_restart(events)
+    return (
+        begun_again(events) <= set(map(attempt, named(events, "trained")))
+        and named(later, "running")
+        and len(named(later, "loaded")) > 1
+    )
+
+
+def begun_again(events):
+    """The second attempts at the groups that were lost."""
+    return {(uid, epoch, number + 1) for uid, epoch, number in map(attempt, named(events, "requeued"))}
+
+
+def own_since_the_restart(events):
+    """What happened to the worker that was restarted."""
+    back = next(place for place, event in enumerate(events) if event["event"] == "restarted")
+    return [event for event in events[back + 1 :] if event.get("worker") == events[back]["worker"]]
+
+
+def kill_process_of(process, worker, victim):
+    """Kills it, and returns the run's processes."""
+    family = descendants(process.pid)
+    os.kill(next(pid for pid in family if victim in command_line(pid) and logs_to(pid) == f"{worker}.log"), signal.SIGKILL)
+    return family
+
+
+def logs_to(pid):
+    """The file that a process writes its output to."""
+    return os.path.basename(os.readlink(f"/proc/{pid}/fd/1"))
+
+
+def assert_only_one_was_lost(events, worker):
+    (lost,), (restarted,) = named(events, "lost"), named(events, "restarted")
+    assert lost["worker"] == restarted["worker"] == worker
+    assert lost["restarts_left"] == 0
+    assert not named(events, "failed")
+
+
+def assert_its_groups_began_again(events):
+    worker, again = named(events, "lost")[0]["worker"], named(events, "requeued")
+    started = {attempt(event): event["worker"] for event in named(events, "running")}
+    assert again, "nothing ran on the killed worker"
+    assert {event["reason"] for event in again} == {"worker lost"}
+    assert {started[attempt(event)] for event in again} == {worker}
+
+
+def assert_the_new_process_began_with_newest_weights(events):
+    back = next(place for place, event in enumerate(events) if event["event"] == "restarted")
+    published = max(event["version"] for event in events[:back] if event["event"] == "published")
+    own = [event for event in own_since_the_restart(events) if event["event"] in ("loaded", "running")]
+    assert own[0]["event"] == "loaded"
+    assert own[0]["version"] >= published > 0
+    assert own[0]["logprob_abs_diff"] < 1e-3
+    assert named(own, "loaded")[-1]["version"] > own[0]["version"]
+
+
+def assert_all_is_trained_once_and_kept(run):
+    trained, steps = named(lines(run / "events.jsonl"), "trained"), lines(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert set(Counter(event["step"] for event in trained).values()) == {4}
+    assert len(trained) == len({(event["uid"], event["epoch"]) for event in trained}) == 4 * len(steps)
+    assert (run / "checkpoints" / f"step-{len(steps):06d}" / "manifest.json").exists()
+    assert steps[-1]["rollouter/restarts"] == 1
+    assert {step["ledger/dropped"] for step in steps} == {0}
+    idle = [step["rollouter/idle_ratio"] for step in steps if "rollouter/idle_ratio" in step]  # none if no report came in a step
+    assert idle
+    assert all(0 <= share < 1.01 for share in idle), "over 1 by what lies between two looks at a clock"
+    assert all(step.get("rollouter/tokens_per_s", 0) >= 0 for step in steps)
+
+
+def named(events, name):
+    return [event for event in events if event["event"] == name]
+
+
+def attempt(event):
+    return event["uid"], event["epoch"], event["attempt"]
