@@ -8,6 +8,7 @@ from typing import Any
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.toml import shortened, toml_value
 
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
 """Of [rollout]; no engine knows them but one that says so."""
@@ -22,10 +23,10 @@ def engine_conflicts(profile: Profile) -> Iterator[ConfigError]:
         yield error
         return
     for key in ENGINE_KEYS:
-        if key not in kind.keys and getattr(rollout, key) not in (None, {}):
+        if key not in kind.keys and (value := getattr(rollout, key)) not in (None, {}):
             knows = next(name for name in ENGINES if key in engine_kind(name).keys)
             yield ConfigError(
-                f'rollout.{key} with rollout.engine = "{rollout.engine}", which does not know it',
+                f'rollout.{key} = {shortened(toml_value(value))} with rollout.engine = "{rollout.engine}", which does not know it',
                 hint=f"--set rollout.engine={knows}, or leave rollout.{key} out",
             )
     yield from kind.conflicts(profile)

@@ -16,6 +16,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pydantic import create_model
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.check import MOST_PROBLEMS, check, combine
 from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
@@ -141,24 +144,35 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     unknown = (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}."))
     if problems := [_unknown_name(key, names[key]) for key in islice(unknown, MOST_PROBLEMS + 1)]:
         raise combine(problems)
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    for key, name in names.items():
-        said = _said(key.split("."), environ[name], "environment")
-        values |= said
-        origins |= dict.fromkeys(said, f"environment {name}")
+    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
+    source = EnvSettingsSource(
+        create_model("Environment", __base__=BaseSettings, **tables), env_prefix=ENV_PREFIX, env_nested_delimiter="__"
+    )
+    source.env_vars = {name.lower(): environ[name] for name in names.values()}
+    values = flatten(_parsed(source()), "environment")
+    origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in values}
     return Layer(origin="environment", values=_anchored(values, Path.cwd()), origins=origins)
+
+
+def _parsed(value: Any) -> Any:
+    """The texts of nested tables as what they say in TOML."""
+    if isinstance(value, dict):
+        return {key: _parsed(item) for key, item in value.items()}
+    return parse_value(value) if isinstance(value, str) else value
 
 
 def _unknown_name(key: str, name: str) -> ConfigError:
     guess = nearest(key, keys())
-    meant = "" if guess is None else ENV_PREFIX + guess.upper().replace(".", "__")
-    hint = f"did you mean {meant}?" if meant else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
+    hint = f"did you mean {_env_name(guess)}?" if guess else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
     return ConfigError(f"environment: unknown name {shortened(name)}", hint=hint)
 
 
 def _env_key(name: str) -> str:
     return name[len(ENV_PREFIX) :].lower().replace("__", ".")
+
+
+def _env_name(key: str) -> str:
+    return ENV_PREFIX + key.upper().replace(".", "__")
 
 
 def set_layer(sets: Sequence[str]) -> Layer:
@@ -171,18 +185,13 @@ def set_layer(sets: Sequence[str]) -> Layer:
             raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
         if len(parts) == 1 and parts[0] not in sections():
             raise _unknown(parts[0], "--set", keys())
-        values |= _said(parts, value.strip(), "--set")
+        if len(parts) > MAX_DEPTH:
+            raise ConfigError(f"--set {shortened(text)}: more than {MAX_DEPTH} parts", hint="--set run.train_steps=20")
+        nested: Any = parse_value(value.strip())
+        for part in reversed(parts):
+            nested = {part: nested}
+        values |= flatten(nested, "--set")
     return Layer(origin="--set", values=_anchored(values, Path.cwd()))
-
-
-def _said(parts: Sequence[str], text: str, where: str) -> dict[str, Any]:
-    """`a.b.c = text` as a flat table."""
-    if len(parts) > MAX_DEPTH:
-        raise ConfigError(f"{where}: {shortened('.'.join(parts))} has more than {MAX_DEPTH} parts", hint="run.train_steps = 20")
-    nested: Any = parse_value(text)
-    for part in reversed(parts):
-        nested = {part: nested}
-    return flatten(nested, where)
 
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
