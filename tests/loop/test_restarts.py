@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from fractions import Fraction
 
@@ -74,7 +75,7 @@ def test_a_snapshot_says_which_restart_of_which_worker_and_that_admission_waits_
     ran = run_with([death(3.0, "rollout-0"), death(3.0)], times={"restart_s": lambda rng: 20.0}, max_restarts=3)
     gone = [tick for tick in ran.recorder.ticks if 4 < tick.time_s < 22]
     assert len(gone) > 10
-    assert {tuple(tick.restarting.items()) for tick in gone} == {(("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))}
+    assert {tuple(sorted(tick.restarting.items())) for tick in gone} == {(("rollout-0", "1 of 3"), ("rollout-1", "1 of 3"))}
     assert {tick.admission for tick in gone} == {"restart"}
     assert {tick.reports["feed"].waiting_for for tick in gone} == {
         "admission: restart (rollout-0 is restarted (1 of 3), rollout-1 is restarted (1 of 3))"
@@ -170,16 +171,11 @@ def test_an_attempt_that_was_lost_with_its_worker_does_not_count_as_stale():
     changes = {"on_stale": "requeue", "on_exhausted": "fail", "max_requeues": 1, "eta": Fraction(1), "max_staleness": 0}
     loop_settings = settings("partial-rollout", **changes)
     worker = WorkerSlots(name="w", slots=2)
-    admission = Admission(
-        window_groups=8, total_groups=48, eta=Fraction(1), max_staleness=0, on_stale="requeue", n=2, workers=[worker]
-    )
-    told = []
-    groups = Groups(
-        loop_settings, admission, NumberedFeed(), lambda key, account, fields: told.append((key.attempt, account.value))
-    )
+    admission, told = Admission(loop_settings, [worker]), []
+    groups = Groups(loop_settings, admission, NumberedFeed(), lambda key, stage, fields: told.append((key.attempt, stage.value)))
     for _ in range(2):
         groups.start()
-        assert groups.lost("w") == 1
+        groups.lost("w")
     groups.start()
     groups.publish()
     worker.end_load(admission.version)
@@ -257,7 +253,7 @@ def test_colocated_a_stop_does_not_wait_for_a_hung_worker_to_hand_over(monkeypat
 
 def noting(call, times):
     async def noted(worker):
-        times.append(worker._loop.time())
+        times.append(asyncio.get_running_loop().time())
         await call(worker)
 
     return noted

@@ -108,6 +108,7 @@ class FaultyTrainer(SimulatedTrainer):
     async def train(self, batch: TrainBatch) -> TrainReport:
         report = await super().train(batch)
         if self._faults.of_call(FaultKind.STEP_FAILS, TRAINER, batch.step) is not None:
+            self.batches = [kept for kept in self.batches if kept is not batch]
             raise ExecutorFailed(f"simulated failure in step {batch.step}", executor=TRAINER)
         return report
 
