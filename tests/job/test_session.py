@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job import local_ray
 from asyncrl_cli.job.reaper import living, look
 from asyncrl_cli.job.session import ray_session
 
@@ -178,14 +177,10 @@ def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_daemons_that_get_no_core_for_long_are_not_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an overloaded machine. In a tenth of the time: each limit, Ray's and ours, is a tenth of what it is in a run, and by
-    Ray's own, 5 health checks of 1 s, both daemons would be dead."""
+def test_daemons_that_get_no_core_for_a_minute_are_not_dead() -> None:
+    """As on an overloaded machine, and by the clock of the default limits long enough: 5 health checks of 10 s."""
     import ray
 
-    tenth = {name: value // 10 for name, value in local_ray.PATIENT.items() if name != "health_check_failure_threshold"}
-    tenth |= {"health_check_period_ms": 300, "gcs_rpc_server_reconnect_timeout_s": 6, "gcs_server_request_timeout_seconds": 6}
-    monkeypatch.setattr(local_ray, "SYSTEM_CONFIG", local_ray.SYSTEM_CONFIG | tenth)
     with ray_session(small_profile(), cluster=nodes((2, 0), elastic_cpus=True)):
         echo = ray.remote(Echo).options(num_cpus=1).remote()
         assert ray.get(echo.echo.remote("before")) == "before"
@@ -194,7 +189,7 @@ def test_daemons_that_get_no_core_for_long_are_not_dead(monkeypatch: pytest.Monk
         for name in ("raylet", "gcs_server"):  # one after the other: who asks is not asleep with who is asked
             victim = next(child for child in suspended if name_of(child) == name)
             victim.suspend()
-            time.sleep(8)
+            time.sleep(75)
             victim.resume()
             assert ray.get(echo.echo.remote(name), timeout=20) == name
         another = ray.remote(Echo).options(num_cpus=1).remote()

@@ -1,4 +1,4 @@
-"""Whole runs of a colocated job, and of two vLLM engines. Other files run the other profiles: on-policy with the transport by
+"""Whole runs of a colocated job, one with two vLLM engines. Other files run the other profiles: on-policy with the transport by
 disk, stale samples until an interrupt."""
 
 from __future__ import annotations
@@ -25,27 +25,20 @@ def test_trainer_and_rollouts_take_turns_on_the_same_cores(tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize(
-    ("profile", "workers", "sets", "versions"),
-    [
-        ("stale-samples", 2, ("weights.transport=disk", "async_training.trigger_parameter_sync_step=2"), [0, 1, 2]),
-        # Two here as well: each place of the machine, the trainer's too, has a worker.
-        ("colocate", 1, ("weights.mode=sync",), [0, 1, 2, 3, 4]),
-    ],
-)
-def test_two_vllm_workers_load_every_version_each_for_itself(tmp_path, profile, workers, sets, versions):
-    sets = ("run.train_steps=4", "rollout.engine=vllm", f"rollout.workers={workers}", *sets)
-    code, _, err = train(tmp_path, profile, "two", *sets, limit_s=270)
+def test_two_vllm_workers_load_every_version_each_for_itself(tmp_path):
+    """One per place: the machine's and the trainer's."""
+    sets = ("run.train_steps=4", "rollout.engine=vllm", "weights.mode=sync", "weights.transport=disk")
+    code, _, err = train(tmp_path, "colocate", "two", *sets, limit_s=270)
     assert code == 0, err
     run = tmp_path / "runs" / "two"
     events, steps = lines(run / "events.jsonl"), lines(run / "metrics.jsonl")
     loaded = [event for event in events if event["event"] == "loaded"]
     assert {event["worker"] for event in loaded} == {"rollout-0", "rollout-1"}
     for worker in ("rollout-0", "rollout-1"):
-        assert [event["version"] for event in loaded if event["worker"] == worker] == versions
+        assert [event["version"] for event in loaded if event["worker"] == worker] == [0, 1, 2, 3, 4]
         assert any(event["event"] == "running" and event["worker"] == worker for event in events)
     assert max(event["logprob_abs_diff"] for event in loaded) <= 1e-4
     assert steps[-1]["sync/logprob_abs_diff"] <= 1e-4
-    assert steps[-1]["version"] == versions[-1]
+    assert steps[-1]["version"] == 4
     assert steps[-1]["ledger/trained"] == steps[-1]["ledger/admitted_total"] - steps[-1]["ledger/requeued"] == 16
     assert steps[-1]["ledger/dropped"] == 0
