@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,28 +21,25 @@ from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.settings import set_environment
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import direct, ports
+from asyncrl_cli.job import direct, ports, trainer_actor
 from asyncrl_cli.job.direct import DirectTransport, RayRankZero
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.job.transports import HeldLayouts, held
 from asyncrl_cli.job.wiring import loop_settings
-from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.plan.counts import cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.ranks import indexed
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting, loaded_as
 from asyncrl_cli.weights.limits import WORKER_MARGIN_S
 from tests.job.crew import REWARD, make_model, nodes, small_profile
+from tests.trainers import trainer_parts
 from tests.weights.in_process_ends import WAIT_S, Exchange, InProcessGroup
 
 WORKER = "rollout-0"
@@ -81,15 +77,14 @@ EXCHANGE = Exchange()
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Rank 0 with a real trainer, not in Ray."""
     directory = tmp_path_factory.mktemp("direct")
-    settings = TrainerSettings(model_dir=str(make_model(directory / "model")), gather_bucket_size_bytes=SMALL_BUCKETS)
-    rank_zero: Any = object.__new__(TrainerActor)
-    rank_zero._rank, rank_zero._settings, rank_zero._weights_dir, rank_zero._kept = 0, settings, None, None
-    rank_zero._lock, rank_zero._clock = threading.Lock(), StateClock("trainer", "trainer", lambda: 0.0)
-    rank_zero._transport = InProcessNccl(name="nccl", wire_bytes=1, timeout_s=WAIT_S)
-    rank_zero._trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{directory}/meet")
-    rank_zero._sending = Sending(rank_zero._make_sender(), overlap=True)
+    parts = trainer_parts(make_model(directory / "model"), gather_bucket_size_mb=SMALL_BUCKETS / 2**20)
+    transport = InProcessNccl(name="nccl", wire_bytes=1, timeout_s=WAIT_S)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
+        rank_zero = TrainerActor(0, parts.profile, parts.place, run_dir=directory, direct=transport)
+    rank_zero.start(f"file://{directory}/meet")
     yield rank_zero
-    rank_zero._trainer.close()
+    rank_zero.stop()
 
 
 def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_more(actor: Any) -> None:

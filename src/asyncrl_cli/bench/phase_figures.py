@@ -74,7 +74,7 @@ def phase_figures(side: Side, colocated: bool, measured: Repeats) -> PhaseFigure
         rollout_workers=side.rollout_workers,
         rollout_threads=side.rollout.threads,
         slots=side.rollout.slots,
-        trainer_workers=side.trainer_workers,
+        trainer_workers=side.trainer.workers,
         trainer_threads=side.trainer.threads,
         slots_used=statistics.fmean(one.running_mean for one in generated) / side.rollout.slots,
         cpu_share=min(*(one.cpu_s / one.seconds for one in generated), *(one.cpu_s / one.seconds for one in trained)),

@@ -70,12 +70,12 @@ class GenerationPhase:
         from transformers import AutoTokenizer
 
         from asyncrl_cli.engines.registry import make_engine, sampling_of
-        from asyncrl_cli.rollout.prompts import tokenize_prompts
+        from asyncrl_cli.envs.rendering import render_prompts
 
         settings = order.settings
         tokenizer = AutoTokenizer.from_pretrained(settings.model_dir, trust_remote_code=settings.trust_remote_code)
         self._index, self._order, self._barrier = index, order, barrier
-        self._prompts = tokenize_prompts(tokenizer, order.items)
+        self._prompts = render_prompts(tokenizer, order.items)
         self._sampling = sampling_of(settings, settings.temperature)
         self._area = _Area()
         self._engine = make_engine(settings, self._area.change)
@@ -141,7 +141,7 @@ class GenerationPhase:
         return list(self._payloads(completions))
 
     def _payloads(self, completions: Sequence[Completion]) -> Iterator[GroupPayload]:
-        from asyncrl_cli.rollout.group_runner import segment_of
+        from asyncrl_cli.envs.episode import segment_of
         from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 
         n = self._order.n

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.bench.phase_processes import Barrier, CpuTime
-from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
     from asyncrl_cli.loop.ports import GroupResult
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 class TrainingOrder:
     """What the ranks train: `batches`, each the groups of one train step of `num_minibatches` optimizer steps."""
 
-    settings: TrainerSettings
-    ranks: int
-    device: str
+    profile: Profile
+    place: Place
     init_method: str
     batches: Sequence[Sequence[GroupPayload]]
     num_minibatches: int
@@ -57,23 +57,21 @@ class TrainingPhase:
         self._plans: list[RankPlan] = [
             plan_train_step(
                 [_result_of(group) for group in batch],
-                ranks=order.ranks,
+                ranks=order.place.workers,
                 num_minibatches=order.num_minibatches,
                 normalize=order.normalize,
             )[rank]
             for batch in order.batches
         ]
-        self._trainer = PolicyTrainer(
-            order.settings, rank=rank, world_size=order.ranks, device=order.device, init_method=order.init_method
-        )
+        self._trainer = PolicyTrainer(order.profile, order.place, rank=rank, init_method=order.init_method, total_optimizer_steps=1)
         self._step = 0
 
     def measure(self, num_steps: int) -> Trained:
         """Make `num_steps` train steps; seconds until the slowest rank has ended the last one."""
         from asyncrl_cli.train.policy_trainer import RankBatch
 
-        window_steps = self._order.settings.window_steps
-        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._order.settings.threads), 0
+        window_steps = self._order.profile.async_training.trigger_parameter_sync_step
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._order.place.threads), 0
         for _ in range(num_steps):
             index = self._step % len(self._plans)
             plan, groups = self._plans[index], self._order.batches[index]

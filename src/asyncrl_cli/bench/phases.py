@@ -31,9 +31,9 @@ from asyncrl_cli.bench.phase_training import Trained, TrainingOrder, make_traini
 from asyncrl_cli.job.settings import RolloutSettings
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RolloutSection
 from asyncrl_cli.tasks.task import Task
-from asyncrl_cli.train.settings import TrainerSettings
 
 REPEATS = 3
 GENERATION_S = 2.0
@@ -55,9 +55,8 @@ class Side:
     rollout: RolloutSettings
     rollout_workers: int
     n: int
-    trainer: TrainerSettings
-    trainer_workers: int
-    device: str
+    training: Profile
+    trainer: Place
     step_groups: int
     num_minibatches: int
     normalize: bool
@@ -98,14 +97,13 @@ def measure_all(
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:
     """What the job's own workers would be started with. The trainer's learning rate is 0: see phase_training.py."""
-    trainer = TrainerSettings.from_profile(profile, model_dir.absolute(), 1)
+    trainer = plan.role(TRAINER)
     return Side(
         rollout=RolloutSettings.from_profile(profile, plan, model_dir=model_dir.absolute(), reward=task.reward, version=0),
         rollout_workers=plan.role(ROLLOUT).workers,
         n=profile.rollout.n,
-        trainer=_same_work(replace(trainer, lr=0.0, threads=plan.role(TRAINER).threads)),
-        trainer_workers=plan.role(TRAINER).workers,
-        device=plan.device,
+        training=_same_work(profile),
+        trainer=Place(model_dir=str(model_dir.absolute()), device=plan.device, threads=trainer.threads, workers=trainer.workers),
         step_groups=profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size,
         num_minibatches=profile.async_training.require_batches,
         normalize=profile.algorithm.normalize_advantages,
@@ -119,9 +117,19 @@ def lengths_of(lines: Iterable[Mapping[str, Any]]) -> list[int]:
     return [max(1, round((low + high) / 2)) for step in points for low, high in pairwise(step)]
 
 
-def _same_work(settings: TrainerSettings) -> TrainerSettings:
-    """Without a second forward pass (`old_logprobs = "rollout"`), the place of a step in its window changes nothing."""
-    return replace(settings, window_steps=1) if settings.old_logprobs == "rollout" else settings
+def _same_work(profile: Profile) -> Profile:
+    """What the trainer's work depends on. Without a second forward pass (`old_logprobs = "rollout"`), the place of a step in its
+    window changes nothing."""
+    has_prox_pass = profile.algorithm.old_logprobs == "recompute"
+    window_steps = profile.async_training.trigger_parameter_sync_step if has_prox_pass else 1
+    return Profile(
+        model=profile.model,
+        algorithm=profile.algorithm,
+        trainer=profile.trainer.model_copy(update={"lr": 0.0}),
+        rollout=RolloutSection(temperature=profile.rollout.temperature, call_timeout_s=profile.rollout.call_timeout_s),
+        async_training=AsyncTrainingSection(trigger_parameter_sync_step=window_steps),
+        weights=profile.weights,
+    )
 
 
 class _Pair:
@@ -209,15 +217,14 @@ class _Bench:
         """The batches are made by the side's own rollout workers, one of which is as good as all."""
         groups = generation.ask("groups", BATCHES * side.step_groups)[0]
         order = TrainingOrder(
-            settings=side.trainer,
-            ranks=side.trainer_workers,
-            device=side.device,
+            profile=side.training,
+            place=side.trainer,
             init_method=f"file://{self._directory}/meeting-{index}",
             batches=[groups[start : start + side.step_groups] for start in range(0, len(groups), side.step_groups)],
             num_minibatches=side.num_minibatches,
             normalize=side.normalize,
         )
-        return self._start(f"training-{index}", side.trainer_workers, make_training, order, side.trainer.threads)
+        return self._start(f"training-{index}", side.trainer.workers, make_training, order, side.trainer.threads)
 
     def _start(self, name: str, count: int, make: Callable[[int, Any], Any], order: Any, threads: int) -> Processes:
         return self._processes.enter_context(Processes(name, count, make, order, threads=threads, log_dir=self._directory))
@@ -225,7 +232,7 @@ class _Bench:
 
 def _steps_of(side: Side, training: Processes) -> int:
     """Train steps that take about `TRAINING_S`: whole windows where they differ by their place in it. Warms up, too."""
-    window_steps = side.trainer.window_steps
+    window_steps = side.training.async_training.trigger_parameter_sync_step
     training.ask("measure", BATCHES * window_steps)
     warm: list[Trained] = training.ask("measure", BATCHES * window_steps)
     rounds = round(TRAINING_S / max(one.seconds for one in warm))

@@ -77,18 +77,3 @@ def sampling_of(settings: RolloutSettings, temperature: float) -> Sampling:
         max_response_tokens=settings.max_response_tokens,
         stop=settings.stop,
     )
-
-
-def make_runner(settings: RolloutSettings, engine: Engine, rewards: Any) -> Any:
-    from transformers import AutoTokenizer
-
-    from asyncrl_cli.rollout.group_runner import GroupRunner
-
-    tokenizer = AutoTokenizer.from_pretrained(settings.model_dir, trust_remote_code=settings.trust_remote_code)
-    return GroupRunner(
-        engine,
-        tokenizer,
-        rewards,
-        sampling_of(settings, settings.temperature),
-        max_prompt_tokens=settings.max_prompt_tokens,
-    )

@@ -1,6 +1,6 @@
 """The rollout actor: an engine, its group runner and its rewards in one asyncio process.
 
-    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (GroupResult, GroupPayload) ─> exchange
+    exchange ─> GroupRunner ─> Engine (slots) ─> Environment, RewardPool ─> (GroupResult, GroupPayload) ─> exchange
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
 Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them within
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.engines.port import PauseReport
+    from asyncrl_cli.envs.group_runner import GroupRunner
     from asyncrl_cli.weights.buckets import Bucket, Manifest
 
 GETS_AHEAD = 2
@@ -90,7 +91,7 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Load the model and start the reward processes, side by side. May take minutes."""
-        from asyncrl_cli.engines.registry import make_engine, make_runner
+        from asyncrl_cli.engines.registry import make_engine
         from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 
         self._changes = Changes()
@@ -100,7 +101,7 @@ class RolloutActor:
         self._pool = RewardPool(self._settings.reward, timeout_s=self._settings.reward_timeout_s, workers=workers)
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool, time.monotonic)
         await asyncio.gather(self._engine.start(), self._pool.start())
-        self._runner = make_runner(self._settings, self._engine, self._rewards)
+        self._runner = self._make_runner()
         self._desk = GroupDesk(self._runner.run, self._changes.note)
         logger.info("%s started: %s", self._name, self._settings)
 
@@ -278,6 +279,22 @@ class RolloutActor:
         from asyncrl_cli.job.transports import receiver_for
 
         return receiver_for(self._settings.transport).get(manifest, bucket_ref)
+
+    def _make_runner(self) -> GroupRunner:
+        from transformers import AutoTokenizer
+
+        from asyncrl_cli.engines.registry import sampling_of
+        from asyncrl_cli.envs import find_environment
+        from asyncrl_cli.envs.group_runner import GroupRunner
+
+        settings = self._settings
+        return GroupRunner(
+            self._engine,
+            AutoTokenizer.from_pretrained(settings.model_dir, trust_remote_code=settings.trust_remote_code),
+            partial(find_environment(settings.environment), self._rewards),
+            sampling_of(settings, settings.temperature),
+            max_prompt_tokens=settings.max_prompt_tokens,
+        )
 
     def _eval_sampling(self) -> Any:
         from asyncrl_cli.engines.registry import sampling_of

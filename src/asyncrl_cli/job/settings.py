@@ -36,6 +36,7 @@ class RolloutSettings:
     reward: RewardSpec
     reward_timeout_s: float
     reward_workers: int | None
+    environment: str
     load_bucket_size_bytes: int
     weights_timeout_s: float = 300.0
     workers: int = 1
@@ -75,6 +76,7 @@ class RolloutSettings:
             reward=reward,
             reward_timeout_s=profile.task.reward_timeout_s,
             reward_workers=profile.task.reward_workers,
+            environment=profile.task.environment,
             load_bucket_size_bytes=profile.weights.load_bucket_size_mb * BYTES_PER_MB,
             weights_timeout_s=profile.weights.timeout_s,
             workers=plan.role(ROLLOUT).workers,

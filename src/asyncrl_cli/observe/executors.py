@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.observe.values import Last, Max, Overlap, Ratio, Sum, Value
+from asyncrl_cli.loop.values import Last, Max, Overlap, Ratio, Sum, Value
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 STATES = "state_s/"

@@ -20,12 +20,12 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.loop.board import ENDED
 from asyncrl_cli.loop.ports import Snapshot
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.values import Scalar
 from asyncrl_cli.observe.executors import STATES
 from asyncrl_cli.observe.format import duration, number
 from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
 from asyncrl_cli.observe.periods import Period
 from asyncrl_cli.observe.status_file import EvalPoint
-from asyncrl_cli.observe.values import Scalar
 from asyncrl_cli.safe_files import Count
 
 SCHEMA_VERSION = 2

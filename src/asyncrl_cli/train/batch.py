@@ -35,6 +35,7 @@ class Microbatch:
     kept_positions: int
     select_N: torch.Tensor
     targets_N: torch.Tensor
+    rows_N: torch.Tensor
     logp_mu_N: torch.Tensor
     advantages_N: torch.Tensor
 
@@ -105,6 +106,7 @@ def _to_device(
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
         kept_positions=kept_positions,
+        rows_N=torch.from_numpy(rows_N).to(device),
         select_N=torch.from_numpy(rows_N * kept_positions + positions_N - first).to(device),
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
         logp_mu_N=torch.from_numpy(logp_mu_N).to(device),

@@ -42,16 +42,14 @@ from asyncrl_cli.engines.port import (
     Scores,
     check_request,
 )
-from asyncrl_cli.engines.transformers import batching
+from asyncrl_cli.engines.transformers import batching, scoring
 from asyncrl_cli.engines.transformers.slot_gate import SlotGate
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.models.attention import MAX_LOGPROB_DIFF, choose_attention, takes_attention
+from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF, choose_attention, takes_attention
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
-from asyncrl_cli.rollout import scoring
-from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket, split, unpack
 from asyncrl_cli.weights.in_place import announced, copy_into
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
@@ -143,7 +141,7 @@ class TransformersEngine:
         answer = await self.generate("self-check", list(prompt), how, seed=0)
         scores = await self.score([[*prompt, *answer.tokens]], 1.0)
         diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
-        if not diff < MAX_LOGPROB_DIFF[self._dtype]:
+        if not diff < MAX_ATTENTION_DIFF[self._dtype]:
             raise _unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
         self._sampler.forget_counts()
 
@@ -235,7 +233,7 @@ class TransformersEngine:
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
-            check_fit(self._form, weights, version)
+            self._form.check(weights, version)
             converted = await asyncio.to_thread(self._form.to_memory, weights)
             return await self._load(partial(self._copy, converted, version), version, interrupt)
 
@@ -352,7 +350,7 @@ class TransformersEngine:
         began_s = time.perf_counter()
         buckets = fetch()
         fetch_s = time.perf_counter() - began_s
-        check_fit(self._form, announced(buckets), version)
+        self._form.check(announced(buckets), version)
         if self._form.converts:
             weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
             self._copy(self._form.to_memory(weights), version)

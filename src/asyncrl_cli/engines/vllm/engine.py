@@ -44,7 +44,6 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
-from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.direct import AnnouncedWeights, RankZero
 from asyncrl_cli.weights.shared import SharedWeights
@@ -272,7 +271,7 @@ class VllmEngine:
     async def _prepare(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._raise_failure()
         self._prepared = None
-        check_fit(self._form, weights, version)
+        self._form.check(weights, version)
         required = self._form.required.keys()
         if isinstance(weights, AnnouncedWeights):
             assert self._way is not None, "connect comes before the first load"
