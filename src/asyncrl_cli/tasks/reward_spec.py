@@ -10,10 +10,8 @@ from typing import Any, Literal
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
-from asyncrl_cli.tasks.frames import Hello, Ready
 from asyncrl_cli.tasks.reward_module import import_root
 
-WORKER = "asyncrl_cli.tasks.reward_worker"
 START_LIMIT_S = 10.0
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify")
 
@@ -34,6 +32,16 @@ class RewardSpec:
     import_path: str = ""
     module_file: str = ""
     only_there: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a reward process says first; `failure` is why it cannot score ("" if it can). `module_file` is where it found a function
+    of the user's; `at_once`: how many rewards it takes together."""
+
+    failure: str
+    module_file: str = ""
+    at_once: int = 1
 
 
 def resolve_reward(
@@ -84,8 +92,10 @@ def resolve_reward(
 
 def _tried(spec: RewardSpec, limit_s: float) -> str:
     """The file of the function's module, as a process that does nothing else has found it. ConfigError if it cannot be used."""
+    from asyncrl_cli.tasks.reward_worker import try_out
+
     try:
-        ready: Ready = call_once(WORKER, Hello(spec=spec, timeout_s=limit_s), "-", timeout_s=limit_s)
+        ready: Ready = call_once(try_out, spec, timeout_s=limit_s)
     except ChildTimedOut:
         raise ConfigError(
             f'task.reward = "{spec.function}" cannot be used: its module was not imported within {limit_s:g} s',

@@ -14,7 +14,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
-from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
+from asyncrl_cli.tasks.gym_entries import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.reward_module import recorded_module
 from asyncrl_cli.tasks.reward_spec import BUILT_IN, RewardSpec, resolve_reward
