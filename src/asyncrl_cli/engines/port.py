@@ -90,11 +90,10 @@ def check_request(
     max_response_tokens: int,
 ) -> None:
     """ValueError for a request that an engine of these sizes cannot serve."""
-    if not 0 < len(prompt_tokens) <= max_prompt_tokens:
-        raise ValueError(f"prompt of {request_id} has {len(prompt_tokens)} tokens, max_prompt_tokens is {max_prompt_tokens}")
-    asked = sampling.max_response_tokens
-    if asked > max_response_tokens:
-        raise ValueError(f"{asked} response tokens asked, the engine was made for {max_response_tokens}")
+    asked, longest = sampling.max_response_tokens, max_prompt_tokens + max_response_tokens
+    if not prompt_tokens or len(prompt_tokens) + asked > longest:
+        why = f"{len(prompt_tokens)} tokens, and {asked} more are asked: the engine was made for {longest} together"
+        raise ValueError(f"prompt of {request_id} has {why}")
     if so_far is not None and len(so_far.tokens) >= asked:
         raise ValueError(f"{request_id} has {len(so_far.tokens)} tokens already, and {asked} are asked: nothing is left to do")
 

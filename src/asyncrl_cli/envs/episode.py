@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.engines.port import Completion, FinishReason
 from asyncrl_cli.envs.port import EpisodeFailed, Message, Turn
 from asyncrl_cli.envs.rendering import render, render_more
 from asyncrl_cli.loop.ports import TrajectoryMeta
@@ -35,6 +36,7 @@ class Episode:
     reward: float | None = None
     failure: str = ""
     needs_slot: bool = True
+    num_turns: int = 0
     _messages: list[Message] = field(default_factory=list)
 
     @property
@@ -51,17 +53,29 @@ class Episode:
         if not count:
             raise EpisodeFailed(f"prompt {uid} has no tokens")
 
+    def turn_seed(self) -> int:
+        """Of the next response's random numbers."""
+        return derived_seed(self.seed, str(self.num_turns)) if self.num_turns else self.seed
+
+    def add(self, answer: Completion) -> None:
+        """A response, after all tokens so far."""
+        self.num_turns += 1
+        self._append(answer.tokens, answer.logprobs, answer.versions, answer.finish_reason)
+
+    def _append(self, tokens: list[int], logprobs: list[float], versions: list[int], finish_reason: FinishReason) -> None:
+        done = self.completion
+        self.completion = Completion(
+            tokens=done.tokens + tokens,
+            logprobs=done.logprobs + logprobs,
+            versions=done.versions + versions,
+            finish_reason=finish_reason,
+        )
+
     def go_on(self, tokenizer: PreTrainedTokenizerBase, response: str, turn: Turn, max_response_tokens: int) -> None:
         """A further turn's messages come after the response. Raises EpisodeFailed if no token is left for an answer."""
-        done = self.completion
-        added = render_more(tokenizer, self._messages, response, done.tokens[-1], turn.messages)
+        added = render_more(tokenizer, self._messages, response, self.completion.tokens[-1], turn.messages)
         self._messages += [{"role": "assistant", "content": response}, *turn.messages]
-        self.completion = Completion(
-            tokens=done.tokens + added,
-            logprobs=done.logprobs + [0.0] * len(added),
-            versions=done.versions + [NOT_SAMPLED] * len(added),
-            finish_reason=done.finish_reason,
-        )
+        self._append(added, [0.0] * len(added), [NOT_SAMPLED] * len(added), self.completion.finish_reason)
         if len(self.completion.tokens) >= max_response_tokens:
             raise EpisodeFailed(f"{self.id}: its turns take all rollout.max_response_tokens = {max_response_tokens} tokens")
 
@@ -81,6 +95,11 @@ class Episode:
             finish_reason=self.completion.finish_reason,
             version_tokens=tuple(sorted(versions.items())),
         )
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """Of an eval's item, however the items are divided among workers and calls; of a trajectory's later turn."""
+    return random.Random(f"{seed}/{name}").getrandbits(63)
 
 
 def segment_of(prompt_tokens: list[int], completion: Completion) -> Segment:

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from asyncrl_cli.engines.port import Engine, Sampling
-from asyncrl_cli.envs.episode import Episode
+from asyncrl_cli.envs.episode import Episode, derived_seed
 from asyncrl_cli.envs.port import End, Environment, EpisodeFailed
 from asyncrl_cli.errors import first_line
 from asyncrl_cli.loop.ports import AttemptKey, EvalRequest, EvalResult, GroupRequest, GroupResult
@@ -65,7 +65,7 @@ class GroupRunner:
     def running_tokens(self) -> int:
         """Sampled so far for groups that have not ended; evals do not count."""
         episodes = (episode for group in self._groups.values() for episode in group.episodes)
-        return sum(max(self._engine.tokens_of(episode.id), len(episode.completion.tokens)) for episode in episodes)
+        return sum(self._engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
 
     async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
         """`on_sequence(number of trajectories that need no slot any more)` is called at the last response of each."""
@@ -106,7 +106,7 @@ class GroupRunner:
         prefix = f"eval-{request.version}-{request.seed}"
         running = _Running(
             [
-                Episode(f"{prefix}/{index}-{item['uid']}", item, eval_seed(request.seed, item["uid"]))
+                Episode(f"{prefix}/{index}-{item['uid']}", item, derived_seed(request.seed, item["uid"]))
                 for index, item in enumerate(request.items)
             ]
         )
@@ -163,12 +163,13 @@ class GroupRunner:
         """The next response's text. Later ones go on after all tokens so far, within `max_response_tokens` together."""
         if group.aborted:
             raise _Aborted
-        begin = len(episode.completion.tokens)
-        so_far = episode.completion if begin else None
-        episode.completion = await self._engine.generate(episode.id, episode.prompt_tokens, sampling, episode.seed, so_far)
-        if group.aborted or episode.completion.finish_reason == "abort":
+        tokens = episode.prompt_tokens + episode.completion.tokens
+        left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(episode.completion.tokens))
+        answer = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
+        episode.add(answer)
+        if group.aborted or answer.finish_reason == "abort":
             raise _Aborted
-        return str(self._tokenizer.decode(episode.completion.tokens[begin:], skip_special_tokens=True))
+        return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
 async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
@@ -206,11 +207,6 @@ def seeds(seed: int, count: int) -> list[int]:
     """One seed per trajectory, a function of the group's."""
     generator = random.Random(seed)
     return [generator.getrandbits(63) for _ in range(count)]
-
-
-def eval_seed(seed: int, uid: str) -> int:
-    """However an eval's items are divided among workers and calls, an item gets the same random numbers."""
-    return random.Random(f"{seed}/{uid}").getrandbits(63)
 
 
 def _result(key: AttemptKey, group: _Running) -> tuple[GroupResult, GroupPayload]:
