@@ -21,7 +21,8 @@ from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import reward_process
 from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
+from asyncrl_cli.tasks.reward_choice import resolve_reward
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import find_answer
 from asyncrl_cli.tasks.task import load_task

@@ -246,12 +246,9 @@ class RayTrainer:
         init_method = await self._answer(0, meeting_ref, "its start", timeout_s, None)
         await self._collective("start", init_method, call="its start", timeout_s=timeout_s, key=None)
 
-    async def load(self, directory: Path) -> int | None:
-        """Restore a checkpoint. Returns the version of the published weights that came with it, if any did."""
-        call = f"the load of {directory}"
-        versions = await self._collective("load", _absolute(directory), call=call)
-        version: int | None = versions[0]
-        return version
+    async def load(self, directory: Path) -> None:
+        """Restore a checkpoint."""
+        await self._collective("load", _absolute(directory), call=f"the load of {directory}")
 
     async def stop(self, timeout_s: float) -> None:
         try:

@@ -102,11 +102,10 @@ class TrainerActor:
         logger.info("%r started at %s", self, self._place)
 
     @ray.method(concurrency_group="main")
-    def load(self, directory: str) -> int | None:
-        """Restore a checkpoint's trainer state; returns the version whose weights came with it (rank 0)."""
+    def load(self, directory: str) -> None:
+        """Restore a checkpoint's trainer state."""
         with self._in(State.BUSY, "a checkpoint to be read"):
             self._trainer.load(Path(directory))
-            return self._trainer.published_version
 
     @ray.method(concurrency_group="main")
     def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[RankReport, ExecutorReport]:

@@ -3,7 +3,8 @@
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
         gym.py, gym_entries.py             where items come from: a reasoning-gym dataset,
         files.py, parquet.py               or a jsonl or parquet file
-        reward_spec.py, reward_module.py   what the reward is, and where a function of the user's lies
+        reward_choice.py, reward_spec.py   what the reward is, tried in a child process
+        reward_module.py                   where a function of the user's lies
         worked.py                          compact prompts with worked answers, for builtin:tiny
     feed.PromptFeed(task.train, seed=...)  the endless order of prompts; resumes exactly
     rewards.RewardPool(task.reward, ...)   awaits rewards, beside the event loop:

@@ -119,12 +119,6 @@ class PolicyTrainer:
             )
         return time.monotonic() - started_s
 
-    @property
-    def published_version(self) -> int | None:
-        """The version held on this rank: the last gathered or loaded one; None before, and on ranks other than 0."""
-        publication = self._publication
-        return None if publication is None else publication.version
-
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
         """Manifest and buckets of the newest gathered version (rank 0). Any thread.
 
