@@ -15,10 +15,12 @@ from engine_kit import MB, PROMPT_TOKENS, RandomModel
 from gpu_smoke_kit import DEVICE, RESPONSE_TOKENS, TRAIN_STEPS, Wrong
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.values import Value
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import ModelSection, Profile, TrainerSection
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 
 GROUPS, GROUP_SIZE = 8, 8
@@ -65,9 +67,10 @@ def batch_of(model: RandomModel, step: int) -> RankBatch:
 @contextmanager
 def trained(model: RandomModel) -> Iterator[tuple[Manifest, list[Bucket], str]]:
     """The published weights after some train steps, and what is to be said of them."""
-    settings = TrainerSettings(model_dir=str(model.directory), dtype="bfloat16", lr=LEARNING_RATE)
+    profile = Profile(model=ModelSection(dtype="bfloat16"), trainer=TrainerSection(lr=LEARNING_RATE))
+    place = Place(model_dir=str(model.directory), device=DEVICE)
     with tempfile.TemporaryDirectory() as directory:
-        trainer = PolicyTrainer(settings, rank=0, world_size=1, device=DEVICE, init_method=f"file://{directory}/meet")
+        trainer = PolicyTrainer(profile, place, rank=0, init_method=f"file://{directory}/meet", total_optimizer_steps=1)
         try:
             before = {name: local.clone() for name, local in trainer.model.locals().items()}
             reports = [trainer.train(batch_of(model, step)) for step in range(1, TRAIN_STEPS + 1)]
@@ -83,8 +86,8 @@ def trained(model: RandomModel) -> Iterator[tuple[Manifest, list[Bucket], str]]:
     torch.cuda.empty_cache()
 
 
-def _check_trained(trainer: PolicyTrainer, before: dict[str, torch.Tensor], metrics: list[dict[str, float]]) -> None:
-    odd = sorted({name for step in metrics for name, value in step.items() if not math.isfinite(value)})
+def _check_trained(trainer: PolicyTrainer, before: dict[str, torch.Tensor], metrics: list[dict[str, Value]]) -> None:
+    odd = sorted({name for step in metrics for name, value in step.items() if not math.isfinite(value.value)})
     if odd:
         raise Wrong(f"not finite: {', '.join(odd)}")
     after = trainer.model.locals()

@@ -44,8 +44,9 @@ import torch
 from engine_kit import MB, THREADS, RandomModel, beside, conditions, make_random_model, need_vllm, prompts_of, running_engine, table
 
 from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import pack, verified
 from asyncrl_cli.weights.probes import mean_abs_diff
 
@@ -266,8 +267,8 @@ def main() -> None:
             parser.error(f"{megabytes} MB take about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free")
         with tempfile.TemporaryDirectory() as directory, object_store(int(megabytes * MB)):
             model = make_random_model(Path(directory), int(megabytes * MB / 4))
-            settings = TrainerSettings(model_dir=directory, threads=THREADS)
-            trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{directory}/meet")
+            place, meeting = Place(model_dir=directory, threads=THREADS), f"file://{directory}/meet"
+            trainer = PolicyTrainer(Profile(), place, rank=0, init_method=meeting, total_optimizer_steps=1)
             for name in options.engine:
                 found = asyncio.run(measure(name, model, trainer, options))
                 results.append({"engine": name, "bytes": model.num_bytes, "seconds": found})

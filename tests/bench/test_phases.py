@@ -214,7 +214,7 @@ def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> Non
     windows_of_2 = "async_training.trigger_parameter_sync_step=2"
     assert side("partial-rollout", windows_of_2) == side("partial-rollout")
     recompute = "algorithm.old_logprobs=recompute"
-    assert side("partial-rollout", recompute, windows_of_2).trainer.window_steps == 2
+    assert side("partial-rollout", recompute, windows_of_2).training.async_training.trigger_parameter_sync_step == 2
 
 
 @pytest.mark.slow

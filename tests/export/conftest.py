@@ -19,11 +19,11 @@ from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.train.conftest import make_trainer as make_trainer
 from tests.train.train_samples import make_step, save_tiny_model
+from tests.trainers import trainer_parts
 
 K = 2
 SEQUENCE = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -109,8 +109,8 @@ def _make(place: Path, *, tied: bool, dtype: str) -> MadeRun:
     model_dir = model_with_tokenizer(place / "original", tied=tied)
     directory = open_run(place / "runs", "otter", profile_of(model_dir, dtype))
     keep_model_files(model_dir, directory)
-    settings = TrainerSettings(model_dir=str(model_dir), dtype=dtype, lr=1e-3)
-    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{place}/rendezvous")
+    settings = trainer_parts(model_dir, dtype=dtype, lr=1e-3)
+    trainer = settings.made(f"file://{place}/rendezvous")
     weights, logprobs = {}, {}
     try:
         for step in (1, 2, 3):

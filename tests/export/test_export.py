@@ -285,7 +285,7 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, 
     from transformers import Qwen3MoeConfig
 
     from asyncrl_cli.models.tiny import tiny_tokenizer
-    from asyncrl_cli.train.settings import TrainerSettings
+    from tests.trainers import trainer_parts
 
     config = Qwen3MoeConfig(
         vocab_size=64,
@@ -304,7 +304,7 @@ def test_experts_are_written_as_in_the_models_own_files(tmp_path, make_trainer, 
     original.save_pretrained(tmp_path / "original")
     tiny_tokenizer("abc").save_pretrained(tmp_path / "original")
     directory = open_run(tmp_path / "runs", "otter", profile_of(tmp_path / "original"))
-    trainer = make_trainer(TrainerSettings(model_dir=str(tmp_path / "original")))
+    trainer = make_trainer(trainer_parts(tmp_path / "original"))
     step, version = {"trainer's state": (2, None), "published in mid-window": (3, 1), "kept": (3, 1)}[source]
     trainer.gather(1)
     trainer.snapshot(step)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,10 +26,8 @@ from asyncrl_cli.job.direct import RayRankZero
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.plan.counts import cuda_counts
@@ -39,14 +36,13 @@ from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile, WeightsSection
-from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.train.ranks import indexed
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Manifest, fingerprint, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, Meeting
 from asyncrl_cli.weights.limits import WORKER_MARGIN_S, all_loads_s
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessGroup
 from tests.job.crew import make_model, nodes, small_profile
+from tests.trainers import trainer_parts
 
 WORKER = "rollout-0"
 DEVICE = {"device": "cuda"}
@@ -82,18 +78,18 @@ def in_process_nccl(weights: WeightsSection, held: Any, device: torch.device) ->
 def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Rank 0 with a real trainer, not in Ray."""
     directory = tmp_path_factory.mktemp("direct")
-    settings = TrainerSettings(model_dir=str(make_model(directory / "model")), gather_bucket_size_bytes=SMALL_BUCKETS)
-    rank_zero: Any = object.__new__(TrainerActor)
-    rank_zero._rank, rank_zero._settings, rank_zero._weights_dir, rank_zero._kept = 0, settings, None, None
-    rank_zero._lock, rank_zero._clock = threading.Lock(), StateClock("trainer", "trainer", lambda: 0.0)
-    rank_zero._direct = direct_profile("nccl")
-    rank_zero._trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{directory}/meet")
+    parts = trainer_parts(make_model(directory / "model"), gather_bucket_size_mb=SMALL_BUCKETS / 2**20)
+    weights = parts.profile.weights.model_copy(update={"transport": "nccl"})
+    rollout = parts.profile.rollout.model_copy(update={"engine": "vllm"})
+    profile = parts.profile.model_copy(update={"weights": weights, "rollout": rollout})
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
         kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
         patch.setattr(trainer_actor, "engine_kind", lambda name: kind)
-        rank_zero._sending = Sending(rank_zero._make_sender(), overlap=True)
+        rank_zero = TrainerActor(0, profile, parts.place, run_dir=directory)
+        rank_zero.start(f"file://{directory}/meet")
     yield rank_zero
-    rank_zero._trainer.close()
+    rank_zero.stop()
 
 
 def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_more(actor: Any) -> None:

@@ -6,14 +6,15 @@ import asyncio
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.job import trainer_actor
 from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.trainer_actor import TrainerActor
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import ModelSection, Profile
 
 from .crew import make_model
 
@@ -81,6 +82,7 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
     config = json.loads((directory / "tokenizer_config.json").read_text())
     config |= {"auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}, "tokenizer_class": "OwnTokenizer"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    trainer: Any = object.__new__(TrainerActor)
-    trainer._tokenizer, trainer._settings = None, SimpleNamespace(model_dir=directory, trust_remote_code=trust)
+    monkeypatch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
+    profile = Profile(model=ModelSection(trust_remote_code=trust))
+    trainer = TrainerActor(0, profile, Place(model_dir=str(directory)), run_dir=tmp_path)
     assert (trainer._decode([1, 2]) == "decoded by its own code") is trust

@@ -25,7 +25,9 @@ from asyncrl_cli.plan.memory import (
 )
 from asyncrl_cli.plan.memory_fit import device_needs, memory_warnings
 from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
+from tests.trainers import TrainerParts
 
 SMALL = {
     "vocab_size": 320,
@@ -59,13 +61,10 @@ def num_bytes(tensors: object) -> int:
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_trainers_bytes_are_those_of_its_tensors(config: PretrainedConfig, tmp_path: Path) -> None:
-    from asyncrl_cli.train.policy_trainer import PolicyTrainer
-    from asyncrl_cli.train.settings import TrainerSettings
 
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     profile, _, estimate = planned(str(tmp_path), "model.dtype=bfloat16", "async_training.trigger_parameter_sync_step=2")
-    settings = TrainerSettings.from_profile(profile, tmp_path, 4)
-    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{tmp_path}/meet")
+    trainer = TrainerParts(profile, Place(model_dir=str(tmp_path)), 4).made(f"file://{tmp_path}/meet")
     try:
         weights, moments = trainer.model.locals(), trainer.optimizer.moments()
         trainer.gather(0)

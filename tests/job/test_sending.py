@@ -137,20 +137,19 @@ def test_what_was_sent_of_a_version_that_is_never_published_is_let_go_of() -> No
     assert list(sending._begun) == [2]
 
 
-@pytest.mark.parametrize("gather_bytes", [100_000, 2**24], ids=["many buckets", "one bucket"])
+@pytest.mark.parametrize("gather_mb", [0.1, 16], ids=["many buckets", "one bucket"])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap: bool, gather_bytes: int, tmp_path: Path) -> None:
+def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap: bool, gather_mb: float, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from asyncrl_cli.train.policy_trainer import PolicyTrainer
-    from asyncrl_cli.train.settings import TrainerSettings
+    from tests.trainers import trainer_parts
 
     model_dir = make_model(tmp_path / "model")
-    settings = TrainerSettings(model_dir=str(model_dir), gather_bucket_size_bytes=gather_bytes, overlap=overlap)
-    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{tmp_path}/meet")
+    settings = trainer_parts(model_dir, gather_bucket_size_mb=gather_mb, overlap=overlap)
+    trainer = settings.made(f"file://{tmp_path}/meet")
     transport = Transport()
     try:
-        sending = Sending(transport, overlap=settings.overlap)
+        sending = Sending(transport, overlap=overlap)
         trainer.gather(3, sending.of(3))
         for shard in trainer.model.locals().values():
             shard.zero_()  # training goes on
@@ -161,7 +160,7 @@ def test_what_arrives_is_bit_for_bit_the_trainers_weights(overlap: bool, gather_
     arrived = [transport.buckets[ref] for ref in refs]
     list(verified(arrived, manifest))
     assert manifest.fingerprints == tuple(fingerprint(bucket.data) for bucket in arrived)
-    assert (len(arrived) > 1) == (gather_bytes < 2**20)
+    assert (len(arrived) > 1) == (gather_mb < 1)
     received = {name: tensor for bucket in arrived for name, tensor in unpack(bucket).items()}
     expected = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
     assert received.keys() == expected.keys()

@@ -10,6 +10,7 @@ import pytest
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
+from asyncrl_cli.loop.values import Max, Ratio
 from asyncrl_cli.loop.watching import EvalSummary, Snapshot, StepRecord, SyncSummary
 from asyncrl_cli.observe.live_status import RunFacts
 
@@ -187,10 +188,10 @@ def full_record(step: int) -> StepRecord:
         "requeued": 0,
     }
     metrics = {
-        "correction/ratio_mean": 1.0,
-        "correction/ratio_max": 1.3,
-        "correction/clipped_ratio": 0.01,
-        "correction/masked_ratio": 0.0,
+        "correction/ratio_mean": Ratio(1000.0, 1000),
+        "correction/ratio_max": Max(1.3),
+        "correction/clipped_ratio": Ratio(10, 1000),
+        "correction/masked_ratio": Ratio(0, 1000),
     }
     train = TrainReport(train_s=0.5, old_logprob_s=0.0, tokens=1500, metrics=metrics, report=trainer)
     timing_s = {

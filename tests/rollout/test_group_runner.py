@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,21 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.one_turn import OneTurn
+from asyncrl_cli.envs.port import End, Turn
+from asyncrl_cli.envs.rendering import render_prompts
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest
-from asyncrl_cli.rollout.group_runner import GroupRunner
 from asyncrl_cli.tasks.rewards import RewardFailed
 from tests.engines import tiny
 from tests.engines.made import made_for
 
 KEY = AttemptKey("sorting-7", 2, 1)
 SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)
+LONG = Sampling(temperature=0.9, max_response_tokens=128)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 ITEM = {"uid": "sorting-7", "prompt": "4,1,9=", "answer": "1,4,9", "metadata": {}}
 
 
@@ -45,7 +51,9 @@ class Rewards:
 
 
 @asynccontextmanager
-async def runner_of(model_dir: Path, rewards: Rewards, **changes: Any) -> AsyncIterator[GroupRunner]:
+async def runner_of(
+    model_dir: Path, rewards: Rewards, make_environment: Callable[[], Any] | None = None, **changes: Any
+) -> AsyncIterator[GroupRunner]:
     engine = TransformersEngine(*made_for(model_dir, slots=8, max_prompt_tokens=64, max_response_tokens=128))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = changes.pop("chat_template", None)
@@ -53,7 +61,7 @@ async def runner_of(model_dir: Path, rewards: Rewards, **changes: Any) -> AsyncI
     try:
         async with asyncio.timeout(60):
             await engine.start()
-            yield GroupRunner(engine, tokenizer, rewards, **values)
+            yield GroupRunner(engine, tokenizer, make_environment or partial(OneTurn, rewards), **values)
     finally:
         await engine.close()
 
@@ -171,13 +179,78 @@ def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> N
 
 @pytest.mark.slow
 def test_a_chat_template_is_used_where_there_is_one(model_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    assert render_prompts(tokenizer, [ITEM]) == [[tiny.VOCABULARY[character] for character in "4,1,9="]]
+    tokenizer.chat_template = TEMPLATE
+    assert render_prompts(tokenizer, [ITEM]) == [[tiny.VOCABULARY[character] for character in "<user>4,1,9=<assistant>"]]
+
+
+class Questions:
+    """Asks `num_turns` times; the reward is how much was said."""
+
+    def __init__(self, num_turns: int = 3) -> None:
+        self.num_turns = num_turns
+        self.said: list[str] = []
+
+    async def start(self, item: dict[str, Any]) -> Turn:
+        return Turn(messages=({"role": "user", "content": item["prompt"]},))
+
+    async def step(self, response: str) -> Turn | End:
+        self.said.append(response)
+        if len(self.said) == self.num_turns:
+            return End(reward=float(len("".join(self.said))))
+        return Turn(messages=({"role": "user", "content": f"{len(self.said)}?"},), is_last=len(self.said) == self.num_turns - 1)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "chat template"])
+def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
+    model: Qwen3ForCausalLM, model_dir: Path, template: str | None
+) -> None:
+    asked = [f"<user>{number}?<assistant>" if template else f"{number}?" for number in (1, 2)]
+
     async def body() -> None:
-        message = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-        template = message + "{% if add_generation_prompt %}>{% endif %}"
-        async with runner_of(model_dir, Rewards(), chat_template=template) as runner:
-            assert runner.tokenize(ITEM) == [tiny.VOCABULARY[character] for character in "<user>4,1,9=>"]
-        async with runner_of(model_dir, Rewards(), chat_template=template, use_chat_template=False) as runner:
-            assert runner.tokenize(ITEM) == [tiny.VOCABULARY[character] for character in "4,1,9="]
+        finished: list[int] = []
+        async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=LONG) as runner:
+            result, payload = await runner.run(group(), finished.append)
+        assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
+        ended = [failure for failure in result.failures if "take all rollout.max_response_tokens" in failure]
+        assert len(result.trajectories) + len(ended) == 8
+        assert result.trajectories, "no episode came to its end"
+        for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+            (segment,) = trajectory.segments
+            text = "".join(tiny.VOCABULARY_INVERSE[token] for token in segment.tokens_T[~segment.mask_T].tolist())
+            assert text.endswith("".join(asked))
+            assert (segment.mask_T == (segment.versions_T == 0)).all()
+            assert meta.response_tokens == segment.mask_T.sum()
+            assert meta.prompt_tokens == (~segment.mask_T).sum()
+            expected = tiny.plain_logprobs(model, model.state_dict(), segment.tokens_T.tolist(), 0.9)
+            assert segment.logprobs_T[1:].tolist() == pytest.approx(np.where(segment.mask_T[1:], expected, 0.0), abs=1e-5)
+
+    run(body)
+
+
+class Broken(Questions):
+    async def step(self, response: str) -> Turn | End:
+        raise KeyError("no such tool")
+
+
+def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_dir: Path) -> None:
+    async def body() -> None:
+        async with runner_of(model_dir, Rewards(), Broken) as runner:
+            result, _ = await runner.run(group(n=2), lambda finished: None)
+        assert result.failures == tuple(f"environment of sorting-7@2.1/{i}: KeyError: 'no such tool'" for i in range(2))
+        assert result.failed_tokens > 0
+
+    run(body)
+
+
+def test_a_template_that_rewrites_earlier_turns_fails_the_trajectory(model_dir: Path) -> None:
+    async def body() -> None:
+        rewrites = "{{ messages[-1].content }}"
+        async with runner_of(model_dir, Rewards(), Questions, chat_template=rewrites) as runner:
+            result, _ = await runner.run(group(n=2), lambda finished: None)
+        assert all("rewrites earlier turns" in failure for failure in result.failures)
+        assert len(result.failures) == 2
 
     run(body)
 

@@ -13,9 +13,9 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import reward_spec
+from asyncrl_cli.tasks import reward_choice
+from asyncrl_cli.tasks.reward_choice import resolve_reward
 from asyncrl_cli.tasks.reward_module import keep_reward_module
-from asyncrl_cli.tasks.reward_spec import resolve_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 GOOD = "def score(item, response):\n    return 1.0\n"
@@ -77,7 +77,7 @@ def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_pat
 
 def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
     monkeypatch.chdir(directory)
-    monkeypatch.setattr(reward_spec, "START_LIMIT_S", 1.0 if "within 1 s" in expected else 10.0)
+    monkeypatch.setattr(reward_choice, "START_LIMIT_S", 1.0 if "within 1 s" in expected else 10.0)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=expected) as refused:
         resolve_reward(reward, dataset="", params={}, adapter="plain", timeout_s=0.1)
@@ -134,7 +134,7 @@ def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
 def test_an_import_may_take_as_long_as_a_reward(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text("import time; time.sleep(0.3)\n" + GOOD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reward_spec, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(reward_choice, "START_LIMIT_S", 0.2)
     assert resolve_reward("good:score", dataset="", params={}, adapter="plain", timeout_s=20.0).kind == "function"
 
 

@@ -19,9 +19,10 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, ExecutorFailed
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import reward_child
+from asyncrl_cli.tasks import reward_process
 from asyncrl_cli.tasks.item import make_item
-from asyncrl_cli.tasks.reward_spec import RewardSpec, resolve_reward
+from asyncrl_cli.tasks.reward_choice import resolve_reward
+from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import find_answer
 from asyncrl_cli.tasks.task import load_task
@@ -520,7 +521,7 @@ def test_each_of_several_children_killed_from_outside_is_replaced(functions):
 
 
 def test_a_process_may_start_for_as_long_as_a_reward_may_take(functions, monkeypatch):
-    monkeypatch.setattr(reward_child, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(reward_process, "START_TIMEOUT_S", 0.0)
     assert score(spec_of(functions, "length"), ["four"]) == [4.0]
 
 

@@ -17,16 +17,14 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Iterator[Callable]:
-    """`make_trainer(settings)` is a single-rank CPU trainer; making another one closes the one before."""
-    from asyncrl_cli.train.policy_trainer import PolicyTrainer
-
+    """`make_trainer(trainer_parts(...))` is a single-rank CPU trainer; making another one closes the one before."""
     made = []
 
-    def make(settings):
+    def make(parts):
         if made:
             made.pop().close()
         init_method = f"file://{tmp_path}/rendezvous-{len(list(tmp_path.glob('rendezvous-*')))}"
-        made.append(PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=init_method))
+        made.append(parts.made(init_method))
         return made[-1]
 
     yield make

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
-from asyncrl_cli.train.settings import TrainerSettings
 from tests.train.train_samples import make_step
+from tests.trainers import trainer_parts
 
 
 def train_steps(trainer: PolicyTrainer, job: dict) -> None:
@@ -28,7 +28,7 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         plans = plan_train_step(metas, ranks=job["world_size"], num_minibatches=2, normalize=True)
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}
-        step_in_window = (step - 1) % trainer.settings.window_steps
+        step_in_window = (step - 1) % trainer.profile.async_training.trigger_parameter_sync_step
         trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=needed))
 
 
@@ -43,8 +43,8 @@ def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:
 
 
 def main(job: dict) -> None:
-    settings = TrainerSettings(model_dir=job["model_dir"], total_optimizer_steps=100, **job["settings"])
-    trainer = PolicyTrainer(settings, rank=job["rank"], world_size=job["world_size"], device="cpu", init_method=job["init_method"])
+    parts = trainer_parts(job["model_dir"], workers=job["world_size"], total_optimizer_steps=100, **job["settings"])
+    trainer = parts.made(job["init_method"], job["rank"])
     if job["load"]:
         trainer.load(Path(job["load"]))
     train_steps(trainer, job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import statistics
 
 import numpy as np
@@ -12,16 +11,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.loop.values import shown
+from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import microbatches, plan_train_step
+from asyncrl_cli.train.optimizer import learning_rate
 from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import unpack, verified
 from asyncrl_cli.weights.probes import mean_abs_diff
 from tests.products import counted_products
 from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
+from tests.trainers import trainer_parts
 
 
 def rank_batch(metas, payloads, *, step=1, step_in_window=0, num_minibatches=1):
@@ -84,7 +85,7 @@ def one_thread():
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [100_000, 600])
 def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir, make_trainer, max_tokens):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), max_tokens_per_microbatch=max_tokens))
+    trainer = make_trainer(trainer_parts(tiny_model_dir, max_tokens_per_microbatch=max_tokens))
     plain = PlainGrpo(tiny_model_dir)
     for step in range(1, 5):
         metas, payloads = make_step(step, num_groups=4)
@@ -98,7 +99,7 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
 
 
 def test_every_matrix_product_of_a_step_and_a_publish_is_in_float32(tiny_model_dir, make_trainer, tmp_path):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     with counted_products(tmp_path) as products:
         trainer.train(rank_batch(*make_step(1, num_groups=2)))
         trainer.gather(1)
@@ -110,7 +111,7 @@ def test_logits_of_prompts_make_no_difference(tiny_model_dir, make_trainer):
     metas, payloads = make_step(1, num_groups=2)
     weights = []
     for keeps_logits in (False, True):
-        trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+        trainer = make_trainer(trainer_parts(tiny_model_dir))
         trainer.model.keeps_logits = keeps_logits
         trainer.train(rank_batch(metas, payloads))
         weights.append(weights_of(trainer))
@@ -119,10 +120,10 @@ def test_logits_of_prompts_make_no_difference(tiny_model_dir, make_trainer):
 
 
 def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_weights(tiny_model_dir, make_trainer):
-    settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", temperature=0.7, lr=1e-9)
+    settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", temperature=0.7, lr=1e-9)
     trainer = make_trainer(settings)
     metas, payloads = with_true_logprobs(*make_step(5, num_groups=4), tiny_model_dir, temperature=0.7)
-    metrics = trainer.train(rank_batch(metas, payloads, num_minibatches=2)).metrics
+    metrics = shown(trainer.train(rank_batch(metas, payloads, num_minibatches=2)).metrics)
     assert metrics["correction/weight_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["correction/weight_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -142,7 +143,7 @@ def with_true_logprobs(metas, payloads, model_dir, temperature):
 
 
 def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, make_trainer):
-    settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", window_steps=2, lr=3e-3)
+    settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", trigger_parameter_sync_step=2, lr=3e-3)
     trainer = make_trainer(settings)
     first = with_true_logprobs(*make_step(1, num_groups=2), tiny_model_dir, temperature=1.0)
     second = with_true_logprobs(*make_step(2, num_groups=2), tiny_model_dir, temperature=1.0)
@@ -150,16 +151,16 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     before = weights_of(trainer)
     report = trainer.train(rank_batch(*second, step=2, step_in_window=1))
     # mu is the initial model, which is also the window's first: w stays 1 while u has moved with the weights.
-    assert report.metrics["correction/weight_max"] == pytest.approx(1.0, abs=1e-4)
-    assert report.metrics["correction/ratio_max"] > 1.05
+    assert report.metrics["correction/weight_max"].value == pytest.approx(1.0, abs=1e-4)
+    assert report.metrics["correction/ratio_max"].value > 1.05
     assert report.old_logprob_s > 0
-    assert report.metrics["train/old_logprob_tokens"] == report.tokens
+    assert report.metrics["train/old_logprob_tokens"].value == report.tokens
     assert any(not torch.equal(before[name], after) for name, after in weights_of(trainer).items())
 
 
 def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir, make_trainer):
     metas, payloads = make_step(3, num_groups=2)
-    plain = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir))).train(rank_batch(metas, payloads)).metrics
+    plain = shown(make_trainer(trainer_parts(tiny_model_dir)).train(rank_batch(metas, payloads)).metrics)
     assert set(plain) == {
         "train/loss",
         "train/entropy",
@@ -170,8 +171,8 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
         "correction/ratio_max",
         "correction/clipped_ratio",
     }
-    settings = TrainerSettings(model_dir=str(tiny_model_dir), old_logprobs="recompute", max_importance_weight=1.1)
-    full = make_trainer(settings).train(rank_batch(metas, payloads)).metrics
+    settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", max_importance_weight=1.1)
+    full = shown(make_trainer(settings).train(rank_batch(metas, payloads)).metrics)
     assert set(full) - set(plain) == {
         "correction/weight_mean",
         "correction/weight_max",
@@ -199,7 +200,7 @@ def test_a_trajectory_of_two_segments_trains_like_both_apart_with_one_advantage(
             )
         ]
         payload = GroupPayload(uid="a", epoch=0, attempt=0, trajectories=tuple(trajectories))
-        trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+        trainer = make_trainer(trainer_parts(tiny_model_dir))
         report = trainer.train(rank_batch(metas, [payload]))
         return report, weights_of(trainer)
 
@@ -219,7 +220,7 @@ def test_a_trajectory_of_two_segments_trains_like_both_apart_with_one_advantage(
 
 
 def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), gather_bucket_size_bytes=300_000))
+    trainer = make_trainer(trainer_parts(tiny_model_dir, gather_bucket_size_mb=0.3))
     assert trainer.gather(0) > 0
     manifest, buckets = trainer.published(0)
     original = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -234,7 +235,7 @@ def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir
 
 
 def test_the_manifests_probe_logprobs_are_those_of_a_plain_forward(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), temperature=0.5, probe_sequences=3))
+    trainer = make_trainer(trainer_parts(tiny_model_dir, temperature=0.5, probe_sequences=3))
     trainer.gather(7)
     manifest, _ = trainer.published(7)
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
@@ -248,7 +249,7 @@ def test_the_manifests_probe_logprobs_are_those_of_a_plain_forward(tiny_model_di
 
 
 def test_a_manifest_has_the_probe_logprobs_of_the_version_before(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     manifests = []
     for version in (3, 4):
         trainer.gather(version)
@@ -259,14 +260,14 @@ def test_a_manifest_has_the_probe_logprobs_of_the_version_before(tiny_model_dir,
 
 
 def test_published_refuses_a_version_it_does_not_hold(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     trainer.gather(3)
     with pytest.raises(ValueError, match="version 2 is not held by rank 0 \\(held: 3\\)"):
         trainer.published(2)
 
 
 def test_tied_embeddings_travel_once_with_their_alias(tmp_path, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(save_tiny_model(tmp_path / "tied", tied=True))))
+    trainer = make_trainer(trainer_parts(save_tiny_model(tmp_path / "tied", tied=True)))
     trainer.gather(0)
     _, buckets = trainer.published(0)
     specs = [entry.spec for bucket in buckets for entry in bucket.entries]
@@ -276,9 +277,9 @@ def test_tied_embeddings_travel_once_with_their_alias(tmp_path, make_trainer):
 
 @pytest.mark.slow
 def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir), dtype="bfloat16"))
+    trainer = make_trainer(trainer_parts(tiny_model_dir, dtype="bfloat16"))
     before = weights_of(trainer)
-    metrics = trainer.train(rank_batch(*make_step(1, num_groups=2))).metrics
+    metrics = shown(trainer.train(rank_batch(*make_step(1, num_groups=2))).metrics)
     assert math.isfinite(metrics["train/grad_norm"])
     trainer.gather(1)
     received = {k: v for bucket in trainer.published(1)[1] for k, v in unpack(bucket).items()}
@@ -296,15 +297,15 @@ def spoiled_step(step, num_groups):
 
 
 def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not_been(tiny_model_dir, make_trainer):
-    settings = TrainerSettings(model_dir=str(tiny_model_dir), lr_schedule="linear", total_optimizer_steps=10)
+    settings = trainer_parts(tiny_model_dir, lr_schedule="linear", total_optimizer_steps=10)
     metas, payloads = spoiled_step(2, num_groups=4)
     trainer = make_trainer(settings)
     trainer.train(rank_batch(*make_step(1, num_groups=2)))
     report = trainer.train(rank_batch(metas, payloads, step=2, num_minibatches=2))
-    assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"]) == (1, 0, 1.0)
+    assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"].value) == (1, 0, 1.0)
     assert report.tokens == sum(t.response_tokens for meta in metas for t in meta.trajectories)
-    assert math.isfinite(report.metrics["train/grad_norm"])
-    assert all(math.isfinite(value) for value in report.metrics.values())
+    assert math.isfinite(report.metrics["train/grad_norm"].value)
+    assert all(math.isfinite(value) for value in shown(report.metrics).values())
     skipping = weights_of(trainer)
     without = make_trainer(settings)
     without.train(rank_batch(*make_step(1, num_groups=2)))
@@ -315,7 +316,7 @@ def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not
 
 
 def test_skipped_optimizer_steps_are_counted_in_a_row_until_one_is_made(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     before = weights_of(trainer)
     reports = [trainer.train(rank_batch(*spoiled_step(step, num_groups=1), step=step)) for step in (1, 2)]
     assert [report.skipped_in_a_row for report in reports] == [1, 2]
@@ -325,7 +326,7 @@ def test_skipped_optimizer_steps_are_counted_in_a_row_until_one_is_made(tiny_mod
 
 
 def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     metas, payloads = make_step(1, num_groups=1)
     flat = [
         GroupResult(
@@ -338,25 +339,8 @@ def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, 
         )
     ]  # fmt: skip
     before = weights_of(trainer)
-    assert trainer.train(rank_batch(flat, payloads)).metrics["train/grad_norm"] == 0.0
+    assert trainer.train(rank_batch(flat, payloads)).metrics["train/grad_norm"].value == 0.0
     assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
-
-
-def test_settings_are_picklable_and_take_every_key_from_the_profile():
-    profile = Profile.model_validate(
-        {
-            "trainer": {"lr": 1e-5, "warmup_steps": 10, "lr_schedule": "cosine"},
-            "async_training": {"trigger_parameter_sync_step": 4},
-            "algorithm": {"old_logprobs": "recompute"},
-            "rollout": {"temperature": 0.8},
-            "weights": {"gather_bucket_size_mb": 3},
-        }
-    )
-    settings = TrainerSettings.from_profile(profile, "some/model", 110)
-    assert pickle.loads(pickle.dumps(settings)) == settings
-    assert (settings.lr, settings.window_steps, settings.temperature) == (1e-5, 4, 0.8)
-    assert settings.gather_bucket_size_bytes == 3 * 1024 * 1024
-    assert settings.total_optimizer_steps == 110
 
 
 @pytest.mark.parametrize(
@@ -368,5 +352,5 @@ def test_settings_are_picklable_and_take_every_key_from_the_profile():
     ],
 )
 def test_learning_rate_warms_up_then_follows_its_schedule(schedule, expected):
-    settings = TrainerSettings(model_dir="m", lr=1.0, warmup_steps=2, lr_schedule=schedule, total_optimizer_steps=6)
-    assert [settings.learning_rate(step) for step in range(6)] == pytest.approx(expected)
+    trainer = TrainerSection(lr=1.0, warmup_steps=2, lr_schedule=schedule)
+    assert [learning_rate(trainer, step, 6) for step in range(6)] == pytest.approx(expected)

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import RankBatch
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import verified
 from tests.train.train_samples import make_step
+from tests.trainers import trainer_parts
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -88,7 +88,7 @@ def test_all_ranks_skip_the_same_optimizer_step(tmp_path, tiny_model_dir):
     [
         {"lr_schedule": "cosine", "warmup_steps": 3},
         # Step 3 is the window's third: prox comes from weights that only the checkpoint still has.
-        {"old_logprobs": "recompute", "window_steps": 4, "lr": 1e-3},
+        {"old_logprobs": "recompute", "trigger_parameter_sync_step": 4, "lr": 1e-3},
     ],
 )
 def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, settings):
@@ -103,7 +103,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, setting
 def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, make_trainer):
     checkpoint = tmp_path / "checkpoint"
     weights = run_ranks(tmp_path, tiny_model_dir, world_size=2, last_step=2, save=checkpoint)
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     trainer.load(checkpoint)
     assert_equal(trainer.model.locals(), weights)
     assert (trainer.step, trainer.optimizer.steps_made) == (2, 4)
@@ -116,7 +116,7 @@ def one_step(trainer, step=1):
 
 
 def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir, make_trainer):
-    settings = TrainerSettings(model_dir=str(tiny_model_dir), gather_bucket_size_bytes=300_000)
+    settings = trainer_parts(tiny_model_dir, gather_bucket_size_mb=0.3)
     trainer = make_trainer(settings)
     trainer.gather(5)
     before, _ = trainer.published(5)
@@ -126,14 +126,13 @@ def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir
     trainer.write(1, tmp_path / "checkpoint", with_published=True)
     again = make_trainer(settings)
     again.load(tmp_path / "checkpoint")
-    assert again.published_version == 5
     after, buckets = again.published(5)
     list(verified(buckets, before))
     assert after == before
 
 
 def test_a_snapshot_does_not_change_when_training_goes_on(tmp_path, tiny_model_dir, make_trainer):
-    settings = TrainerSettings(model_dir=str(tiny_model_dir))
+    settings = trainer_parts(tiny_model_dir)
     trainer = make_trainer(settings)
     one_step(trainer)
     expected = {name: local.clone() for name, local in trainer.model.locals().items()}
@@ -143,13 +142,14 @@ def test_a_snapshot_does_not_change_when_training_goes_on(tmp_path, tiny_model_d
     again = make_trainer(settings)
     again.load(tmp_path / "checkpoint")
     assert_equal(again.model.locals(), expected)
-    assert again.published_version is None
+    with pytest.raises(ValueError, match="held: none"):
+        again.published(0)
 
 
 def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, make_trainer):
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     with pytest.raises(RefusedError, match=r"trainer\.json cannot be read: no such file"):
         trainer.load(tmp_path / "nothing")
     trainer.snapshot(0)
@@ -158,12 +158,12 @@ def test_a_foreign_or_missing_checkpoint_is_refused(tmp_path, tiny_model_dir, ma
     config.num_hidden_layers = 4
     config.layer_types = None
     AutoModelForCausalLM.from_config(Qwen3Config(**{**config.to_dict(), "layer_types": None})).save_pretrained(tmp_path / "other")
-    other = make_trainer(TrainerSettings(model_dir=str(tmp_path / "other")))
+    other = make_trainer(trainer_parts(tmp_path / "other"))
     with pytest.raises(RefusedError, match="checkpoint is of another model"):
         other.load(tmp_path / "checkpoint")
 
 
 def test_writing_a_step_without_snapshot_is_an_error(tmp_path, tiny_model_dir, make_trainer):
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny_model_dir)))
+    trainer = make_trainer(trainer_parts(tiny_model_dir))
     with pytest.raises(ValueError, match="no snapshot of step 3"):
         trainer.write(3, tmp_path / "checkpoint", with_published=False)

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.train.state_reader import METADATA, StateReader, read_tensors
 from asyncrl_cli.train.trainer_state import saved_keys
+from tests.trainers import trainer_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -72,7 +72,7 @@ def test_metadata_say_what_torchs_own_reader_says(directory):
 
 def test_metadata_that_would_run_code_are_refused_and_do_not(tmp_path, tiny_model_dir, make_trainer):
     trainer, directory, marker = (
-        make_trainer(TrainerSettings(model_dir=str(tiny_model_dir))),
+        make_trainer(trainer_parts(tiny_model_dir)),
         tmp_path / "state",
         tmp_path / "marker",
     )

@@ -48,12 +48,12 @@ class GenerationAlone:
         from transformers import AutoTokenizer
 
         from asyncrl_cli.engines.registry import make_engine, sampling_of
-        from asyncrl_cli.rollout.prompts import tokenize_prompts
+        from asyncrl_cli.envs.rendering import render_prompts
 
         profile, place = order.side.profile, order.side.place
         tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         self._index, self._order = index, order
-        self._prompts = tokenize_prompts(tokenizer, order.items)
+        self._prompts = render_prompts(tokenizer, order.items)
         self._sampling = sampling_of(profile.rollout, profile.rollout.temperature)
         self._running = _Running()
         self._engine = make_engine(profile, place, self._running.change)

@@ -36,27 +36,26 @@ class TrainingAlone:
     def __init__(self, rank: int, order: Order) -> None:
         from transformers import AutoTokenizer
 
-        from asyncrl_cli.rollout.prompts import tokenize_prompts
+        from asyncrl_cli.envs.rendering import render_prompts
         from asyncrl_cli.train.balance import plan_train_step
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
         side = self._side = order.side
-        settings = side.trainer
-        tokenizer = AutoTokenizer.from_pretrained(settings.model_dir, trust_remote_code=settings.trust_remote_code)
-        prompts = tokenize_prompts(tokenizer, order.items)
+        tokenizer = AutoTokenizer.from_pretrained(side.trainer.model_dir, trust_remote_code=side.training.model.trust_remote_code)
+        prompts = render_prompts(tokenizer, order.items)
         self._batches = []
         for batch in range(BATCHES):
             numbers = range(batch * side.step_groups, (batch + 1) * side.step_groups)
             groups = [made_up_group(order, number, prompts[number % len(prompts)]) for number in numbers]
             plans = plan_train_step(
                 [result for result, _ in groups],
-                ranks=side.trainer_workers,
+                ranks=side.trainer.workers,
                 num_minibatches=side.num_minibatches,
                 normalize=side.normalize,
             )
             self._batches.append((plans[rank], [payload for _, payload in groups]))
         self._trainer = PolicyTrainer(
-            settings, rank=rank, world_size=side.trainer_workers, device=side.device, init_method=f"file://{order.meeting}"
+            side.training, side.trainer, rank=rank, init_method=f"file://{order.meeting}", total_optimizer_steps=1
         )
         self._step = 0
 
@@ -64,12 +63,12 @@ class TrainingAlone:
         """Make `num_steps` train steps; seconds until the slowest rank has ended the last one."""
         from asyncrl_cli.train.policy_trainer import RankBatch
 
-        settings = self._side.trainer
-        began_s, cpu, tokens = time.perf_counter(), CpuTime(settings.threads), 0
+        window_steps = self._side.training.async_training.trigger_parameter_sync_step
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._side.trainer.threads), 0
         for _ in range(num_steps):
             plan, groups = self._batches[self._step % BATCHES]
             payloads = {group: groups[group] for group in plan.groups}
-            step_in_window = self._step % settings.window_steps
+            step_in_window = self._step % window_steps
             self._step += 1
             report = self._trainer.train(RankBatch(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads))
             tokens += report.tokens
@@ -81,8 +80,8 @@ def made_up_group(order: Order, number: int, prompt: list[int]) -> tuple[GroupRe
     import numpy as np
 
     from asyncrl_cli.engines.port import Completion
+    from asyncrl_cli.envs.episode import segment_of
     from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-    from asyncrl_cli.rollout.group_runner import segment_of
     from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 
     metas, trajectories = [], []

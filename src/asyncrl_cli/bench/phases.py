@@ -26,9 +26,8 @@ from asyncrl_cli.bench.phase_training import BATCHES, Trained, TrainingAlone
 from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile, RunSection
+from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RolloutSection, RunSection
 from asyncrl_cli.tasks.task import Task
-from asyncrl_cli.train.settings import TrainerSettings
 
 REPEATS = 3
 GENERATION_S = TRAINING_S = 2.0
@@ -47,9 +46,8 @@ class Side:
     """What of it the engine sees."""
     place: Place
     n: int
-    trainer: TrainerSettings
-    trainer_workers: int
-    device: str
+    training: Profile
+    trainer: Place
     step_groups: int
     num_minibatches: int
     normalize: bool
@@ -88,16 +86,12 @@ class PhaseFigures:
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:
     """What the job's own workers would be started with, but for the trainer's learning rate, which is 0."""
-    trainer = TrainerSettings.from_profile(profile, model_dir.absolute(), 1)
-    if trainer.old_logprobs == "rollout":
-        trainer = replace(trainer, window_steps=1)  # without a second forward pass all steps of a window are alike
     return Side(
         profile=_of_the_engine(profile),
         place=place_of(plan, ROLLOUT, model_dir),
         n=profile.rollout.n,
-        trainer=replace(trainer, lr=0.0, threads=plan.role(TRAINER).threads),
-        trainer_workers=plan.role(TRAINER).workers,
-        device=plan.device,
+        training=_of_the_trainer(profile),
+        trainer=place_of(plan, TRAINER, model_dir),
         step_groups=profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size,
         num_minibatches=profile.async_training.require_batches,
         normalize=profile.algorithm.normalize_advantages,
@@ -108,6 +102,20 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Sid
 def _of_the_engine(profile: Profile) -> Profile:
     run = RunSection(seed=profile.run.seed)
     return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
+
+
+def _of_the_trainer(profile: Profile) -> Profile:
+    """Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window are alike."""
+    has_prox_pass = profile.algorithm.old_logprobs == "recompute"
+    window_steps = profile.async_training.trigger_parameter_sync_step if has_prox_pass else 1
+    return Profile(
+        model=profile.model,
+        algorithm=profile.algorithm,
+        trainer=profile.trainer.model_copy(update={"lr": 0.0}),
+        rollout=RolloutSection(temperature=profile.rollout.temperature, call_timeout_s=profile.rollout.call_timeout_s),
+        async_training=AsyncTrainingSection(trigger_parameter_sync_step=window_steps),
+        weights=profile.weights,
+    )
 
 
 def measure_all(
@@ -159,7 +167,7 @@ class _Pair:
         endless = endless_model(Path(side.place.model_dir), directory / "model")
         generating = replace(order, side=replace(side, place=replace(side.place, model_dir=str(endless))))
         self._generation = start("generation", GenerationAlone, generating, side.place.workers, side.place.threads)
-        self._training = start("training", TrainingAlone, order, side.trainer_workers, side.trainer.threads)
+        self._training = start("training", TrainingAlone, order, side.trainer.workers, side.trainer.threads)
         self._generated: dict[bool, list[list[Generated]]] = {False: [], True: []}
         self._trained: dict[bool, list[list[Trained]]] = {False: [], True: []}
         """By whether the other phase worked, too: repeat by repeat, and process by process."""
@@ -171,7 +179,7 @@ class _Pair:
 
     def warm_up(self) -> None:
         """And find the number of train steps that take about `TRAINING_S`: whole windows, where the steps of one differ."""
-        few = BATCHES * self.side.trainer.window_steps
+        few = BATCHES * self.side.training.async_training.trigger_parameter_sync_step
         self._training.ask("measure", few)
         warm: list[Trained] = self._training.ask("measure", few)
         self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)

@@ -39,6 +39,7 @@ from asyncrl_cli.loop.ports import (
     TrainReport,
 )
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.values import Last, Value
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.samples.dump import is_dump_step
 from asyncrl_cli.samples.trajectory import GroupPayload
@@ -203,8 +204,8 @@ class RayTrainer:
         ref = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
         await self._answer(0, ref, f"the dump of the samples of step {batch.step}", self._weights)
 
-    def _failed_dumps(self) -> dict[str, float]:
-        return {"samples/failed_dumps": self.dumps.num_failed} if self.dumps.num_failed else {}
+    def _failed_dumps(self) -> dict[str, Value]:
+        return {"samples/failed_dumps": Last(self.dumps.num_failed)} if self.dumps.num_failed else {}
 
     async def gather(self, version: int) -> GatherReport:
         answers = await self._collective("gather", version, sorted(self._wanted), call=f"the gather of version {version}")
@@ -230,17 +231,14 @@ class RayTrainer:
         report: ExecutorReport = await self._answer(0, ref, "a report", self._calls)
         return report
 
-    async def start(self, device: str, timeout_s: float) -> None:
+    async def start(self, timeout_s: float) -> None:
         meeting_ref = self.actors[0].meeting_point.remote()
         init_method = await self._answer(0, meeting_ref, "its start", Limit(timeout_s))
-        await self._collective("start", init_method, device, call="its start", limit=Limit(timeout_s))
+        await self._collective("start", init_method, call="its start", limit=Limit(timeout_s))
 
-    async def load(self, directory: Path) -> int | None:
-        """Restore a checkpoint. Returns the version of the published weights that came with it, if any did."""
-        call = f"the load of {directory}"
-        versions = await self._collective("load", _absolute(directory), call=call)
-        version: int | None = versions[0]
-        return version
+    async def load(self, directory: Path) -> None:
+        """Restore a checkpoint."""
+        await self._collective("load", _absolute(directory), call=f"the load of {directory}")
 
     async def stop(self, timeout_s: float) -> None:
         try:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from asyncrl_cli.engines.registry import check_engine
+from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, first_line
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task, load_task
+from asyncrl_cli.train.losses import check_loss
 
 T = TypeVar("T")
 
@@ -72,8 +74,10 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """Whether the job fits here (or the cluster answers), the engine is installed, and W&B has a login. Called before anything
-    imports transformers: what is wrong with the engine's packages may break that, too."""
+    """Whether loss and environment are known, the job fits here (or the cluster answers), the engine is installed, and
+    W&B has a login. Called before anything imports transformers: what is wrong with the engine's packages may break that, too."""
+    check_loss(profile.algorithm.loss_mode)
+    check_environment(profile.task.environment)
     if address is None:
         compile_job(profile, local_cluster())
     else:
@@ -99,11 +103,11 @@ def _tokenizer(profile: Profile, model_dir: Path) -> Any:
     """PreflightError for one that cannot be loaded, or does not even tokenize an x."""
     from transformers import AutoTokenizer
 
-    from asyncrl_cli.rollout.prompts import tokenize_prompts
+    from asyncrl_cli.envs.rendering import render_prompts
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
-        tokenize_prompts(tokenizer, [{"prompt": "x"}])
+        render_prompts(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
@@ -116,12 +120,12 @@ def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:
     A token is hardly ever less than a byte, so only prompts of more bytes than that are tokenized. What slips through
     (a tokenizer that makes long things of short ones) fails its group later, by name.
     """
-    from asyncrl_cli.rollout.prompts import tokenize_prompts
+    from asyncrl_cli.envs.rendering import render_prompts
 
     limit = profile.rollout.max_prompt_tokens
-    around = len(tokenize_prompts(tokenizer, [{"prompt": "x"}])[0])
+    around = len(render_prompts(tokenizer, [{"prompt": "x"}])[0])
     suspects = [item for item in (*task.train, *task.eval) if len(item["prompt"].encode()) + around > limit]
-    lengths = [len(tokens) for tokens in tokenize_prompts(tokenizer, suspects)]
+    lengths = [len(tokens) for tokens in render_prompts(tokenizer, suspects)]
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long:
         longest = max(lengths)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,14 @@ class RolloutActor:
     def _make_runner(self) -> Any:
         from transformers import AutoTokenizer
 
-        from asyncrl_cli.rollout.group_runner import GroupRunner
+        from asyncrl_cli.envs import find_environment
+        from asyncrl_cli.envs.group_runner import GroupRunner
 
         rollout = self._profile.rollout
         tokenizer = AutoTokenizer.from_pretrained(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
         sampling = self._sampling(rollout.temperature)
-        return GroupRunner(self._engine, tokenizer, self._rewards, sampling, max_prompt_tokens=rollout.max_prompt_tokens)
+        environment = partial(find_environment(self._profile.task.environment), self._rewards)
+        return GroupRunner(self._engine, tokenizer, environment, sampling, max_prompt_tokens=rollout.max_prompt_tokens)
 
     async def connect(self, rank_zero: Any) -> None:
         """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""

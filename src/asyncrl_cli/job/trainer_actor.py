@@ -19,9 +19,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -32,28 +31,24 @@ from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plugins import engine_kind
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 if TYPE_CHECKING:
     from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.samples.trajectory import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.policy_trainer import RankReport
-    from asyncrl_cli.train.settings import TrainerSettings
     from asyncrl_cli.weights.buckets import Manifest
     from asyncrl_cli.weights.transports import Sender
 
+WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
+"""Below the run's directory: versions on their way, if `weights.transport` is `disk`; those that are kept."""
 CONCURRENCY_GROUPS = {"main": 1, "publish": 1, "write": 1, "control": 1}
 """And `direct`: one thread for each rollout worker, which has one call at a time (workers.py)."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptVersions:
-    """Where published versions are kept on disk, and how many (0: none)."""
-
-    root: Path
-    keep_versions: int | Literal["all"]
 
 
 class TrainerActor:
@@ -62,22 +57,18 @@ class TrainerActor:
     def __init__(
         self,
         rank: int,
-        world_size: int,
-        settings: TrainerSettings,
+        profile: Profile,
+        place: Place,
+        *,
+        run_dir: Path,
         log_path: Path | None = None,
-        kept: KeptVersions | None = None,
-        weights_dir: Path | None = None,
-        direct: Profile | None = None,
     ) -> None:
-        """`weights_dir`: where published versions go as files; `direct`: the profile, where rank 0 serves them itself; neither: the
-        object store does."""
-        set_up_process(threads=settings.threads, log_path=log_path)
+        """`run_dir`: where versions go that are kept, or that travel as files."""
+        set_up_process(threads=place.threads, log_path=log_path)
         self._rank = rank
-        self._world_size = world_size
-        self._settings = settings
-        self._kept = kept
-        self._weights_dir = weights_dir
-        self._direct = direct
+        self._profile = profile
+        self._place = place
+        self._run_dir = run_dir
         self._tokenizer: Any = None
         self._lock = threading.Lock()
         self._clock = StateClock("trainer", "trainer", time.monotonic)
@@ -97,21 +88,21 @@ class TrainerActor:
             return f"tcp://{host}:{free.getsockname()[1]}"
 
     @ray.method(concurrency_group="main")
-    def start(self, init_method: str, device: str) -> None:
+    def start(self, init_method: str) -> None:
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
+        num_steps = Schedule.of(self._profile).optimizer_steps
         self._trainer = PolicyTrainer(
-            self._settings, rank=self._rank, world_size=self._world_size, device=device, init_method=init_method
+            self._profile, self._place, rank=self._rank, init_method=init_method, total_optimizer_steps=num_steps
         )
-        self._sending = Sending(self._make_sender(), overlap=self._settings.overlap)
-        logger.info("trainer-%d of %d started: %s", self._rank, self._world_size, self._settings)
+        self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
+        logger.info("%r started at %s", self, self._place)
 
     @ray.method(concurrency_group="main")
-    def load(self, directory: str) -> int | None:
-        """Restore a checkpoint's trainer state; returns the version whose weights came with it (rank 0)."""
+    def load(self, directory: str) -> None:
+        """Restore a checkpoint's trainer state."""
         with self._in(State.BUSY, "a checkpoint to be read"):
             self._trainer.load(Path(directory))
-            return self._trainer.published_version
 
     @ray.method(concurrency_group="main")
     def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[RankReport, ExecutorReport]:
@@ -155,9 +146,9 @@ class TrainerActor:
 
         manifest, buckets = self._trainer.published(version)
         refs = self._sending.sent(manifest, buckets)
-        if self._kept is not None:
+        if num_kept := self._profile.weights.keep_versions:
             with telling_storage():
-                keep_version(self._kept.root, manifest, buckets, Path(self._settings.model_dir), self._kept.keep_versions)
+                keep_version(self._run_dir / VERSIONS_DIR, manifest, buckets, Path(self._place.model_dir), num_kept)
         return manifest, refs
 
     @ray.method(concurrency_group="direct")
@@ -170,13 +161,15 @@ class TrainerActor:
         self._end.leave(worker)
 
     def _make_sender(self) -> Sender:
-        if self._direct is None or self._rank > 0:
-            return sender_for(self._weights_dir if self._rank == 0 else None, Path(self._settings.model_dir))
+        weights = self._profile.weights
+        if weights.transport not in DIRECT_TRANSPORTS or self._rank > 0:
+            to_files = weights.transport == "disk" and self._rank == 0
+            return sender_for(self._run_dir / WEIGHTS_DIR if to_files else None, Path(self._place.model_dir))
         from asyncrl_cli.weights.direct import HeldVersions
 
         held = HeldVersions()
-        make_end = engine_kind(self._direct.rollout.engine).rank_zero_end
-        self._end = make_end(self._direct.weights, held, self._trainer.ranks.device)
+        make_end = engine_kind(self._profile.rollout.engine).rank_zero_end
+        self._end = make_end(weights, held, self._trainer.ranks.device)
         return held
 
     @ray.method(concurrency_group="write")
@@ -202,9 +195,8 @@ class TrainerActor:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                self._settings.model_dir, trust_remote_code=self._settings.trust_remote_code
-            )
+            trusts = self._profile.model.trust_remote_code
+            self._tokenizer = AutoTokenizer.from_pretrained(self._place.model_dir, trust_remote_code=trusts)
         return self._tokenizer.decode
 
     @ray.method(concurrency_group="control")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,17 @@ from asyncrl_cli.job.calls import all_of
 from asyncrl_cli.job.placement import Placement, place
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer, put_payloads
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, KeptVersions, TrainerActor
+from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, TrainerActor
 from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
-from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.train.settings import TrainerSettings
 
 START_TIMEOUT_S = 600.0
 """Imports, a large model's weights from a slow disk, an engine's memory profiling."""
 STOP_TIMEOUT_S = 1.0
 """A kill loses nothing of value: checkpoints and publishes were awaited; and a second Ctrl-C must be out in 5 s."""
 NEVER_AGAIN = {"max_restarts": 0, "max_task_retries": 0}
-WEIGHTS_DIR = "weights"
-"""Below the run's directory: versions on their way, if `weights.transport` is `disk`."""
 
 Say = Callable[[str], None]
 
@@ -70,7 +66,7 @@ async def started_workers(
         workers = _rollout_workers(crew, placement, reward, checkpoint.version if checkpoint else 0, timeout_s)
         try:
             progress(f"starting {plan}")
-            starts = [_started(trainer.start(plan.device, timeout_s), "trainer", progress)]
+            starts = [_started(trainer.start(timeout_s), "trainer", progress)]
             starts += [_started(worker.start(timeout_s), worker.name, progress) for worker in workers]
             await all_of(starts)
             if profile.weights.transport in DIRECT_TRANSPORTS:
@@ -129,19 +125,17 @@ class _Crew:
 
 def _trainer_actors(crew: _Crew, placement: Placement) -> list[Any]:
     role = crew.plan.role(TRAINER)
-    optimizer_steps = Schedule.of(crew.profile).optimizer_steps
-    settings = replace(TrainerSettings.from_profile(crew.profile, crew.model_dir.absolute(), optimizer_steps), threads=role.threads)
-    kept = None
-    if crew.profile.weights.keep_versions != 0:
-        root = (crew.run_dir / "versions").absolute()
-        kept = KeptVersions(root=root, keep_versions=crew.profile.weights.keep_versions)
-    weights_dir = (crew.run_dir / WEIGHTS_DIR).absolute() if crew.profile.weights.transport == "disk" else None
-    direct = crew.profile if crew.profile.weights.transport in DIRECT_TRANSPORTS else None
-    groups = CONCURRENCY_GROUPS | {"direct": crew.plan.role(ROLLOUT).workers if direct is not None else 1}
+    place = place_of(crew.plan, TRAINER, crew.model_dir)
+    direct = crew.profile.weights.transport in DIRECT_TRANSPORTS
+    groups = CONCURRENCY_GROUPS | {"direct": crew.plan.role(ROLLOUT).workers if direct else 1}
     actor_class = ray.remote(concurrency_groups=groups, **NEVER_AGAIN)(TrainerActor)
     return [
         actor_class.options(**placement.options(TRAINER, rank)).remote(
-            rank, role.workers, settings, crew.log_path(f"trainer-{rank}"), kept, weights_dir, direct
+            rank,
+            crew.profile,
+            place,
+            run_dir=crew.run_dir.absolute(),
+            log_path=crew.log_path(f"trainer-{rank}"),
         )
         for rank in range(role.workers)
     ]

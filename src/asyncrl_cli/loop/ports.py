@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.loop.values import Value
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 LoadVerdict = Literal["loaded", "not loaded", "unclear"]
@@ -93,7 +94,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step says. Seconds are the trainer's own; `metrics` are ready keys (`correction/...`, `train/...`).
+    """What a train step says. Seconds are the trainer's own; `metrics` are typed and go into the step's line as they are.
 
     `skipped_steps`: its optimizer steps that were not made, for want of a finite gradient; `skipped_in_a_row`: the last ones
     of the run until now, over train steps."""
@@ -101,7 +102,7 @@ class TrainReport:
     train_s: float
     old_logprob_s: float
     tokens: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Value]
     report: ExecutorReport
     skipped_steps: int = 0
     skipped_in_a_row: int = 0

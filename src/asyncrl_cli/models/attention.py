@@ -29,7 +29,7 @@ LARGEST_LOGIT = 300.0
 """Attention logits are also compared at this size: those of small weights are too small for a soft-cap to show."""
 MAX_LAYER_DIFF = 1e-3
 """Relative, in float32: rounding makes it 1e-6, a soft-cap of 50 makes it 0.1."""
-MAX_LOGPROB_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+MAX_ATTENTION_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Mean over the sample's tokens: rounding, in this dtype."""
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def _is_sdpa(model: PreTrainedModel) -> bool:
     if not comparison.num_calls or not comparison.largest_diff < MAX_LAYER_DIFF:
         return False
     diff = (_logprobs(model, sample_BT, "sdpa") - own_BTV).gather(-1, sample_BT[..., None]).abs().mean()
-    return bool(diff < MAX_LOGPROB_DIFF[model.dtype])
+    return bool(diff < MAX_ATTENTION_DIFF[model.dtype])
 
 
 def _logprobs(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: str) -> torch.Tensor:

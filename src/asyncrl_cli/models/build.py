@@ -14,12 +14,11 @@ from typing import Any
 
 from asyncrl_cli.checkpoint.files import naming, storage_error, unfinished_directory
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.models.lessons import Lesson, characters_of, make_lessons
+from asyncrl_cli.models.lessons import Course, Lesson, characters_of, make_lessons
 from asyncrl_cli.models.tiny import tiny_config, tiny_model, tiny_tokenizer
 from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
-from asyncrl_cli.tasks.task import Task
 
 RECIPE_VERSION = 2
 """Raised when this code would make another model from the same inputs."""
@@ -33,7 +32,7 @@ Progress = Callable[[str, int, int, str], None]
 """Called with (what is being done, done so far, of how many, figures to show beside it)."""
 
 
-def built_tiny(profile: Profile, task: Task, *, progress: Progress = lambda *_: None) -> Path:
+def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
     """The directory of this profile's warm-started model; built if it is not in the cache. Which of the two, `progress` is told."""
     recipe = Recipe(steps=profile.model.warm_start_steps)
     seed = profile.run.seed
@@ -67,7 +66,7 @@ def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesso
         "config": tiny_config(len(characters)).to_diff_dict(),
         "characters": "".join(characters),
         "recipe": asdict(recipe),
-        "lessons": _digest([[lesson.prompt, lesson.response] for lesson in lessons]),
+        "lessons": _digest(lessons),
         "seed": seed,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

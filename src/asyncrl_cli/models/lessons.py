@@ -6,21 +6,40 @@ begin at 0, where no reward tells a good response from a bad one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from typing import Any, NamedTuple, Protocol
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.tasks.task import Task
+
+Demonstration = Callable[[Mapping[str, Any], Random], str] | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class Course(Protocol):
+    """What a task has to teach: its prompts, and responses to them. See `tasks.task.Task`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def train(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def eval(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def demonstration(self) -> Demonstration: ...
+
+    @property
+    def flawed_demonstration(self) -> Demonstration: ...
+
+
+class Lesson(NamedTuple):
     prompt: str
     response: str
 
 
-def make_lessons(task: Task, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
+def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
     """`num` lessons: the training items in random order, again and again.
 
     Raises ConfigError if the task shows no working.
@@ -41,8 +60,8 @@ def make_lessons(task: Task, *, num: int, label_noise: float, seed: int) -> list
     return lessons
 
 
-def characters_of(task: Task, lessons: Sequence[Lesson]) -> list[str]:
+def characters_of(task: Course, lessons: Sequence[Lesson]) -> list[str]:
     """Every character of any prompt or lesson, sorted: the tokenizer's vocabulary."""
     texts = [item["prompt"] for split in (task.train, task.eval) for item in split]
-    texts += [text for lesson in lessons for text in (lesson.prompt, lesson.response)]
+    texts += [text for lesson in lessons for text in lesson]
     return sorted(set().union(*texts))

@@ -11,10 +11,10 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.check import check_positions
+from asyncrl_cli.models.lessons import Course
 from asyncrl_cli.models.tiny import MAX_POSITIONS
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand, load_json
-from asyncrl_cli.tasks.task import Task
 
 if TYPE_CHECKING:
     from asyncrl_cli.models.build import Progress
@@ -44,7 +44,7 @@ class _Index(TypedDict):
     weight_map: dict[str, str]
 
 
-def resolve_model(profile: Profile, task: Task, *, progress: Progress = lambda *_: None) -> Path:
+def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
     """A directory from which AutoModelForCausalLM and AutoTokenizer load without the network.
 
     Raises ConfigError if there is no such builtin, PreflightError if the model is not there or not whole.

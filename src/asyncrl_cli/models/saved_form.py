@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from asyncrl_cli.models.names import first_names
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -56,3 +58,19 @@ class SavedForm:
     def known(self) -> Tensors:
         """What a version may bring: tied ones under all their names, and buffers."""
         return self.to_files(self._empty.state_dict())
+
+    def check(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """ValueError unless `weights` has every parameter (tied ones once or more), nothing else, and the same shapes.
+
+        Dtypes may differ (a copy casts), but what is floating point must be so on both sides.
+        """
+        known = self.known
+        mine = [name for name in weights if name in known]
+        found = {
+            "missing": sorted(self.required.keys() - weights.keys()),
+            "unknown": sorted(weights.keys() - known.keys()),
+            "wrong shape": [name for name in mine if weights[name].shape != known[name].shape],
+            "wrong dtype": [name for name in mine if weights[name].is_floating_point() != known[name].is_floating_point()],
+        }
+        if problems := [f"{what} {first_names(names)}" for what, names in found.items() if names]:
+            raise ValueError(f"weights of version {version} do not fit the engine's model: {'; '.join(problems)}")

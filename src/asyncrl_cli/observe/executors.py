@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.observe.values import Last, Max, Overlap, Ratio, Sum, Value
+from asyncrl_cli.loop.values import Last, Max, Overlap, Ratio, Sum, Value
 
 TRAINER, ROLLOUT = "trainer", "rollout"
 FLOW = ("feed", ROLLOUT, "reward", TRAINER)

@@ -16,10 +16,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.watching import StepRecord
-from asyncrl_cli.observe.executors import STATES, overlap, stretches, utilization
-from asyncrl_cli.observe.periods import Period, RecentSteps, step_so_far, whole_run
-from asyncrl_cli.observe.values import (
+from asyncrl_cli.loop.values import (
     Histogram,
     Last,
     Max,
@@ -34,6 +31,9 @@ from asyncrl_cli.observe.values import (
     shown,
     to_json,
 )
+from asyncrl_cli.loop.watching import StepRecord
+from asyncrl_cli.observe.executors import STATES, overlap, stretches, utilization
+from asyncrl_cli.observe.periods import Period, RecentSteps, step_so_far, whole_run
 from asyncrl_cli.safe_files import Count
 
 PARTIAL = "fully_async/partial/"
@@ -132,7 +132,7 @@ class StepMetrics:
             values |= {f"sync/{name}": Last(figure) for name, figure in asdict(record.sync).items()}
         values["rollouter/restarts"] = Last(record.restarts)
         values["waste/tokens_discarded"] = Last(record.tokens_discarded)
-        values |= {key: Last(amount) for key, amount in record.train.metrics.items()}
+        values |= record.train.metrics
         values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
         return values
 

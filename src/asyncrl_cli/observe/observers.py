@@ -19,12 +19,12 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.checkpoint.files import storage_error
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.loop.values import from_json
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
 from asyncrl_cli.observe.sinks import Sink, to_json
 from asyncrl_cli.observe.timeline import span_line
-from asyncrl_cli.observe.values import from_json
 from asyncrl_cli.safe_files import parse_json
 
 log = logging.getLogger("asyncrl")

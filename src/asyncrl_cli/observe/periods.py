@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl_cli.loop.values import Value, merge_into, shown
 from asyncrl_cli.observe.format import clock, duration
-from asyncrl_cli.observe.values import Value, merge_into, shown
 
 RECENT_S = 60.0
 RECENT_STEPS = 120

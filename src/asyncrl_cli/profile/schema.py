@@ -138,6 +138,9 @@ class TaskSection(Section):
     """Column of the answer in a file."""
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
+    environment: str = "one-turn"
+    """What a prompt leads to: `one-turn` is one response and its reward. Packages add others as entry points
+    `asyncrl.environments`."""
     reward: str = "auto"
     """`dataset` (its own verifier, which may forgive: number_sorting's takes numbers that are 1 off), `exact-match`, `math-verify`
     or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
@@ -155,6 +158,8 @@ class AlgorithmSection(Section):
 
     normalize_advantages: bool = True
     """GRPO: divide by the group's standard deviation."""
+    loss_mode: str = "vanilla"
+    """The policy's loss: `vanilla` is decoupled PPO with a clipped ratio. Packages add others as entry points `asyncrl.losses`."""
     clip_ratio_low: PositiveFloat = 0.2
     """eps_low of the clipped ratio."""
     clip_ratio_high: PositiveFloat = 0.28

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl_cli.loop.ports import GatherReport, Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.loop.values import Sum
 from asyncrl_cli.simulate.machine import SharedMachine
 
 NAME = "trainer-0"
@@ -54,7 +55,7 @@ class SimulatedTrainer:
         self._clock.add("busy_s", self._loop.time() - began_s)
         self._clock.add("trained_tokens", tokens)
         self._clock.gauges["step"] = batch.step
-        metrics = {"train/old_logprob_tokens": self._times.old_logprob_tokens(batch)} if self._times.old_logprob_tokens else {}
+        metrics = {"train/old_logprob_tokens": Sum(self._times.old_logprob_tokens(batch))} if self._times.old_logprob_tokens else {}
         return TrainReport(
             train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, report=self._clock.report()
         )

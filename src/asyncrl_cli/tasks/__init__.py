@@ -1,15 +1,16 @@
 """Prompts and rewards: from a profile's `task` section to items, the order they are trained in, and their rewards.
 
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
-        gym.py, gym_worker.py              where items come from: a reasoning-gym dataset,
+        gym.py, gym_entries.py             where items come from: a reasoning-gym dataset,
         files.py, parquet.py               or a jsonl or parquet file
-        reward_spec.py, reward_module.py   what the reward is, and where a function of the user's lies
+        reward_choice.py, reward_spec.py   what the reward is, tried in a child process
+        reward_module.py                   where a function of the user's lies
         worked.py                          compact prompts with worked answers, for builtin:tiny
     feed.PromptFeed(task.train, seed=...)  the endless order of prompts; resumes exactly
     rewards.RewardPool(task.reward, ...)   awaits rewards, beside the event loop:
-        reward_child.py                    its child processes: started, given work, watched, replaced
-        reward_worker.py                   the child process that scores (`python -m`), with scoring.py inside
-        frames.py, child.py                what the two say to each other; how our child processes start and end
+        reward_process.py              a process that scores: started, given work, watched, replaced
+        reward_worker.py               what runs in it, with scoring.py inside
+        child.py                       how our child processes start, talk and end
 
 This room knows nothing of ray and torch.
 """

@@ -1,25 +1,29 @@
-"""What our child processes share: how they start, that they die with their parent, and pipes nobody else can reach.
+"""Child processes for foreign code, which hangs, prints, exits, forks, imports the world and iterates over sets.
 
-    reward_worker   scores responses, as long as its pool lives
-    gym_worker      makes a dataset's items once
+    parent -> child (stdin)     (role, arguments), then whatever the role reads
+    child -> parent (stdout)    whatever the role writes
 
-In processes of their own, because foreign code hangs, prints, exits, imports the world, and iterates over sets.
+A role is a function `role(requests, results, *arguments)`. A message is a frame, a length and a pickle: both ends are ours and of
+one version. A child dies with its parent, and with it ends all that it has started: it leads a process group of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-from asyncrl_cli.tasks.frames import pack, read_frame
-
+HEADER = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -32,9 +36,10 @@ class ChildTimedOut(ChildFailed):
     pass
 
 
-def command(module: str, *arguments: str) -> list[str]:
+def command(function: Callable[..., Any]) -> list[str]:
+    """`function`: what the child is for; its module is named for whoever reads a list of processes."""
     # -P: the working directory is no place to import from, unless a spec says so.
-    return [sys.executable, "-P", "-m", module, str(os.getpid()), *arguments]
+    return [sys.executable, "-P", "-m", "asyncrl_cli.tasks.child", str(os.getpid()), function.__module__]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -46,21 +51,45 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), **variables}
 
 
-def call_once(module: str, request: Any, *arguments: str, timeout_s: float, **variables: str) -> Any:
-    """Start `module`, send one frame, return the value of the frame it answers with. Raises ChildFailed.
+def pack(value: Any) -> bytes:
+    body = pickle.dumps(value, protocol=5)
+    return HEADER.pack(len(body)) + body
 
-    Whatever the child has started ends with it. Files and not pipes: a pipe ends only when nobody whom it has started holds it.
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The value of the next frame; None if there is no whole one."""
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    num_bytes = HEADER.unpack(header)[0]
+    body = stream.read(num_bytes)
+    return pickle.loads(body) if len(body) == num_bytes else None
+
+
+async def read_frame_async(stream: asyncio.StreamReader) -> Any:
+    """Like `read_frame`."""
+    try:
+        header = await stream.readexactly(HEADER.size)
+        return pickle.loads(await stream.readexactly(HEADER.unpack(header)[0]))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def write_frame(stream: BinaryIO, value: Any) -> None:
+    stream.write(pack(value))
+    stream.flush()
+
+
+def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, **variables: str) -> Any:
+    """What `function(*arguments)` returns, called in a child with these environment variables. Raises ChildFailed.
+
+    The child's stdin and stdout are files: a pipe would end only when no process that the function has started holds it.
     """
     with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
-        asked.write(pack(request))
+        asked.write(pack((_answer_once, (function, arguments))))
         asked.seek(0)
         child = subprocess.Popen(
-            command(module, *arguments),
-            stdin=asked,
-            stdout=answered,
-            stderr=said,
-            env=environment(**variables),
-            start_new_session=True,
+            command(function), stdin=asked, stdout=answered, stderr=said, env=environment(**variables), start_new_session=True
         )
         try:
             returncode = child.wait(timeout_s)
@@ -71,10 +100,7 @@ def call_once(module: str, request: Any, *arguments: str, timeout_s: float, **va
             child.wait()
         answered.seek(0)
         said.seek(0)
-        return _answer(read_frame(answered), said.read().decode(errors="replace").strip(), returncode)
-
-
-def _answer(answer: Any, words: str, returncode: int) -> Any:
+        answer, words = read_frame(answered), said.read().decode(errors="replace").strip()
     if answer is None:
         last_words = words.rpartition("\n")[2] or "it said nothing"
         raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
@@ -83,8 +109,13 @@ def _answer(answer: Any, words: str, returncode: int) -> Any:
     return answer
 
 
+def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    write_frame(results, function(*arguments))
+    os._exit(0)  # without waiting for threads that foreign code has started
+
+
 def kill_group(pid: int) -> None:
-    """A child that leads a process group, with everything that it has started there."""
+    """A child, with everything that it has started in its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -95,16 +126,21 @@ def how_it_ended(returncode: int | None) -> str:
     return f"exit code {returncode}"
 
 
-def become_child(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
-    """Called first in the child. Returns the pipe of requests and that of results, out of the reach of foreign code:
-    what it prints goes to stderr, and its stdin is empty. The kernel kills us with our parent, whatever we do then."""
+def main() -> None:
+    """The child. Its pipes are out of the reach of foreign code: what that prints goes to stderr, and its stdin is empty."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    if os.getppid() != int(sys.argv[1]):
         sys.exit("the parent of this process is gone")
     requests, results = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    return requests, results
+    if (first := read_frame(requests)) is not None:
+        role, arguments = first
+        role(requests, results, *arguments)
+
+
+if __name__ == "__main__":
+    main()

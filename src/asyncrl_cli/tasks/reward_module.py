@@ -30,7 +30,7 @@ def keep_reward_module(run_dir: Path, function: str, file: str) -> None:
     """Write the record of a new run's reward function; that of a resumed one stays."""
     path = run_dir / RECORD
     if function and not path.exists():
-        sha256 = _sha256(Path(file)) if os.path.isfile(file) else ""
+        sha256 = _sha256(file) if os.path.isfile(file) else ""
         module = RewardModule(schema_version=SCHEMA_VERSION, function=function, file=file, sha256=sha256)
         path.write_text(json.dumps(asdict(module), indent=2) + "\n", encoding="utf-8")
 
@@ -48,7 +48,15 @@ def recorded_module(run_dir: Path, function: str) -> tuple[str, str]:
         raise RefusedError(f"{path} is not of this run: it is the record of {module.function} (schema {module.schema_version})")
     if module.file == "":
         return "", ""
-    changed = module.sha256 != "" and _still_there(module.file, path) != module.sha256
+    changed = False
+    if module.sha256:
+        try:
+            changed = _sha256(module.file) != module.sha256
+        except (OSError, UnsafeFile) as error:
+            raise RefusedError(
+                f"the run's reward module {module.file} cannot be read: {reason(error)}",
+                hint=f"bring it back, or write its new place into {path}: it is imported from there, and from nowhere else",
+            ) from error
     note = f"rewards are imported from {module.file}, as {path} says"
     return module.file, f"{note}; the file has changed since the run began" if changed else note
 
@@ -62,17 +70,6 @@ def import_root(function: str, file: str) -> str:
     return str(parents[min(num_parts, len(parents) - 1)])
 
 
-def _still_there(file: str, record: Path) -> str:
-    """The file's SHA-256 now."""
-    try:
-        return _sha256(Path(file))
-    except (OSError, UnsafeFile) as error:
-        raise RefusedError(
-            f"the run's reward module {file} cannot be read: {reason(error)}",
-            hint=f"bring it back, or write its new place into {record}: it is imported from there, and from nowhere else",
-        ) from error
-
-
-def _sha256(file: Path) -> str:
-    with open_regular(file) as opened:
+def _sha256(file: str) -> str:
+    with open_regular(Path(file)) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

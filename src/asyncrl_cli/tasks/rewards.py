@@ -1,13 +1,12 @@
 """RewardPool: awaits rewards that child processes compute, so that no verifier can hold up the event loop.
 
-    score() -> queue -> the child with the least to do -> frames of results -> the futures of score()
+    score() -> queue -> the process with the least to do -> its result -> the future of score()
 
-Requests leave the queue in the order in which they came, many in a frame where rewards are fast, one at a time where they are slow
-(reward_child.py), so that a slow one holds up none that another child could compute.
+A process has one ordinary reward at a time, or up to 128 async ones. A reward that runs longer than the timeout is killed with its
+process. So every `score` ends: with a reward, or with RewardFailed.
 
-Who waits for whom: `score` waits for its future, which a child's result resolves, or its death. A child whose reward has run longer
-than the timeout is killed, and the rewards behind it go back to the head of the queue. So every `score` ends: with a reward, or
-with RewardFailed.
+Why not pebble, loky or concurrent.futures: none runs async rewards together, ends what a reward has forked, or tells which of
+several rewards killed their process.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from itertools import count
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_child import CannotScore, Request, RewardChildren, RewardFailed
+from asyncrl_cli.tasks.reward_process import CannotScore, Request, RewardFailed, RewardProcess
 from asyncrl_cli.tasks.reward_spec import RewardSpec
 
 __all__ = ["RewardFailed", "RewardPool", "default_workers"]
@@ -37,25 +37,24 @@ class RewardPool:
 
     def __init__(self, spec: RewardSpec, *, timeout_s: float, workers: int = 1) -> None:
         self._queue: deque[Request] = deque()
-        self._children = [RewardChildren(spec, timeout_s, self._again, self._plan_dispatch) for _ in range(workers)]
-        self._last_id = 0
+        self._processes = [RewardProcess(spec, timeout_s, self._again, self._dispatch) for _ in range(workers)]
+        self._ids = count(1)
         self._task: asyncio.Task[None] | None = None
-        self._dispatch_planned = False
         self._broken = ""
 
     @property
     def child_pids(self) -> list[int]:
         """Of the processes that score right now."""
-        return [children.pid for children in self._children if children.pid is not None]
+        return [process.pid for process in self._processes if process.pid is not None]
 
     @property
     def num_restarts(self) -> int:
-        return sum(children.num_deaths for children in self._children)
+        return sum(process.num_deaths for process in self._processes)
 
     async def start(self) -> None:
-        """Start the children ahead of the first `score`, and learn whether they can score: ExecutorFailed if not."""
+        """Start the processes ahead of the first `score`, and learn whether they can score: ExecutorFailed if not."""
         task = self._begin()
-        ready = [asyncio.ensure_future(children.ready.wait()) for children in self._children]
+        ready = [asyncio.ensure_future(process.ready.wait()) for process in self._processes]
         try:
             await asyncio.wait([task, asyncio.gather(*ready)], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -69,14 +68,13 @@ class RewardPool:
         self._begin()
         if self._broken:
             raise RewardFailed(self._broken)
-        self._last_id += 1
-        request = Request(self._last_id, item, response_text, asyncio.get_running_loop().create_future())
+        request = Request(next(self._ids), item, response_text, asyncio.get_running_loop().create_future())
         self._queue.append(request)
-        self._plan_dispatch()
+        self._dispatch()
         return await request.future
 
     async def close(self) -> None:
-        """End the children; rewards still waited for fail."""
+        """End the processes; rewards still waited for fail."""
         self._broken = self._broken or "the reward pool is closed"
         if self._task is not None:
             self._task.cancel()
@@ -90,35 +88,22 @@ class RewardPool:
     async def _run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for children in self._children:
-                    tasks.create_task(children.run(), name="reward children")
+                for process in self._processes:
+                    tasks.create_task(process.run(), name="reward process")
         except* CannotScore as failures:
             self._broken = self._broken or str(failures.exceptions[0])
         finally:
             self._broken = self._broken or "the reward pool is closed"
-            for request in (*self._queue, *(request for children in self._children for request in children.sent.values())):
+            for request in (*self._queue, *(request for process in self._processes for request in process.sent.values())):
                 request.settle(self._broken)
 
     def _again(self, requests: list[Request]) -> None:
-        """They were with a child that died, and came before whatever is in the queue."""
+        """They were with a process that died, and came before whatever is in the queue."""
         self._queue.extendleft(reversed(requests))
-        self._plan_dispatch()
-
-    def _plan_dispatch(self) -> None:
-        """Everything asked for, and every room made, in one turn of the event loop is dispatched together."""
-        if not self._dispatch_planned:
-            self._dispatch_planned = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+        self._dispatch()
 
     def _dispatch(self) -> None:
-        self._dispatch_planned = False
-        free = [children for children in self._children if children.room > 0]
-        while self._queue and free:
+        while self._queue and (free := [process for process in self._processes if process.has_room]):
             request = self._queue.popleft()
             if not request.future.done():  # cancelled
-                least = min(free, key=lambda children: len(children.sent))
-                least.accept(request)
-                if least.room == 0:
-                    free.remove(least)
-        for children in self._children:
-            children.flush()
+                min(free, key=lambda process: len(process.sent)).send(request)

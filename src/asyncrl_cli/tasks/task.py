@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -14,11 +15,12 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
-from asyncrl_cli.tasks.gym_worker import Made, Order, make_entries
+from asyncrl_cli.tasks.gym_entries import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_reward
 from asyncrl_cli.tasks.reward_module import recorded_module
-from asyncrl_cli.tasks.reward_spec import BUILT_IN, RewardSpec, resolve_reward
-from asyncrl_cli.tasks.worked import WORKED
+from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.worked import WORKED, Entry
 
 Adapter = Literal["plain", "worked"]
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
@@ -45,18 +47,6 @@ class Task:
     demonstration: Callable[[Item, Random], str] | None
     flawed_demonstration: Callable[[Item, Random], str] | None = None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstrations:
-    """A dataset's worked form, called with items; picklable."""
-
-    dataset: str
-    flawed: bool = False
-
-    def __call__(self, item: Item, rng: Random) -> str:
-        worked, entry = WORKED[self.dataset], item["metadata"]["entry"]
-        return worked.flawed_demonstration(entry, rng) if self.flawed else worked.demonstration(entry, rng)
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
@@ -107,10 +97,14 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
         train=_gym_items(made[train]),
         eval=_gym_items(made["eval"][: profile.eval.prompts]),
         reward=reward,
-        demonstration=Demonstrations(dataset=dataset) if adapter == "worked" else None,
-        flawed_demonstration=Demonstrations(dataset=dataset, flawed=True) if adapter == "worked" else None,
+        demonstration=partial(_of_entry, WORKED[dataset].demonstration) if adapter == "worked" else None,
+        flawed_demonstration=partial(_of_entry, WORKED[dataset].flawed_demonstration) if adapter == "worked" else None,
         notes=notes,
     )
+
+
+def _of_entry(demonstration: Callable[[Entry, Random], str], item: Item, rng: Random) -> str:
+    return demonstration(item["metadata"]["entry"], rng)
 
 
 def _made(order: Order) -> dict[str, Made]:
@@ -139,22 +133,17 @@ def _adapter(profile: Profile, dataset: str) -> Adapter:
 def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
         raise ConfigError(f"task.params is for reasoning-gym, not for {profile.task.source}", hint="leave it out")
-    _refuse_wrong_suffix(profile.task.source, path)
+    if profile.task.source.startswith("parquet:") != (path.suffix == ".parquet"):
+        raise ConfigError(
+            f'task.source = "{profile.task.source}": the file does not look like {profile.task.source.partition(":")[0]}',
+            hint="parquet files end in .parquet, and only they do",
+        )
     reward, said = _reward(profile, run_dir, "", {}, _adapter(profile, ""))
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, reward)
     else:
         train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), reward)
     return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=(*said, *notes))
-
-
-def _refuse_wrong_suffix(source: str, path: Path) -> None:
-    kind = source.partition(":")[0]
-    if (kind == "parquet") != (path.suffix == ".parquet"):
-        raise ConfigError(
-            f'task.source = "{source}": the file does not look like {kind}',
-            hint="parquet files end in .parquet, and only they do",
-        )
 
 
 def _read(profile: Profile, path: Path, key: str, limit: int | None, reward: RewardSpec) -> Read:

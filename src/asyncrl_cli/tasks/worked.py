@@ -14,33 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 DIGITS = "0123456789ab"
 
 Entry = Mapping[str, Any]
 """An entry of a reasoning-gym dataset: `question`, `answer` and `metadata`."""
-
-
-class WorkedFormat(Protocol):
-    """How one dataset is asked, worked out, answered in few characters and judged."""
-
-    default_params: Mapping[str, Any]
-    """Parameters of the dataset that the format was chosen for; `task.params` overrides them one by one."""
-
-    def prompt(self, entry: Entry) -> str: ...
-
-    def demonstration(self, entry: Entry, rng: Random) -> str:
-        """A correct response, working and answer; `rng` chooses where several are equally good."""
-
-    def flawed_demonstration(self, entry: Entry, rng: Random) -> str:
-        """A response in the same form with a typical mistake in it: what a half-taught model writes."""
-
-    def answer(self, response: str) -> str:
-        """What the dataset's verifier is given for this response; it need not be well-formed."""
-
-    def is_correct(self, response: str, entry: Entry) -> bool:
-        """Whether the response ends with exactly the right answer. A dataset's verifier may forgive."""
 
 
 class NumberSortingFormat:
@@ -58,12 +37,14 @@ class NumberSortingFormat:
         "min_value": 0,
         "max_value": 11,
     }
+    """`task.params` overrides them one by one."""
 
     def prompt(self, entry: Entry) -> str:
         direction = "<" if _sign(entry) > 0 else ">"
         return direction + _text(_numbers(entry)) + "="
 
     def demonstration(self, entry: Entry, rng: Random) -> str:
+        """A correct response, working and answer."""
         return _written(_bubble(_numbers(entry), sign=_sign(entry)))
 
     def flawed_demonstration(self, entry: Entry, rng: Random) -> str:
@@ -76,13 +57,14 @@ class NumberSortingFormat:
         return _text(miscopied)
 
     def answer(self, response: str) -> str:
+        """What the dataset's verifier is given for this response; it need not be well-formed."""
         digits = response.rpartition(",")[2]
         if not all(digit in DIGITS for digit in digits):
             return digits
         return "[" + ", ".join(str(DIGITS.index(digit)) for digit in digits) + "]"
 
     def is_correct(self, response: str, entry: Entry) -> bool:
-        """The verifier of number_sorting takes any sorted list whose numbers are at most 1 off."""
+        """Exactly the right list: number_sorting's own verifier also takes numbers that are 1 off."""
         return response.rpartition(",")[2] == _text(sorted(_numbers(entry), reverse=_sign(entry) < 0))
 
 
@@ -117,5 +99,5 @@ def _bubble(numbers: Sequence[int], *, sign: int) -> list[list[int]]:
         lists.append([*last[:wrong], last[wrong + 1], last[wrong], *last[wrong + 2 :]])
 
 
-WORKED: Mapping[str, WorkedFormat] = {"number_sorting": NumberSortingFormat()}
+WORKED: Mapping[str, NumberSortingFormat] = {"number_sorting": NumberSortingFormat()}
 """The datasets that have a worked form, by reasoning-gym's name."""

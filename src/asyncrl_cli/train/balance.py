@@ -25,10 +25,11 @@ class PlannedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepPlan:
-    """One rank's share of an optimizer step. `num_loss_tokens` counts the sampled tokens of all ranks' shares."""
+    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` are of all ranks' shares."""
 
     trajectories: tuple[PlannedTrajectory, ...]
     num_loss_tokens: int
+    num_trajectories: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +126,8 @@ def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, ranks: i
             lengths.append(meta.prompt_tokens + meta.response_tokens)
             num_loss_tokens += sum(count for _, count in meta.version_tokens)
     return [
-        OptimizerStepPlan(trajectories=tuple(planned[i] for i in share), num_loss_tokens=num_loss_tokens)
+        OptimizerStepPlan(
+            trajectories=tuple(planned[i] for i in share), num_loss_tokens=num_loss_tokens, num_trajectories=len(planned)
+        )
         for share in split_by_tokens(lengths, ranks)
     ]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from asyncrl_cli.samples.trajectory import GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
@@ -35,6 +34,7 @@ class Microbatch:
     kept_positions: int
     select_N: torch.Tensor
     targets_N: torch.Tensor
+    rows_N: torch.Tensor
     logp_mu_N: torch.Tensor
     advantages_N: torch.Tensor
 
@@ -59,54 +59,45 @@ def build_microbatch(rows: Sequence[Row], device: torch.device) -> Microbatch:
     """Pad rows to the longest. Padding lies to the right of every real token, so causal attention never sees it."""
     if any(row.segment.mask_T[0] for row in rows):
         raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
-    width = max(len(row.segment.tokens_T) for row in rows)
-    tokens_BT = np.zeros((len(rows), width), dtype=np.int64)
-    mask_BT = np.zeros((len(rows), width), dtype=np.bool_)
+    shape = (len(rows), max(len(row.segment.tokens_T) for row in rows))
+    tokens_BT, mask_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
     for b, row in enumerate(rows):
-        length = len(row.segment.tokens_T)
-        tokens_BT[b, :length] = row.segment.tokens_T
-        mask_BT[b, :length] = row.segment.mask_T
-    counts_B = mask_BT.sum(axis=1)
-    logp_mu_N = np.concatenate([row.segment.logprobs_T[row.segment.mask_T] for row in rows])
-    advantages_N = np.repeat(np.array([row.advantage for row in rows], dtype=np.float32), counts_B)
-    return _to_device(tokens_BT, mask_BT, logp_mu_N.astype(np.float32), advantages_N, device)
-
-
-def empty_microbatch(device: torch.device) -> Microbatch:
-    """Two tokens, none of them sampled: its loss is 0, but it takes part in every collective of a step."""
-    nothing = np.zeros(0, dtype=np.float32)
-    return _to_device(np.zeros((1, 2), np.int64), np.zeros((1, 2), np.bool_), nothing, nothing, device)
-
-
-def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
-    """Whole sequences of any lengths, of which every token but the first is scored."""
-    width = max(len(tokens) for tokens in sequences)
-    tokens_BT = np.zeros((len(sequences), width), dtype=np.int64)
-    mask_BT = np.zeros((len(sequences), width), dtype=np.bool_)
-    for b, tokens in enumerate(sequences):
-        tokens_BT[b, : len(tokens)] = tokens
-        mask_BT[b, 1 : len(tokens)] = True
-    nothing = np.zeros(int(mask_BT.sum()), dtype=np.float32)
-    return _to_device(tokens_BT, mask_BT, nothing, nothing, device)
-
-
-def _to_device(
-    tokens_BT: NDArray[np.int64],
-    mask_BT: NDArray[np.bool_],
-    logp_mu_N: NDArray[np.float32],
-    advantages_N: NDArray[np.float32],
-    device: torch.device,
-) -> Microbatch:
+        tokens_BT[b, : len(row.segment.tokens_T)] = row.segment.tokens_T
+        mask_BT[b, : len(row.segment.mask_T)] = row.segment.mask_T
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
     num_positions = predicted_BT.shape[1]
-    first = int(positions_N.min()) if len(positions_N) else num_positions - 1
-    kept_positions = num_positions - first
+    kept_positions = num_positions - int(positions_N.min(initial=num_positions - 1))
+    logp_mu_N = np.concatenate([row.segment.logprobs_T[row.segment.mask_T] for row in rows]).astype(np.float32)
+    advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
         kept_positions=kept_positions,
-        select_N=torch.from_numpy(rows_N * kept_positions + positions_N - first).to(device),
+        rows_N=torch.from_numpy(rows_N).to(device),
+        select_N=torch.from_numpy(rows_N * kept_positions + positions_N - (num_positions - kept_positions)).to(device),
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
         logp_mu_N=torch.from_numpy(logp_mu_N).to(device),
         advantages_N=torch.from_numpy(advantages_N).to(device),
     )
+
+
+def empty_microbatch(device: torch.device) -> Microbatch:
+    """Two tokens, none of them sampled: its loss is 0, but it takes part in every collective of a step."""
+    return build_microbatch([_row_of([0, 0], sampled=0)], device)
+
+
+def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
+    """Whole sequences of any lengths, of which every token but the first is scored."""
+    return build_microbatch([_row_of(tokens, sampled=len(tokens) - 1) for tokens in sequences], device)
+
+
+def _row_of(tokens: Sequence[int], *, sampled: int) -> Row:
+    """The last `sampled` tokens count as sampled."""
+    length = len(tokens)
+    segment = Segment(
+        tokens_T=np.array(tokens, dtype=np.int32),
+        logprobs_T=np.zeros(length, dtype=np.float32),
+        versions_T=np.zeros(length, dtype=np.int32),
+        mask_T=np.arange(length) >= length - sampled,
+    )
+    return Row(segment=segment, advantage=0.0)

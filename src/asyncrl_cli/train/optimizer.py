@@ -8,27 +8,45 @@ from typing import cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.settings import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""
 
 
+def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer_steps: int) -> float:
+    """Rate of the next optimizer step after `optimizer_steps` made: linear warm-up, then the schedule.
+
+    linear and cosine fall from `lr` at the first step after the warm-up and would reach zero one step after the run's last.
+    """
+    if optimizer_steps < trainer.warmup_steps:
+        return trainer.lr * (optimizer_steps + 1) / trainer.warmup_steps
+    if trainer.lr_schedule == "constant":
+        return trainer.lr
+    progress = min((optimizer_steps - trainer.warmup_steps) / max(total_optimizer_steps - trainer.warmup_steps, 1), 1.0)
+    if trainer.lr_schedule == "linear":
+        return trainer.lr * (1.0 - progress)
+    return trainer.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
 class PolicyOptimizer:
     """`steps_made` counts optimizer steps of the whole run, over resumes, without skipped ones: the learning rate and AdamW's
     corrections go by it. `skipped_in_a_row` are the last ones; a resumed run counts them anew."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks, parameters: dict[str, DTensor]) -> None:
-        self._settings = settings
+    def __init__(
+        self, section: TrainerSection, ranks: Ranks, parameters: dict[str, DTensor], *, total_optimizer_steps: int
+    ) -> None:
+        self._section = section
+        self._total_steps = total_optimizer_steps
         self._ranks = ranks
         self._parameters = parameters
         self._adamw = torch.optim.AdamW(
             parameters.values(),
-            lr=settings.learning_rate(0),
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
+            lr=learning_rate(section, 0, total_optimizer_steps),
+            betas=section.betas,
+            weight_decay=section.weight_decay,
             fused=True,
         )
         self.steps_made = 0
@@ -48,19 +66,19 @@ class PolicyOptimizer:
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = self._global_norm(gradients)
         norm_value = norm.item()
-        learning_rate = self._settings.learning_rate(self.steps_made)
+        rate = learning_rate(self._section, self.steps_made, self._total_steps)
         if not math.isfinite(norm_value):
             self._adamw.zero_grad(set_to_none=True)
             self.skipped_in_a_row += 1
-            return norm_value, learning_rate
-        torch._foreach_mul_(gradients, (self._settings.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
+            return norm_value, rate
+        torch._foreach_mul_(gradients, (self._section.grad_clip / (norm + CLIP_EPSILON)).clamp(max=1.0))
         for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = rate
         self._adamw.step()
         self._adamw.zero_grad(set_to_none=True)
         self.steps_made += 1
         self.skipped_in_a_row = 0
-        return norm_value, learning_rate
+        return norm_value, rate
 
     def moments(self) -> dict[str, torch.Tensor]:
         """This rank's shards of both moments, by `<moment>/<parameter>`."""

@@ -24,9 +24,9 @@ from asyncrl_cli.models.attention import choose_attention
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.models.skeleton import skeleton
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
 
 ENTROPY_CHUNK_ELEMENTS = 2**25
@@ -36,24 +36,24 @@ ENTROPY_CHUNK_ELEMENTS = 2**25
 class PolicyModel:
     """One rank's part of the model. `parameters` are the sharded float32 master weights by first name."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks) -> None:
+    def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         transformers.logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(
-            settings.model_dir,
+            model_dir,
             dtype=torch.float32,
             attn_implementation="eager",
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=profile.model.trust_remote_code,
         )
         # Dropout would make prox and theta two different functions of the same weights.
         model.eval().to(ranks.device)
         self.attention = choose_attention(model)
-        _shard(model, settings, ranks)
+        _shard(model, profile.model.dtype, ranks)
         # Where memory is plenty, gathered parameters and whole gradients stay for an optimizer step: with two ranks on CPUs,
         # gathering for each pass and reducing after each microbatch cost a quarter of the time.
         self._keeps_whole = ranks.device.type == "cpu"
         self._model = model
         self._root = cast(FSDPModule, model)
-        self._temperature = settings.temperature
+        self._temperature = profile.rollout.temperature
         # Saves the logits of prompts. It also changes the last bit of the head's gradient (fewer rows in one sum), so
         # a CPU, where vocabularies are small, goes without it and equals a plain loop.
         can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -62,8 +62,8 @@ class PolicyModel:
         self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
         self._buffers = _persistent_buffers(model)
         self._aliases = _aliases(model)
-        self._wire_dtype = torch_dtype(settings.dtype)
-        self.form = SavedForm(skeleton(settings.model_dir, trust_remote_code=settings.trust_remote_code))
+        self._wire_dtype = torch_dtype(profile.model.dtype)
+        self.form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         self._parts = self._whole_parts()
         self._specs = self._make_specs()
 
@@ -155,9 +155,9 @@ def entropy_sum(logprobs_NV: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _shard(model: PreTrainedModel, settings: TrainerSettings, ranks: Ranks) -> None:
+def _shard(model: PreTrainedModel, dtype: str, ranks: Ranks) -> None:
     policy = MixedPrecisionPolicy()
-    if settings.dtype == "bfloat16":
+    if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layer_names = set(model._no_split_modules or ())
     for module in [m for m in model.modules() if type(m).__name__ in layer_names]:

@@ -21,45 +21,52 @@ from pathlib import Path
 import torch
 
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate, RankBatch, RankReport
 from asyncrl_cli.train.publication import Publication, load_publication
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.settings import TrainerSettings
 from asyncrl_cli.train.trainer_state import HostState, read_counters, read_state, to_host, write_state
 from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, plan_layout
 from asyncrl_cli.weights.probes import make_probes
 
 __all__ = ["PolicyTrainer", "RankBatch", "RankReport"]
 
+BYTES_PER_MB = 2**20
+
 
 class PolicyTrainer:
-    """See the module's docstring. `device` is "cpu" or "cuda[:i]"; `init_method` is tcp://host:port or file://path.
+    """See the module's docstring. `init_method` is tcp://host:port or file://path; `total_optimizer_steps` ends the learning rate's
+    schedule.
 
     Raises:
-        OSError, ValueError: from transformers, if `settings.model_dir` is no model.
+        OSError, ValueError: from transformers, if `place.model_dir` is no model.
     """
 
-    def __init__(self, settings: TrainerSettings, *, rank: int, world_size: int, device: str, init_method: str) -> None:
-        self.settings = settings
-        if device == "cpu":
-            torch.set_num_threads(settings.threads)
+    def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
+        self.profile = profile
+        if place.device == "cpu":
+            torch.set_num_threads(place.threads)
         self.ranks = Ranks(
             rank=rank,
-            world_size=world_size,
-            device=torch.device(device),
+            world_size=place.workers,
+            device=torch.device(place.device),
             init_method=init_method,
-            timeout_s=settings.collective_timeout_s,
+            timeout_s=profile.rollout.call_timeout_s,
         )
-        self.model = PolicyModel(settings, self.ranks)
-        self.optimizer = PolicyOptimizer(settings, self.ranks, self.model.parameters)
+        self.model = PolicyModel(profile, place.model_dir, self.ranks)
+        self.optimizer = PolicyOptimizer(
+            profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps
+        )
         self.step = 0
-        self._update = PolicyUpdate(settings, self.ranks, self.model, self.optimizer)
+        self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer)
         self._publication: Publication | None = None
-        self._layout = plan_layout(self.model.specs(), settings.gather_bucket_size_bytes)
-        self._probes = make_probes(settings.probe_sequences, self.model.vocab_size, settings.seed)
+        self._bucket_size_bytes = profile.weights.gather_bucket_size_mb * BYTES_PER_MB
+        self._layout = plan_layout(self.model.specs(), self._bucket_size_bytes)
+        self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._snapshots: dict[int, tuple[HostState, Publication | None]] = {}
 
     def close(self) -> None:
@@ -105,18 +112,12 @@ class PolicyTrainer:
             self._publication = Publication(
                 version=version,
                 packing=packing,
-                temperature=self.settings.temperature,
+                temperature=self.profile.rollout.temperature,
                 probe_tokens=self._probes,
                 probe_logprobs=probe_logprobs,
                 previous_logprobs=before.probe_logprobs if before is not None and before.version < version else (),
             )
         return time.monotonic() - started_s
-
-    @property
-    def published_version(self) -> int | None:
-        """The version held on this rank: the last gathered or loaded one; None before, and on ranks other than 0."""
-        publication = self._publication
-        return None if publication is None else publication.version
 
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
         """Manifest and buckets of the newest gathered version (rank 0). Any thread.
@@ -170,7 +171,7 @@ class PolicyTrainer:
         if counters["has_window_first"]:
             shards = self.model.locals()
             self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
-        elif self.settings.old_logprobs == "recompute" and self.settings.window_steps > 1 and counters["step"]:
+        elif self._update.needs_window_first and counters["step"]:
             raise RefusedError(
                 f"{directory}: has no weights of its window's start, which algorithm.old_logprobs = recompute needs",
                 hint="resume with the profile that wrote it",
@@ -183,8 +184,7 @@ class PolicyTrainer:
         self.step = counters["step"]
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
-            size_bytes = self.settings.gather_bucket_size_bytes
-            self._publication = load_publication(directory, self.model.specs(), size_bytes)
+            self._publication = load_publication(directory, self.model.specs(), self._bucket_size_bytes)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""

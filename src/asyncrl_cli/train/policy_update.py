@@ -14,15 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
+from asyncrl_cli.loop.values import Last, Ratio, Sum, Value
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch, rows_of
-from asyncrl_cli.train.corrections import CorrectionSums
-from asyncrl_cli.train.losses import decoupled_ppo
+from asyncrl_cli.train.losses import find_loss
+from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
+from asyncrl_cli.train.metric_sums import MetricSums
 from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.settings import TrainerSettings
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); a GPU
@@ -47,7 +49,7 @@ class RankReport:
     train_s: float
     old_logprob_s: float
     tokens: int
-    metrics: dict[str, float]
+    metrics: dict[str, Value]
     skipped_steps: int
     skipped_in_a_row: int
 
@@ -56,24 +58,26 @@ class RankReport:
 class _OptimizerStep:
     """`prox[i]`: proximal logprobs of microbatch i; None means theta's own, detached: it then has the same value."""
 
+    plan: OptimizerStepPlan
     microbatches: list[Microbatch]
-    num_loss_tokens: int
     prox: list[torch.Tensor | None]
-
-    @property
-    def is_own_prox(self) -> bool:
-        return all(logprobs_N is None for logprobs_N in self.prox)
 
 
 class PolicyUpdate:
     """`window_first`: a host copy of this rank's shards at the window's start, kept only where prox will need it."""
 
-    def __init__(self, settings: TrainerSettings, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
+    def __init__(self, profile: Profile, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
         self.window_first: dict[str, torch.Tensor] | None = None
-        self._settings = settings
+        self._loss: Loss = find_loss(profile.algorithm.loss_mode)
+        self._profile = profile
         self._ranks = ranks
         self._model = model
         self._optimizer = optimizer
+
+    @property
+    def needs_window_first(self) -> bool:
+        """Whether later steps of a window need its first weights for prox."""
+        return self._profile.algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
 
     def run(self, batch: RankBatch) -> RankReport:
         """Make the train step's optimizer steps. A collective."""
@@ -83,21 +87,25 @@ class PolicyUpdate:
         steps = self._with_prox(batch, work)
         self._ranks.synchronize()
         prox_s = time.monotonic() - prox_started_s
-        sums = CorrectionSums(self._settings, self._ranks)
-        norms = [self._optimizer_step(step, sums) for step in steps]
-        metrics = sums.metrics(len(steps))
-        made = [norm for norm, _ in norms if math.isfinite(norm)]
-        metrics["train/grad_norm"] = sum(made) / len(made) if made else math.nan
-        metrics["train/lr"] = norms[-1][1]
-        metrics["train/skipped_steps"] = float(len(norms) - len(made))
-        if self._settings.old_logprobs == "recompute":
-            metrics["train/old_logprob_tokens"] = float(sum(step.num_loss_tokens for step in steps if not step.is_own_prox))
+        sums = MetricSums(self._ranks)
+        norms, rates = zip(*(self._optimizer_step(step, sums) for step in steps), strict=True)
+        made = [norm for norm in norms if math.isfinite(norm)]
+        metrics = sums.reduced()
+        metrics |= {
+            "train/loss": Ratio(metrics["train/loss"].amount, len(steps)),
+            "train/grad_norm": Ratio(sum(made), len(made)),
+            "train/lr": Last(rates[-1]),
+            "train/skipped_steps": Sum(float(len(norms) - len(made))),
+        }
+        if self._profile.algorithm.old_logprobs == "recompute":
+            scored = [step.plan.num_loss_tokens for step in steps if any(prox_N is not None for prox_N in step.prox)]
+            metrics["train/old_logprob_tokens"] = Sum(float(sum(scored)))
         self._ranks.synchronize()
         return RankReport(
             train_s=time.monotonic() - started_s - prox_s,
             old_logprob_s=prox_s,
-            tokens=sum(step.num_loss_tokens for step in steps),
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            tokens=sum(step.plan.num_loss_tokens for step in steps),
+            metrics={name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)},
             skipped_steps=len(norms) - len(made),
             skipped_in_a_row=self._optimizer.skipped_in_a_row,
         )
@@ -113,17 +121,17 @@ class PolicyUpdate:
     def _own_microbatches(self, plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[Microbatch]:
         return build_microbatches(
             rows_of(plan, payloads),
-            max_tokens=self._settings.max_tokens_per_microbatch,
+            max_tokens=self._profile.trainer.max_tokens_per_microbatch,
             split_cost_tokens=SPLIT_COST_TOKENS[self._ranks.device.type],
             device=self._ranks.device,
         )
 
     def _with_prox(self, batch: RankBatch, work: list[list[Microbatch]]) -> list[_OptimizerStep]:
         prox: list[list[torch.Tensor | None]]
-        if self._settings.old_logprobs == "rollout":
+        if self._profile.algorithm.old_logprobs == "rollout":
             prox = [[m.logp_mu_N for m in part] for part in work]
         elif batch.step_in_window == 0:
-            if self._settings.window_steps > 1:
+            if self.needs_window_first:
                 self.window_first = {name: _host_copy(local) for name, local in self._model.locals().items()}
             # The first optimizer step trains the very weights that define prox: its own forward yields both.
             prox = [[None] * len(work[0])]
@@ -132,8 +140,8 @@ class PolicyUpdate:
             with self._window_first_weights():
                 prox = [[self._model.logprobs_N(m) for m in part] for part in work]
         return [
-            _OptimizerStep(microbatches=part, num_loss_tokens=plan.num_loss_tokens, prox=part_prox)
-            for part, plan, part_prox in zip(work, batch.plan.optimizer_steps, prox, strict=True)
+            _OptimizerStep(plan=plan, microbatches=part, prox=part_prox)
+            for plan, part, part_prox in zip(batch.plan.optimizer_steps, work, prox, strict=True)
         ]
 
     @contextmanager
@@ -147,26 +155,29 @@ class PolicyUpdate:
         finally:
             _copy_into(live, current)
 
-    def _optimizer_step(self, step: _OptimizerStep, sums: CorrectionSums) -> tuple[float, float]:
-        num_tokens = max(step.num_loss_tokens, 1)
+    def _optimizer_step(self, step: _OptimizerStep, sums: MetricSums) -> tuple[float, float]:
+        """Returns the gradient's norm and the learning rate."""
+        num_tokens = max(step.plan.num_loss_tokens, 1)
         last = step.microbatches[-1]
         for microbatch, prox_N in zip(step.microbatches, step.prox, strict=True):
             self._model.before_backward(is_last=microbatch is last)
             logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
             logp_theta_N = select_logprobs(logprobs_NV, microbatch.targets_N)
-            losses = decoupled_ppo(
-                logp_theta_N,
-                logp_theta_N.detach() if prox_N is None else prox_N,
-                microbatch.logp_mu_N,
-                microbatch.advantages_N,
-                clip_ratio_low=self._settings.clip_ratio_low,
-                clip_ratio_high=self._settings.clip_ratio_high,
-                max_importance_weight=self._settings.max_importance_weight,
+            given = LossBatch(
+                logp_theta_N=logp_theta_N,
+                logp_prox_N=logp_theta_N.detach() if prox_N is None else prox_N,
+                logp_mu_N=microbatch.logp_mu_N,
+                advantages_N=microbatch.advantages_N,
+                rows_N=microbatch.rows_N,
+                num_rows=len(microbatch.inputs_BT),
+                step_tokens=num_tokens,
+                step_trajectories=step.plan.num_trajectories,
             )
-            loss_sum = losses.loss_N.sum()
+            loss_sum, metrics = self._loss(given, self._profile.algorithm)
             # FSDP averages gradients over ranks, the loss is a mean over all ranks' tokens: hence the factor.
             (loss_sum * (self._ranks.world_size / num_tokens)).backward()
-            sums.add(losses, loss_sum / num_tokens, entropy_sum(logprobs_NV))
+            entropy = Metric(kind="mean", amount=entropy_sum(logprobs_NV), weight=len(logprobs_NV))
+            sums.add({"train/loss": sum_of(loss_sum / num_tokens), "train/entropy": entropy, **metrics})
         return self._optimizer.step()
 
 

@@ -20,10 +20,10 @@ from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention
-from asyncrl_cli.train.settings import TrainerSettings
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.train.conftest import make_trainer as make_trainer
+from tests.trainers import trainer_parts
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -96,7 +96,7 @@ def mean_diff(ours: list[float], theirs: list[float]) -> float:
 
 def test_the_trainers_logprobs_are_those_of_the_models_own_attention(family, tmp_path, make_trainer: Callable[..., Any]):
     model = make_model(family)
-    trainer = make_trainer(TrainerSettings(model_dir=str(tiny.save(model, tmp_path / "model"))))
+    trainer = make_trainer(trainer_parts(tiny.save(model, tmp_path / "model")))
     assert trainer.model.attention == FAMILIES[family][2]
     for tokens, logprobs in zip(sequences(), trainer.score(sequences()), strict=True):
         assert mean_diff(logprobs, own_logprobs(model, tokens)) < 1e-5
@@ -147,7 +147,7 @@ def test_what_sdpa_leaves_out_is_seen_in_fresh_weights_that_hardly_show_it(famil
 @pytest.mark.parametrize("family", ["llama", "soft-cap: gemma2", "experts: qwen3-moe"])
 def test_trainer_and_engine_score_alike_in_either_dtype(family, dtype, tmp_path, make_trainer: Callable[..., Any]):
     directory = tiny.save(make_model(family), tmp_path / "model")
-    trainer = make_trainer(TrainerSettings(model_dir=str(directory), dtype=dtype))
+    trainer = make_trainer(trainer_parts(directory, dtype=dtype))
 
     async def scored() -> list[list[float]]:
         engine = TransformersEngine(*made_for(directory, slots=4, max_prompt_tokens=64, max_response_tokens=24, dtype=dtype))

@@ -17,8 +17,7 @@ from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
-from asyncrl_cli.train.settings import TrainerSettings
+from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.transports import send
@@ -28,6 +27,7 @@ from tests.engines.needs import needs_vllm
 from tests.engines.transformers.test_attention_features import make_model, mean_diff, own_logprobs, sequences
 from tests.engines.vllm.vllm_world import world
 from tests.train.train_samples import make_step
+from tests.trainers import trainer_parts
 
 LOAD_BUCKET_BYTES = 10_000
 
@@ -48,8 +48,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     place = tmp_path_factory.mktemp("experts")
     model = make_model("experts: qwen3-moe")
     model_dir = tiny.save(model, place / "model")
-    settings = TrainerSettings(model_dir=str(model_dir), lr=3e-2, gather_bucket_size_bytes=100_000)
-    trainer = PolicyTrainer(settings, rank=0, world_size=1, device="cpu", init_method=f"file://{place}/rendezvous")
+    settings = trainer_parts(model_dir, lr=3e-2, gather_bucket_size_mb=0.1)
+    trainer = settings.made(f"file://{place}/rendezvous")
     try:
         metas, payloads = make_step(1, num_groups=2)
         (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)

@@ -32,17 +32,15 @@ from transformers.utils import logging
 
 from asyncrl_cli.engines.base import SlottedEngine
 from asyncrl_cli.engines.port import Completion, FinishReason, PauseReport, Sampling, Scores
-from asyncrl_cli.engines.transformers import batching
+from asyncrl_cli.engines.transformers import batching, scoring
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.errors import ExecutorFailed, PreflightError
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.models.attention import MAX_LOGPROB_DIFF, choose_attention, takes_attention
+from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF, choose_attention, takes_attention
 from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout import scoring
-from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket, unpack
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 
@@ -98,7 +96,7 @@ class TransformersEngine(SlottedEngine[Track]):
         answer = await self.generate("self-check", list(prompt), how, seed=0)
         scores = await self.score([[*prompt, *answer.tokens]], 1.0)
         diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
-        if not diff < MAX_LOGPROB_DIFF[self._model.dtype]:
+        if not diff < MAX_ATTENTION_DIFF[self._model.dtype]:
             raise _unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
         self._sampler.forget_counts()
 
@@ -165,7 +163,7 @@ class TransformersEngine(SlottedEngine[Track]):
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
-            check_fit(self._form, weights, version)
+            self._form.check(weights, version)
             converted = await asyncio.to_thread(self._form.to_memory, weights)
             return await self._load(partial(self._copy, converted, version), version, interrupt)
 
@@ -266,7 +264,7 @@ class TransformersEngine(SlottedEngine[Track]):
         buckets = fetch()
         fetch_s = time.perf_counter() - began_s
         weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
-        check_fit(self._form, weights, version)
+        self._form.check(weights, version)
         self._copy(self._form.to_memory(weights), version)
         return fetch_s
 

@@ -43,7 +43,6 @@ from asyncrl_cli.models.saved_form import SavedForm
 from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.rollout.weights_check import check_fit
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.direct import RankZero
 from asyncrl_cli.weights.shared import SharedWeights
@@ -153,7 +152,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
-            check_fit(self._form, weights, version)
+            self._form.check(weights, version)
             if interrupt != "drain":  # generation goes on while rank 0 sends to another worker
                 await self._transfer.turn()
             self._gate.close()  # a request that came during a pause would look for prefixes of the old version

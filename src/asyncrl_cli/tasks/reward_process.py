@@ -1,9 +1,4 @@
-"""One reward process after the other: started, given work, watched, killed if it hangs, buried and replaced.
-
-How much a child is given at once follows from what it sends back: twice the results of its last frame, which it writes every two
-milliseconds and at the end of its work. So rewards of microseconds travel hundreds in a frame; of slow ones a child has only the
-one that it computes. A child with async rewards has as many as it awaits together.
-"""
+"""A reward process: started, given requests, watched, killed if it hangs, and replaced when it has died."""
 
 from __future__ import annotations
 
@@ -15,20 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pickle import PicklingError
 
-from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
-from asyncrl_cli.tasks.frames import IDLE, Board, Hello, Ready, pack, read_frame_async
+from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, pack, read_frame_async
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_spec import WORKER, RewardSpec
+from asyncrl_cli.tasks.reward_spec import Ready, RewardSpec
+from asyncrl_cli.tasks.reward_worker import IDLE, Board, Outcome, serve
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
 MAX_WATCH_PERIOD_S = 0.25
-SLOW_S = 0.05
-"""A reward that takes longer than this is given alone: the way there and back is nothing beside it."""
 MAX_DEATHS_OF_REQUEST = 2
-"""A reward that was running in so many children when they died is what kills them. Once may be somebody's `kill`."""
+"""A reward that was running in so many processes when they died is what kills them. Once may be somebody's `kill`."""
 MAX_DEATHS_IN_A_ROW = 4
-"""Children that died one after the other without a single result between: no use to start another."""
+"""Processes that died one after the other without a single result between: no use to start another."""
 
 
 class RewardFailed(Exception):
@@ -40,7 +33,7 @@ class RewardFailed(Exception):
 
 
 class CannotScore(Exception):
-    """No child can be started, or none lives long enough; `str(error)` says why."""
+    """No process can be started, or none lives long enough; `str(error)` says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +44,7 @@ class Request:
     future: asyncio.Future[float]
     num_deaths: int = 0
 
-    def settle(self, outcome: float | str) -> None:
-        """With a reward, or with why there is none."""
+    def settle(self, outcome: Outcome) -> None:
         if self.future.done():
             return
         if isinstance(outcome, str):
@@ -69,8 +61,8 @@ class _Child:
     killed_for: str = ""
 
 
-class RewardChildren:
-    """`again(requests)` is called with what a dead child leaves behind, `on_room()` when more can be accepted."""
+class RewardProcess:
+    """`again(requests)` is called with what a dead process leaves behind, `on_room()` when it can take another request."""
 
     def __init__(
         self, spec: RewardSpec, timeout_s: float, again: Callable[[list[Request]], None], on_room: Callable[[], None]
@@ -80,8 +72,6 @@ class RewardChildren:
         self._again = again
         self._on_room = on_room
         self._child: _Child | None = None
-        self._limit = 1
-        self._accepted: list[Request] = []
         self._num_deaths_in_a_row = 0
         self._last_news_s = 0.0
         self.sent: dict[int, Request] = {}
@@ -90,33 +80,24 @@ class RewardChildren:
 
     @property
     def pid(self) -> int | None:
-        """Of the child that scores; None while there is none."""
+        """None while there is no process that scores."""
         return self._child.process.pid if self._child else None
 
     @property
-    def room(self) -> int:
-        """How many requests more may be accepted."""
-        return max(0, self._limit - len(self.sent)) if self._child else 0
+    def has_room(self) -> bool:
+        return self._child is not None and len(self.sent) < self._child.at_once
 
-    def accept(self, request: Request) -> None:
-        """It goes with the next `flush`."""
-        if not self.sent:
-            self._news()
-        self.sent[request.id] = request
-        self._accepted.append(request)
-
-    def flush(self) -> None:
-        """What was accepted becomes one frame."""
-        requests, self._accepted = self._accepted, []
-        if not requests or self._child is None:
-            return
-        try:
-            frame = pack([(request.id, request.item, request.response) for request in requests])
-        except (PicklingError, TypeError, AttributeError) as error:
-            for request in requests:
-                self._settle(request.id, f"the item cannot be sent to the reward process: {error}")
-            return
+    def send(self, request: Request) -> None:
+        assert self._child is not None
         assert self._child.process.stdin is not None
+        try:
+            frame = pack((request.id, request.item, request.response))
+        except (PicklingError, TypeError, AttributeError) as error:
+            request.settle(f"the item cannot be sent to the reward process: {error}")
+            return
+        if not self.sent:
+            self._last_news_s = asyncio.get_running_loop().time()
+        self.sent[request.id] = request
         self._child.process.stdin.write(frame)
 
     async def run(self) -> None:
@@ -136,21 +117,21 @@ class RewardChildren:
             with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes when it is closed
                 os.truncate(shared.fileno(), mmap.PAGESIZE)
                 process = await asyncio.create_subprocess_exec(
-                    *command(WORKER, str(shared.fileno())),
+                    *command(serve),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     pass_fds=(shared.fileno(),),
                     env=environment(),
                     start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
                 )
+                assert process.stdin is not None
+                process.stdin.write(pack((serve, (self._spec, self._timeout_s, shared.fileno()))))
                 return _Child(process, Board(shared.fileno()))
         except OSError as error:  # no memory, no process or no file to be had
             raise CannotScore(f"a reward process cannot be started: {error}") from error
 
     async def _greet(self, child: _Child) -> None:
-        assert child.process.stdin is not None
         assert child.process.stdout is not None
-        child.process.stdin.write(pack(Hello(spec=self._spec, timeout_s=self._timeout_s)))
         limit_s = max(START_TIMEOUT_S, self._timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
@@ -163,7 +144,7 @@ class RewardChildren:
 
     async def _serve(self, child: _Child) -> None:
         """Until the child's stdout ends."""
-        self._child, self._limit = child, child.at_once
+        self._child = child
         self._on_room()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -175,16 +156,13 @@ class RewardChildren:
 
     async def _read(self, child: _Child) -> None:
         assert child.process.stdout is not None
-        while (results := await read_frame_async(child.process.stdout)) is not None:
-            for request_id, outcome in results:
-                self._settle(request_id, outcome)
-            if child.at_once == 1:
-                self._limit = 1 if self._silent_s() > SLOW_S else 2 * len(results)
+        while (result := await read_frame_async(child.process.stdout)) is not None:
+            self._settle(*result)
             self._num_deaths_in_a_row = 0
-            self._news()
+            self._last_news_s = asyncio.get_running_loop().time()
             self._on_room()
 
-    def _settle(self, request_id: int, outcome: float | str) -> None:
+    def _settle(self, request_id: int, outcome: Outcome) -> None:
         request = self.sent.pop(request_id, None)
         if request is not None:
             request.settle(outcome)
@@ -195,17 +173,12 @@ class RewardChildren:
         while not child.killed_for:
             await asyncio.sleep(period_s)
             seen, (running, ran_s) = child.board.read()[0], child.board.read()
+            silent_s = asyncio.get_running_loop().time() - self._last_news_s
             if running != IDLE and running == seen and ran_s > self._timeout_s:
                 child.killed_for = f"took longer than {self._timeout_s:g} s and was killed"
-            elif running == IDLE and self.sent and self._silent_s() > 2 * self._timeout_s + START_TIMEOUT_S:
-                child.killed_for = f"its process gave no sign of life for {self._silent_s():.0f} s and was killed"
+            elif running == IDLE and self.sent and silent_s > 2 * self._timeout_s + START_TIMEOUT_S:
+                child.killed_for = f"its process gave no sign of life for {silent_s:.0f} s and was killed"
         kill_group(child.process.pid)
-
-    def _news(self) -> None:
-        self._last_news_s = asyncio.get_running_loop().time()
-
-    def _silent_s(self) -> float:
-        return asyncio.get_running_loop().time() - self._last_news_s
 
     def _bury(self, child: _Child) -> None:
         """Decide who fails for the death of `child`; all others that it had are for the next one, here or elsewhere."""
@@ -213,17 +186,16 @@ class RewardChildren:
         self._num_deaths_in_a_row += 1
         culprit = child.board.read()[0]
         how = how_it_ended(child.process.returncode)
-        reason = child.killed_for or f"the reward process died ({how}) while scoring"
         if child.killed_for:
             for request_id in [culprit] if culprit != IDLE else list(self.sent):
-                self._settle(request_id, reason)
+                self._settle(request_id, child.killed_for)
         elif culprit in self.sent:
             self.sent[culprit].num_deaths += 1
             if self.sent[culprit].num_deaths >= MAX_DEATHS_OF_REQUEST:
-                self._settle(culprit, reason)
+                self._settle(culprit, f"the reward process died ({how}) while scoring")
         elif self._num_deaths_in_a_row >= MAX_DEATHS_IN_A_ROW:
             raise CannotScore(f"{MAX_DEATHS_IN_A_ROW} reward processes in a row died ({how})")
-        left, self.sent, self._accepted = list(self.sent.values()), {}, []
+        left, self.sent = list(self.sent.values()), {}
         self._again(left)
 
     async def _end(self, child: _Child) -> None:

@@ -1,6 +1,6 @@
 """Entries of a reasoning-gym dataset, all with different prompts, made in a process of their own.
 
-`make_entries` starts it (`python -m asyncrl_cli.tasks.gym_worker PARENT_PID`). Some datasets iterate over sets of
+Some datasets iterate over sets of
 strings or draw from the global generator, so that the same seed gives other entries in another process: this one
 fixes both. A resumed run must find the prompts that it began with.
 """
@@ -10,14 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl_cli.errors import AsyncrlError, ConfigError
-from asyncrl_cli.tasks.child import ChildFailed, become_child, call_once
-from asyncrl_cli.tasks.frames import pack, read_frame
+from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.gym import Dataset, Entry, make_dataset, refused_params
 from asyncrl_cli.tasks.worked import WORKED
 
@@ -42,9 +40,7 @@ class Order:
 def make_entries(order: Order) -> dict[str, Made]:
     """By stream. Raises what is wrong with the order, ConfigError mostly."""
     try:
-        made: dict[str, Made] | AsyncrlError = call_once(
-            "asyncrl_cli.tasks.gym_worker", order, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"
-        )
+        made: dict[str, Made] | AsyncrlError = call_once(_made, order, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0")
     except ChildFailed as failure:
         raise ConfigError(f'dataset "{order.dataset}" cannot make its prompts: {failure}') from failure
     if isinstance(made, AsyncrlError):
@@ -52,25 +48,18 @@ def make_entries(order: Order) -> dict[str, Made]:
     return made
 
 
-def main() -> None:
-    requests, results = become_child(int(sys.argv[1]))
-    order = read_frame(requests)
+def _made(order: Order) -> dict[str, Made] | AsyncrlError:
+    """In the child."""
     random.seed(0)  # some draw from the global generator
-    try:
-        answer: object = _make(order)
-    except AsyncrlError as error:
-        answer = error
-    results.write(pack(answer))
-    results.close()
-
-
-def _make(order: Order) -> dict[str, Made]:
     prompt_of = _question if order.adapter == "plain" else WORKED[order.dataset].prompt
     taken: set[str] = set()
-    return {
-        stream: distinct_entries(order.dataset, order.params, num=num, stream=stream, prompt_of=prompt_of, taken=taken)
-        for stream, num in order.num_prompts.items()
-    }
+    try:
+        return {
+            stream: distinct_entries(order.dataset, order.params, num=num, stream=stream, prompt_of=prompt_of, taken=taken)
+            for stream, num in order.num_prompts.items()
+        }
+    except AsyncrlError as error:
+        return error
 
 
 def _question(entry: Entry) -> str:
@@ -136,7 +125,3 @@ def _too_few(name: str, stream: str, num: int, num_found: int, num_distinct: int
         f"tries ({num_distinct} distinct ones in all, train and eval together)",
         hint=f"lower {key}, or widen task.params",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,30 @@
+"""Environments and the groups that run in them: prompts become rewarded trajectories. Knows nothing of Ray.
+
+    port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward
+    one_turn.py      today's tasks: a prompt, a response, a reward
+    rendering.py     messages -> tokens, for a first turn and for what later turns add
+    episode.py       one trajectory on its way, and the arrays that it becomes
+    group_runner.py  groups and evals: n trajectories at once on one engine
+
+`task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`, or an entry point `asyncrl.environments` of
+another package: a class, or a function, that takes the task's rewards and returns an `Environment`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl_cli.plugins import find
+
+ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.one_turn:OneTurn"}
+
+
+def find_environment(name: str) -> Any:
+    """What makes an environment. Raises ConfigError for a name that nobody has."""
+    return find("task.environment", name, ENVIRONMENTS, "asyncrl.environments")
+
+
+def check_environment(name: str) -> None:
+    """Raises ConfigError for a name that nobody has. Ours are not imported: they bring transformers along."""
+    if name not in ENVIRONMENTS:
+        find_environment(name)

@@ -1,0 +1,114 @@
+"""One trajectory on its way: what the model has seen, what it has sampled, and the arrays that this becomes."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from asyncrl_cli.engines.port import Completion, FinishReason
+from asyncrl_cli.envs.port import EpisodeFailed, Message, Turn
+from asyncrl_cli.envs.rendering import render, render_more
+from asyncrl_cli.loop.attempts import TrajectoryMeta
+from asyncrl_cli.samples.trajectory import NOT_SAMPLED, Segment, Trajectory
+
+NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """`completion` is all after the first prompt: sampled tokens, and between them what the environment said (version -1).
+
+    `reward` is None until there is one; `failure` says why there is none ("" if the trajectory was aborted). `needs_slot`: it may
+    generate again.
+    """
+
+    id: str
+    item: Mapping[str, Any]
+    seed: int
+    prompt_tokens: list[int] = field(default_factory=list)
+    completion: Completion = NOTHING
+    reward: float | None = None
+    failure: str = ""
+    needs_slot: bool = True
+    num_turns: int = 0
+    _messages: list[Message] = field(default_factory=list)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(version != NOT_SAMPLED for version in self.completion.versions)
+
+    def open(self, tokenizer: PreTrainedTokenizerBase, turn: Turn, max_prompt_tokens: int) -> None:
+        """The first turn becomes the prompt. Raises EpisodeFailed for one that is empty or too long."""
+        self._messages = list(turn.messages)
+        self.prompt_tokens = render(tokenizer, [turn.messages])[0]
+        uid, count = self.item["uid"], len(self.prompt_tokens)
+        if count > max_prompt_tokens:
+            raise EpisodeFailed(f"prompt {uid} has {count} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
+        if not count:
+            raise EpisodeFailed(f"prompt {uid} has no tokens")
+
+    def turn_seed(self) -> int:
+        """Of the next response's random numbers."""
+        return derived_seed(self.seed, str(self.num_turns)) if self.num_turns else self.seed
+
+    def add(self, answer: Completion) -> None:
+        """A response, after all tokens so far."""
+        self.num_turns += 1
+        self._append(answer.tokens, answer.logprobs, answer.versions, answer.finish_reason)
+
+    def _append(self, tokens: list[int], logprobs: list[float], versions: list[int], finish_reason: FinishReason) -> None:
+        done = self.completion
+        self.completion = Completion(
+            tokens=done.tokens + tokens,
+            logprobs=done.logprobs + logprobs,
+            versions=done.versions + versions,
+            finish_reason=finish_reason,
+        )
+
+    def go_on(self, tokenizer: PreTrainedTokenizerBase, response: str, turn: Turn, max_response_tokens: int) -> None:
+        """A further turn's messages come after the response. Raises EpisodeFailed if no token is left for an answer."""
+        added = render_more(tokenizer, self._messages, response, self.completion.tokens[-1], turn.messages)
+        self._messages += [{"role": "assistant", "content": response}, *turn.messages]
+        self._append(added, [0.0] * len(added), [NOT_SAMPLED] * len(added), self.completion.finish_reason)
+        if len(self.completion.tokens) >= max_response_tokens:
+            raise EpisodeFailed(f"{self.id}: its turns take all rollout.max_response_tokens = {max_response_tokens} tokens")
+
+    def trajectory(self) -> Trajectory:
+        assert self.reward is not None
+        segment = segment_of(self.prompt_tokens, self.completion)
+        return Trajectory(segments=(segment,), reward=self.reward, finish_reason=self.completion.finish_reason)
+
+    def meta(self) -> TrajectoryMeta:
+        assert self.reward is not None
+        num_tokens = len(self.prompt_tokens) + len(self.completion.tokens)
+        versions = Counter(version for version in self.completion.versions if version != NOT_SAMPLED)
+        return TrajectoryMeta(
+            prompt_tokens=num_tokens - self.num_sampled,
+            response_tokens=self.num_sampled,
+            reward=self.reward,
+            finish_reason=self.completion.finish_reason,
+            version_tokens=tuple(sorted(versions.items())),
+        )
+
+
+def derived_seed(seed: int, name: str) -> int:
+    """Of an eval's item, however the items are divided among workers and calls; of a trajectory's later turn."""
+    return random.Random(f"{seed}/{name}").getrandbits(63)
+
+
+def segment_of(prompt_tokens: list[int], completion: Completion) -> Segment:
+    """What was not sampled has mask 0, version -1 and logprob 0."""
+    num_prompt = len(prompt_tokens)
+    versions_T = np.array([NOT_SAMPLED] * num_prompt + completion.versions, dtype=np.int32)
+    return Segment(
+        tokens_T=np.array(prompt_tokens + completion.tokens, dtype=np.int32),
+        logprobs_T=np.array([0.0] * num_prompt + completion.logprobs, dtype=np.float32),
+        versions_T=versions_T,
+        mask_T=versions_T != NOT_SAMPLED,
+    )

@@ -1,0 +1,225 @@
+"""A group from prompt to rewarded trajectories: n episodes at once, each with an environment of its own.
+
+    GroupRequest -> n x (environment.start -> engine.generate -> environment.step -> ...) -> GroupResult + GroupPayload
+
+A trajectory without a reward leaves the group; an aborted group has none. Their tokens are counted as failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from asyncrl_cli.engines.port import Engine, Sampling
+from asyncrl_cli.envs.episode import Episode, derived_seed
+from asyncrl_cli.envs.port import End, Environment, EpisodeFailed
+from asyncrl_cli.errors import first_line
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
+from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.tasks.rewards import RewardFailed
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+class _Aborted(Exception):
+    """The episode ends here, without a reward."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A group, or one call of `evaluate`. `waits` are the environments' own work, cancelled where it is aborted."""
+
+    episodes: list[Episode]
+    aborted: bool = False
+    num_finished: int = 0
+    waits: set[asyncio.Future[Any]] = field(default_factory=set)
+
+
+class GroupRunner:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        make_environment: Callable[[], Environment],
+        sampling: Sampling,
+        *,
+        max_prompt_tokens: int,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._make_environment = make_environment
+        self._sampling = sampling
+        self._max_prompt_tokens = max_prompt_tokens
+        self._groups: dict[AttemptKey, _Running] = {}
+        self._evals: set[_Running] = set()
+
+    @property
+    def running_tokens(self) -> int:
+        """Sampled so far for groups that have not ended; evals do not count."""
+        episodes = (episode for group in self._groups.values() for episode in group.episodes)
+        return sum(self._engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
+
+    async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
+        """`on_sequence(number of trajectories that need no slot any more)` is called at the last response of each."""
+        numbered = enumerate(seeds(request.seed, request.n))
+        group = _Running([Episode(f"{request.key}/{index}", request.item, seed) for index, seed in numbered])
+        self._groups[request.key] = group
+        try:
+            await _together(self._play(group, episode, self._sampling, on_sequence) for episode in group.episodes)
+        finally:
+            del self._groups[request.key]
+        return _result(request.key, group)
+
+    async def abort(self, key: AttemptKey) -> None:
+        """The group's `run` returns soon after, without trajectories. Unknown keys are ignored."""
+        if (group := self._groups.get(key)) is not None:
+            await self._end(group)
+
+    async def abort_evals(self) -> None:
+        """Every running `evaluate` returns soon after; what had no reward yet is among its failures."""
+        for running in list(self._evals):
+            await self._end(running)
+
+    async def _end(self, running: _Running) -> None:
+        running.aborted = True
+        for episode in running.episodes:
+            await self._engine.abort(episode.id)
+        for wait in running.waits:
+            wait.cancel()
+
+    async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
+        """One trajectory per item, at most as many at once as the engine has slots. ValueError on another version.
+
+        Each item's random numbers depend on the request's seed and its uid, not on the items that it comes with.
+        """
+        if self._engine.version != request.version:
+            raise ValueError(f"eval of version {request.version} on an engine that holds {self._engine.version}")
+        places = asyncio.Semaphore(self._engine.slots)
+        prefix = f"eval-{request.version}-{request.seed}"
+        running = _Running(
+            [
+                Episode(f"{prefix}/{index}-{item['uid']}", item, derived_seed(request.seed, item["uid"]))
+                for index, item in enumerate(request.items)
+            ]
+        )
+
+        async def play(episode: Episode) -> None:
+            async with places:
+                await self._play(running, episode, sampling, lambda num_finished: None)
+
+        self._evals.add(running)
+        try:
+            await _together(map(play, running.episodes))
+        finally:
+            self._evals.discard(running)
+        scored = [(episode.reward, episode.num_sampled) for episode in running.episodes if episode.reward is not None]
+        return EvalResult(
+            version=request.version,
+            rewards=tuple(reward for reward, _ in scored),
+            response_tokens=tuple(length for _, length in scored),
+            failures=tuple(episode.failure or "aborted" for episode in running.episodes if episode.reward is None),
+        )
+
+    async def _play(self, group: _Running, episode: Episode, sampling: Sampling, on_sequence: Callable[[int], None]) -> None:
+        """One trajectory, from its environment's start to its end."""
+
+        def release() -> None:
+            if episode.needs_slot:
+                episode.needs_slot = False
+                group.num_finished += 1
+                on_sequence(group.num_finished)
+
+        try:
+            episode.reward = await self._reward_of(group, episode, sampling, release)
+        except EpisodeFailed as failed:
+            episode.failure = str(failed)
+        except _Aborted:
+            assert episode.reward is None
+        finally:
+            release()
+
+    async def _reward_of(self, group: _Running, episode: Episode, sampling: Sampling, release: Callable[[], None]) -> float:
+        environment = self._make_environment()
+        turn = await _answer(group, episode, environment.start(episode.item))
+        episode.open(self._tokenizer, turn, self._max_prompt_tokens)
+        while True:
+            response = await self._respond(group, episode, sampling)
+            if turn.is_last:
+                release()
+            turn = await _answer(group, episode, environment.step(response))
+            if isinstance(turn, End):
+                return turn.reward
+            episode.go_on(self._tokenizer, response, turn, sampling.max_response_tokens)
+
+    async def _respond(self, group: _Running, episode: Episode, sampling: Sampling) -> str:
+        """The next response's text. Later ones go on after all tokens so far, within `max_response_tokens` together."""
+        if group.aborted:
+            raise _Aborted
+        tokens = episode.prompt_tokens + episode.completion.tokens
+        left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(episode.completion.tokens))
+        answer = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
+        episode.add(answer)
+        if group.aborted or answer.finish_reason == "abort":
+            raise _Aborted
+        return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
+
+
+async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
+    """What the environment answers. Raises EpisodeFailed for what it raises, _Aborted if the group was aborted meanwhile."""
+    task = asyncio.ensure_future(work)
+    group.waits.add(task)
+    try:
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise _Aborted
+        return task.result()
+    except (_Aborted, EpisodeFailed):
+        raise
+    except RewardFailed as failed:
+        raise EpisodeFailed(f"reward of {episode.id}: {failed}") from failed
+    except Exception as error:  # an environment of the user's: whatever it raises
+        logger.exception("the environment of %s failed", episode.id)
+        raise EpisodeFailed(f"environment of {episode.id}: {type(error).__name__}: {first_line(error)}") from error
+    finally:
+        task.cancel()
+        group.waits.discard(task)
+
+
+async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """The first error cancels the others and is raised as it is, not as a group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for coroutine in coroutines:
+                tasks.create_task(coroutine)
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+def seeds(seed: int, count: int) -> list[int]:
+    """One seed per trajectory, a function of the group's."""
+    generator = random.Random(seed)
+    return [generator.getrandbits(63) for _ in range(count)]
+
+
+def _result(key: AttemptKey, group: _Running) -> tuple[GroupResult, GroupPayload]:
+    """Trajectories and their metadata, in the same order; whoever sends the payload fills in `GroupResult.payload`."""
+    kept = [episode for episode in group.episodes if episode.reward is not None and not group.aborted]
+    lost = [episode for episode in group.episodes if episode not in kept]
+    result = GroupResult(
+        key=key,
+        trajectories=tuple(episode.meta() for episode in kept),
+        failures=tuple(episode.failure for episode in lost if episode.failure and not group.aborted),
+        failed_tokens=sum(episode.num_sampled for episode in lost),
+        payload=None,
+    )
+    trajectories = tuple(episode.trajectory() for episode in kept)
+    return result, GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=trajectories)

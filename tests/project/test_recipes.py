@@ -1,0 +1,150 @@
+"""Three recipes of docs/architecture.md, done by another package: a loss, an environment and an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.envs import check_environment, find_environment
+from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.loop.ports import AttemptKey, GroupRequest
+from asyncrl_cli.loop.values import Ratio
+from asyncrl_cli.plugins import find
+from asyncrl_cli.train.balance import plan_train_step
+from asyncrl_cli.train.losses import check_loss
+from asyncrl_cli.train.policy_trainer import RankBatch
+from tests.train.train_samples import make_step, save_tiny_model
+from tests.trainers import trainer_parts
+
+LOSS = """
+    import torch
+    from asyncrl_cli.train.losses.port import mean_of
+
+    def sequence_ratio(batch, algorithm):
+        '''One ratio per row: the geometric mean over its tokens (as in GSPO), which every one of them is weighed with.'''
+        lengths_B = torch.bincount(batch.rows_N, minlength=batch.num_rows).clamp(min=1)
+        logs_N = batch.logp_theta_N - batch.logp_mu_N
+        ratio_B = (torch.zeros(batch.num_rows, dtype=logs_N.dtype).index_add(0, batch.rows_N, logs_N) / lengths_B).exp()
+        loss_N = -ratio_B[batch.rows_N] * batch.advantages_N
+        return loss_N.sum(), {"sequences/ratio": mean_of(ratio_B[lengths_B > 0])}
+"""
+ENVIRONMENT = """
+    from asyncrl_cli.envs.port import End, Turn
+
+    class Echo:
+        '''Repeats what the model says and asks once more; the reward is the task's, of the second response.'''
+
+        def __init__(self, rewards):
+            self.rewards, self.turns = rewards, 0
+
+        async def start(self, item):
+            self.item = item
+            return Turn(messages=({"role": "user", "content": item["prompt"]},))
+
+        async def step(self, response):
+            self.turns += 1
+            if self.turns == 2:
+                return End(reward=await self.rewards.score(self.item, response))
+            return Turn(messages=({"role": "user", "content": response + "?"},), is_last=True)
+"""
+ENGINE = """
+    from asyncrl_cli.engines.port import Completion
+
+    class Counting:
+        '''Its responses count up from the prompt's last token.'''
+
+        version, slots, sampled_tokens = 0, 8, 0
+
+        def tokens_of(self, request_id):
+            return 0
+
+        async def abort(self, request_id):
+            pass
+
+        async def generate(self, request_id, prompt_tokens, sampling, seed):
+            tokens = [(prompt_tokens[-1] + 1 + i) % 60 for i in range(4)]
+            return Completion(tokens=tokens, logprobs=[-1.0] * 4, versions=[0] * 4, finish_reason="stop")
+"""
+
+
+@pytest.fixture(autouse=True)
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package `recipes`: three modules, and the entry points that lead to what is in them."""
+    (tmp_path / "recipes").mkdir()
+    for name, source in (("__init__", ""), ("loss", LOSS), ("environment", ENVIRONMENT), ("engine", ENGINE)):
+        (tmp_path / "recipes" / f"{name}.py").write_text(dedent(source))
+    information = tmp_path / "recipes-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: recipes\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text(
+        "[asyncrl.losses]\nsequence-ratio = recipes.loss:sequence_ratio\n"
+        "[asyncrl.environments]\necho = recipes.environment:Echo\n"
+        "[asyncrl.engines]\ncounting = recipes.engine:Counting\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "recipes"]:
+        del sys.modules[name]
+
+
+def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp_path: Path) -> None:
+    check_loss("sequence-ratio")
+    metas, payloads = make_step(1, num_groups=2)
+    (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
+    parts = trainer_parts(save_tiny_model(tmp_path / "model"), loss_mode="sequence-ratio", max_tokens_per_microbatch=400)
+    trainer = parts.made(f"file://{tmp_path}/meet")
+    try:
+        before = {name: local.clone() for name, local in trainer.model.locals().items()}
+        report = trainer.train(RankBatch(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads))))
+        after = trainer.model.locals()
+        assert any(not before[name].equal(local) for name, local in after.items())
+    finally:
+        trainer.close()
+    ratio = report.metrics["sequences/ratio"]
+    assert isinstance(ratio, Ratio)
+    assert ratio.whole == 16  # the rows of both groups
+    assert 0.5 < ratio.value < 2.0
+    assert not any(name.startswith("correction/") for name in report.metrics)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    chat_template = None
+
+    def __call__(self, texts: Any, add_special_tokens: bool = True) -> dict[str, Any]:
+        return {"input_ids": [ord(c) for c in texts] if isinstance(texts, str) else [[ord(c) for c in text] for text in texts]}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Lengths:
+    async def score(self, item: Any, response_text: str) -> float:
+        return float(len(response_text))
+
+
+def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
+    from asyncrl_cli.engines.port import Sampling
+
+    check_environment("echo")
+    engine = find("rollout.engine", "counting", {}, "asyncrl.engines")()
+    sampling = Sampling(temperature=1.0, max_response_tokens=32)
+    make = partial(find_environment("echo"), Lengths())
+    runner = GroupRunner(engine, Letters(), make, sampling, max_prompt_tokens=8)
+    request = GroupRequest(key=AttemptKey("a", 0, 0), item={"uid": "a", "prompt": "!"}, n=2, seed=0)
+    result, payload = asyncio.run(runner.run(request, lambda finished: None))
+    (segment,) = payload.trajectories[0].segments
+    first, second = [34, 35, 36, 37], [4, 5, 6, 7]
+    assert segment.tokens_T.tolist() == [33, *first, *first, 63, *second]
+    assert segment.mask_T.tolist() == [False, *[True] * 4, *[False] * 5, *[True] * 4]
+    assert [(meta.reward, meta.response_tokens, meta.prompt_tokens) for meta in result.trajectories] == [(4.0, 8, 6)] * 2

@@ -1,0 +1,51 @@
+"""What a policy trainer is made from: a profile with a few keys changed, and a place on this machine's CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile, RunSection
+
+SECTIONS = {
+    "dtype": "model",
+    "old_logprobs": "algorithm",
+    "max_importance_weight": "algorithm",
+    "loss_mode": "algorithm",
+    "lr": "trainer",
+    "lr_schedule": "trainer",
+    "warmup_steps": "trainer",
+    "max_tokens_per_microbatch": "trainer",
+    "temperature": "rollout",
+    "trigger_parameter_sync_step": "async_training",
+    "gather_bucket_size_mb": "weights",
+    "overlap": "weights",
+    "probe_sequences": "weights",
+}
+
+
+class TrainerParts(NamedTuple):
+    profile: Profile
+    place: Place
+    total_optimizer_steps: int
+
+    def made(self, init_method: str, rank: int = 0) -> Any:
+        """A `PolicyTrainer`, whose import takes seconds."""
+        from asyncrl_cli.train.policy_trainer import PolicyTrainer
+
+        return PolicyTrainer(
+            self.profile, self.place, rank=rank, init_method=init_method, total_optimizer_steps=self.total_optimizer_steps
+        )
+
+
+def trainer_parts(
+    model_dir: Path | str, *, workers: int = 1, device: str = "cpu", threads: int = 1, total_optimizer_steps: int = 1, **keys: Any
+) -> TrainerParts:
+    """`keys` are the profile's, without their section; their values are not validated, so that a bucket may have 0.1 MB."""
+    profile = Profile(run=RunSection(train_steps=1))
+    for key, value in keys.items():
+        section = getattr(profile, SECTIONS[key]).model_copy(update={key: value})
+        profile = profile.model_copy(update={SECTIONS[key]: section})
+    place = Place(model_dir=str(model_dir), device=device, threads=threads, workers=workers)
+    return TrainerParts(profile, place, total_optimizer_steps)
