@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.job.resuming import refuse_other_prompts
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.loop.settings import LoopSettings
@@ -59,7 +60,7 @@ def resume_and_go_on(place: Place) -> None:
     resumed = Run.resume(NAME, runs_dir=place.runs)
     assert resumed.checkpoint is not None
     profile, task = resumed.profile, load_task(resumed.profile)
-    resumed._refuse_other_prompts(task)
+    refuse_other_prompts(resumed.checkpoint, task, profile.run.seed)
     payloads = [None] * len(resumed.checkpoint.loop_state["groups"]["finished"])
 
     async def main() -> None:

@@ -70,7 +70,7 @@ def test_an_engine_of_another_package_is_made_from_the_profile() -> None:
 def test_what_it_says_of_itself_is_checked() -> None:
     for sets, message in (
         (['rollout.engine_args={word="no"}'], "says no no"),
-        (["rollout.max_model_len=600"], "rollout.max_model_len with rollout.engine"),
+        (["rollout.max_model_len=600"], "rollout.max_model_len = 600 with rollout.engine"),
         (["weights.dual_buffer=false"], "weights.dual_buffer = false with rollout.engine"),
         (["weights.transport=nccl", "placement.device=cuda"], 'weights.transport = "nccl" with rollout.engine'),
     ):

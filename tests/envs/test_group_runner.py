@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.engines import tiny
-from tests.engines.made import made_for
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Sampling
@@ -25,6 +23,8 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest
 from asyncrl_cli.tasks.rewards import RewardFailed
+from tests.engines import tiny
+from tests.engines.made import made_for
 
 KEY = AttemptKey("sorting-7", 2, 1)
 SAMPLING = Sampling(temperature=0.9, max_response_tokens=48)

@@ -24,6 +24,7 @@ from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.simulate.clock import run_virtual
+from tests.loop.proof.shuffled import loop_of
 
 from .crew import small_profile
 
@@ -196,7 +197,7 @@ def test_every_group_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_w
         answers = at_once / GROUPS_PER_ANSWER + 2
         assert max(late_s) <= DEBOUNCE_S + answers * (2 * WAY_S + SETTLE_S + 0.001)
 
-    run_virtual(main(), shuffle_seed=seed)
+    run_virtual(main(), loop_factory=loop_of(seed))
 
 
 def test_the_last_group_of_a_worker_is_told_without_delay() -> None:

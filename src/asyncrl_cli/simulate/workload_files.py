@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.check import combine
+from asyncrl_cli.profile.check import MOST_PROBLEMS, combine
 from asyncrl_cli.profile.keys import keys, nearest
 from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
 from asyncrl_cli.profile.sources import chain, is_file_reference, shipped_directory, shipped_profiles
@@ -39,12 +40,12 @@ def load_workload(reference: str) -> Workload:
     """The workload NAME or FILE. Raises ConfigError with file, key and, for a misspelt one, the nearest key."""
     path = _locate(reference)
     content = read(path)
-    problems = list(_profile_problems(content, path))
+    problems = list(islice(_profile_problems(content, path), MOST_PROBLEMS + 1))
     try:
         workload = Workload.model_validate({"name": path.stem, **content})
     except ValidationError as error:
         unknown_first = sorted(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
-        problems += [_wrong_value(detail, path) for detail in unknown_first]
+        problems += [_wrong_value(detail, path) for detail in unknown_first[: MOST_PROBLEMS + 1]]
     if problems:
         raise combine(problems)
     return checked(workload, str(path))

@@ -92,7 +92,7 @@ class PolicyUpdate:
         made = [norm for norm in norms if math.isfinite(norm)]
         metrics = sums.reduced()
         metrics |= {
-            "train/loss": Ratio(metrics["train/loss"].amount, len(steps)),
+            "train/loss": Ratio(metrics["train/loss"].value, len(steps)),
             "train/grad_norm": Ratio(sum(made), len(made)),
             "train/lr": Last(rates[-1]),
             "train/skipped_steps": Sum(float(len(norms) - len(made))),
