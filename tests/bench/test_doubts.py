@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import compare
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.compare import Request, contest_of
 from asyncrl_cli.bench.real import Told
 from asyncrl_cli.bench.results import Comparison, Run
 from asyncrl_cli.bench.table import rows_of
-from asyncrl_cli.cli import bench
 from asyncrl_cli.errors import ConfigError
 
 SETS = ("placement.device=cpu",)
@@ -85,18 +85,17 @@ def test_idle_figures_are_a_dash_and_the_reason_is_said_where_an_eval_ran_beside
     assert any(remark.startswith("No idle figures where an eval ran beside every measured step") for remark in made.remarks)
 
 
-def test_the_bar_of_a_real_run_ends_at_the_wall_time_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_of_a_real_run_ends_at_the_wall_time_of_the_table() -> None:
     """Its groups were trained 19 s before its final eval ended, and the bar stood still meanwhile."""
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
-    monkeypatch.setattr(bench, "stderr", lambda: screen)
-    with bench._watching("real runs") as watcher:
-        watcher.run("colocate-r0", 0, 96)
-        watcher.run("colocate-r0", 0, 96, Told())
-        watcher.run("colocate-r0", 96, 96, Told(groups=96, time_s=25.0, phase="running"))
-        watcher.run("colocate-r0", 96, 96, Told(groups=96, time_s=40.0, phase="evaluating"))
-        watcher._progress.refresh()  # type: ignore[attr-defined]
+    with Bars(screen) as bars:
+        bars.run("colocate-r0", 0, 96)
+        bars.run("colocate-r0", 0, 96, Told())
+        bars.run("colocate-r0", 96, 96, Told(groups=96, time_s=25.0, phase="running"))
+        bars.run("colocate-r0", 96, 96, Told(groups=96, time_s=40.0, phase="evaluating"))
+        bars.refresh()
         during = screen.file.getvalue()  # type: ignore[attr-defined]
-        watcher.run("colocate-r0", 96, 96, Told(groups=96, time_s=44.0, phase="done"))
+        bars.run("colocate-r0", 96, 96, Told(groups=96, time_s=44.0, phase="done"))
     assert isinstance(screen.file, io.StringIO)
     assert "colocate-r0 (evaluating)" in during
     assert "0:00:40" in during

@@ -201,11 +201,9 @@ def test_colocate_computes_with_everything_in_both_phases(split: str) -> None:
 
 
 def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> None:
-    task = load_task(load("colocate", SMALL).profile)
-
     def side(name: str, *sets: str) -> Side:
         profile = load(name, (*SMALL, *sets)).profile
-        return side_of(profile, compile_job(profile, LAPTOP), tmp_path, task)
+        return side_of(profile, compile_job(profile, LAPTOP), tmp_path)
 
     assert side("partial-rollout") == side("stream-off-policy") == side("one-step-off")
     assert side("partial-rollout") != side("colocate")
@@ -214,7 +212,7 @@ def test_profiles_of_the_same_resources_are_the_same_side(tmp_path: Path) -> Non
     windows_of_2 = "async_training.trigger_parameter_sync_step=2"
     assert side("partial-rollout", windows_of_2) == side("partial-rollout")
     recompute = "algorithm.old_logprobs=recompute"
-    assert side("partial-rollout", recompute, windows_of_2).training.async_training.trigger_parameter_sync_step == 2
+    assert side("partial-rollout", recompute, windows_of_2).profile.async_training.trigger_parameter_sync_step == 2
 
 
 @pytest.mark.slow
@@ -223,7 +221,7 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     profile = load("partial-rollout", sets).profile
     task = load_task(profile)
     told: list[tuple[str, int, int]] = []
-    side = side_of(profile, compile_job(profile, LAPTOP), resolve_model(profile, task), task)
+    side = side_of(profile, compile_job(profile, LAPTOP), resolve_model(profile, task))
     measured = measure_all(
         {"one": side}, task.train, [5, 20], repeats=1, progress=lambda text, done, total: told.append((text, done, total))
     )
@@ -250,10 +248,10 @@ def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp
     profiles = {name: load(name, sets).profile for name in ("partial-rollout", "colocate")}
     task = load_task(profiles["colocate"])
     model_dir = resolve_model(profiles["colocate"], task)
-    sides = {name: side_of(profile, compile_job(profile, local_cluster()), model_dir, task) for name, profile in profiles.items()}
+    sides = {name: side_of(profile, compile_job(profile, local_cluster()), model_dir) for name, profile in profiles.items()}
     rng = random.Random(0)
     lengths = [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(2048)]
-    measured = measure_all(sides, task.train, lengths, repeats=3, at_once=False)
+    measured = measure_all(sides, task.train, lengths, repeats=3)
     split, colocate = measured["partial-rollout"], measured["colocate"]
     generation = median_ratio(colocate.rollout_repeats, split.rollout_repeats)
     training = median_ratio(colocate.trainer_repeats, split.trainer_repeats)

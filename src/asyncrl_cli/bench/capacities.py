@@ -15,7 +15,7 @@ from asyncrl_cli.bench.results import Run
 from asyncrl_cli.simulate.observed import lengths_of
 
 if TYPE_CHECKING:
-    from asyncrl_cli.bench.compare import Watcher
+    from asyncrl_cli.bench.bars import Bars
     from asyncrl_cli.bench.phases import PhaseFigures
 
 FEW_SLOTS_USED = 0.9
@@ -28,7 +28,7 @@ NO_GPU_BOUND = (
 
 
 def with_capacities(
-    entries: Sequence[Entry], runs: Sequence[Run], watcher: Watcher, share: float = 1.0
+    entries: Sequence[Entry], runs: Sequence[Run], bars: Bars, share: float = 1.0
 ) -> tuple[list[Run], tuple[str, ...]]:
     """The runs with what each phase of their profiles does alone, and why that may be doubtful. `share`: of the usual number of
     measurements."""
@@ -38,14 +38,11 @@ def with_capacities(
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
-    def say(text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
-        watcher.note(text, done, total)
-
-    prepared = asyncio.run(prepare(entries[0].profile, say))
-    sides = {entry.name: side_of(entry.profile, entry.plan, prepared.model_dir, prepared.task) for entry in entries}
+    prepared = asyncio.run(prepare(entries[0].profile, bars.note))
+    sides = {entry.name: side_of(entry.profile, entry.plan, prepared.model_dir) for entry in entries}
     lengths = measured_lengths(entries, runs)
     repeats = math.ceil(REPEATS * share)
-    measured = measure_all(sides, prepared.task.train, lengths, repeats=repeats, progress=watcher.note)
+    measured = measure_all(sides, prepared.task.train, lengths, repeats=repeats, progress=bars.note)
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,6 +72,20 @@ class Children:
             late = ", ".join(name for name, future in zip(self._logs, asked, strict=True) if future in waiting)
             raise ExecutorFailed(f"{late}: no answer to {call} within {ANSWER_TIMEOUT_S:g} s")
         return [future.result() for future in asked]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worked:
+    """What a process did of its phase in `seconds`: sampled tokens, or those that all ranks together trained.
+
+    `cpu_s` is as in `CpuTime`: on a CPU, much less than `seconds` means that others used the machine. `running_mean`: of
+    generation, the mean number of running sequences.
+    """
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    running_mean: float = 0.0
 
 
 class CpuTime:

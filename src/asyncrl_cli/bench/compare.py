@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.capacities import with_capacities
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.gantt import Timeline
@@ -28,19 +29,6 @@ if TYPE_CHECKING:
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3
 """Measured windows of the longest profile from which on a speedup is told without a warning."""
-
-
-class Watcher(Protocol):
-    """Someone who shows how far a comparison is."""
-
-    def run(self, name: str, groups: int, total: int, told: Told | None = None) -> None:
-        """A run has trained so many of its groups; called first with 0. `told`: what a real one says of itself."""
-
-    def note(self, text: str, done: int, total: int) -> None:
-        """Something else is being done."""
-
-    def say(self, text: str) -> None:
-        """A line for the user, beside whatever shows how far it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,13 +108,13 @@ class Outcome:
     error: AsyncrlError | None = None
 
 
-def compare(contest: Contest, directory: Path, watcher: Watcher) -> Outcome:
+def compare(contest: Contest, directory: Path, bars: Bars) -> Outcome:
     if contest.workload is None:
-        return compare_real(contest, directory, watcher)
-    return compare_simulated(contest, contest.workload, watcher)
+        return compare_real(contest, directory, bars)
+    return compare_simulated(contest, contest.workload, bars)
 
 
-def compare_simulated(contest: Contest, workload: Workload, watcher: Watcher) -> Outcome:
+def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Outcome:
     """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
     from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
     from asyncrl_cli.simulate.workload_files import profile_for
@@ -139,8 +127,8 @@ def compare_simulated(contest: Contest, workload: Workload, watcher: Watcher) ->
         for one in loaded
     ]
     for job in jobs:
-        watcher.run(job.name, 0, groups)
-    runs, fit = simulate_all(jobs, workload, contest.longest_window, lambda name, trained: watcher.run(name, trained, groups))
+        bars.run(job.name, 0, groups)
+    runs, fit = simulate_all(jobs, workload, contest.longest_window, lambda name, trained: bars.run(name, trained, groups))
     return outcome_of(contest, runs, remarks_of(workload, fit))
 
 
@@ -154,7 +142,7 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
     return (*lines, *([workload.notes.strip()] if workload.notes.strip() else ()))
 
 
-def compare_real(contest: Contest, directory: Path, watcher: Watcher) -> Outcome:
+def compare_real(contest: Contest, directory: Path, bars: Bars) -> Outcome:
     """On this machine, one run after the other (A B C, A B C), so that whatever drifts on it hits all alike. What is finished
     when a run fails, or we are interrupted, is kept.
 
@@ -163,7 +151,7 @@ def compare_real(contest: Contest, directory: Path, watcher: Watcher) -> Outcome
     """
     planned = runs_of(contest.entries, contest.request.seeds, contest.groups, contest.request.sets, directory.resolve() / "runs")
     for run in planned:
-        watcher.run(run.name, 0, contest.groups)
+        bars.run(run.name, 0, contest.groups)
     finished: list[Run] = []
     remarks: dict[str, None] = {}
     error: AsyncrlError | None = None
@@ -172,11 +160,11 @@ def compare_real(contest: Contest, directory: Path, watcher: Watcher) -> Outcome
             for seed in contest.request.seeds:
                 first = len(finished)
                 for run in (run for run in planned if run.seed == seed):
-                    made, is_last = make_run(run, _teller(watcher, run), watcher.say)
+                    made, is_last = make_run(run, _teller(bars, run), bars.say)
                     finished.append(made)
                     if is_last:
                         raise KeyboardInterrupt
-                known, doubts = with_capacities(contest.entries, finished[first:], watcher, share=1 / contest.request.repeat)
+                known, doubts = with_capacities(contest.entries, finished[first:], bars, share=1 / contest.request.repeat)
                 finished[first:] = known
                 remarks |= dict.fromkeys(doubts)
     except (AsyncrlError, KeyboardInterrupt) as failure:
@@ -184,8 +172,8 @@ def compare_real(contest: Contest, directory: Path, watcher: Watcher) -> Outcome
     return outcome_of(contest, finished, tuple(remarks), tuple(run.name for run in planned[len(finished) :]), error)
 
 
-def _teller(watcher: Watcher, run: RealRun) -> Callable[[Told], None]:
-    return lambda told: watcher.run(run.name, told.groups, run.groups, told)
+def _teller(bars: Bars, run: RealRun) -> Callable[[Told], None]:
+    return lambda told: bars.run(run.name, told.groups, run.groups, told)
 
 
 def outcome_of(

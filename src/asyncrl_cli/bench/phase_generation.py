@@ -12,11 +12,11 @@ import json
 import threading
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from asyncrl_cli.bench.children import CpuTime
+from asyncrl_cli.bench.children import CpuTime, Worked
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.phases import Order
@@ -25,20 +25,6 @@ T = TypeVar("T")
 
 GENERATION_CONFIG = "generation_config.json"
 NO_SUCH_TOKEN = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """Sampled response tokens within `seconds`, and the mean number of running sequences (all slots, or it was not full).
-
-    `cpu_s` are those of the process and its engine's (`CpuTime`): on a CPU, much less than `seconds` means that others used the
-    machine.
-    """
-
-    tokens: int
-    seconds: float
-    cpu_s: float
-    running_mean: float
 
 
 class GenerationAlone:
@@ -50,7 +36,7 @@ class GenerationAlone:
         from asyncrl_cli.engines.registry import make_engine, sampling_of
         from asyncrl_cli.envs.rendering import render_prompts
 
-        profile, place = order.side.profile, order.side.place
+        profile, place = order.side.profile, order.side.rollout
         tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         self._index, self._order = index, order
         self._prompts = render_prompts(tokenizer, order.items)
@@ -70,16 +56,21 @@ class GenerationAlone:
 
     def begin(self) -> None:
         """What is measured begins now."""
-        self._cpu = CpuTime(self._order.side.place.threads)
+        self._cpu = CpuTime(self._order.side.rollout.threads)
         self._before = time.perf_counter(), self._engine.sampled_tokens, self._running.until_now()
 
-    def end(self) -> Generated:
+    def end(self) -> Worked:
         """Since `begin`, with all slots full; nothing is generated any more."""
         began_s, tokens, area = self._before
-        seconds, tokens = time.perf_counter() - began_s, self._engine.sampled_tokens - tokens
-        cpu_s, running_mean = self._cpu.spent_s(), (self._running.until_now() - area) / seconds
+        seconds = time.perf_counter() - began_s
+        generated = Worked(
+            tokens=self._engine.sampled_tokens - tokens,
+            seconds=seconds,
+            cpu_s=self._cpu.spent_s(),
+            running_mean=(self._running.until_now() - area) / seconds,
+        )
         self._wait(self._stop())
-        return Generated(tokens=tokens, seconds=seconds, cpu_s=cpu_s, running_mean=running_mean)
+        return generated
 
     def _wait(self, work: Coroutine[object, object, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -87,7 +78,9 @@ class GenerationAlone:
     async def _fill(self) -> None:
         """As many responses as a group has wait in the engine's own queue."""
         self._ended = 0
-        self._sources = [asyncio.create_task(self._refill()) for _ in range(self._engine.slots + self._order.side.n)]
+        self._sources = [
+            asyncio.create_task(self._refill()) for _ in range(self._engine.slots + self._order.side.profile.rollout.n)
+        ]
         while self._ended < self._engine.slots:
             self._raise_failure()
             await asyncio.sleep(0.02)
@@ -106,12 +99,12 @@ class GenerationAlone:
 
     async def _refill(self) -> None:
         """Neighbours in number share a prompt; processes share no random number."""
-        order = self._order
+        order, n = self._order, self._order.side.profile.rollout.n
         while True:
             number = next(self._numbers)
             sampling = replace(self._sampling, max_response_tokens=order.length(number))
             seed = hash((order.side.profile.run.seed, self._index, number))
-            prompt = self._prompts[number // order.side.n % len(self._prompts)]
+            prompt = self._prompts[number // n % len(self._prompts)]
             await self._engine.generate(f"phase-{number}", prompt, sampling, seed)
             self._ended += 1
 

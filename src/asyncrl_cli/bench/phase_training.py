@@ -7,10 +7,9 @@ the same, and however often a batch is trained, its numbers stay in range.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.bench.children import CpuTime
+from asyncrl_cli.bench.children import CpuTime, Worked
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.phases import Order
@@ -19,15 +18,6 @@ if TYPE_CHECKING:
 
 BATCHES = 2
 """Different ones, trained in turns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """Sampled tokens trained by all ranks together (`TrainReport.tokens`) in `seconds`; `cpu_s` are this rank's (`CpuTime`)."""
-
-    tokens: int
-    seconds: float
-    cpu_s: float
 
 
 class TrainingAlone:
@@ -40,8 +30,9 @@ class TrainingAlone:
         from asyncrl_cli.train.balance import plan_train_step
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
-        side = self._side = order.side
-        tokenizer = AutoTokenizer.from_pretrained(side.trainer.model_dir, trust_remote_code=side.training.model.trust_remote_code)
+        side, profile = order.side, order.side.profile
+        self._threads, self._window_steps = side.trainer.threads, profile.async_training.trigger_parameter_sync_step
+        tokenizer = AutoTokenizer.from_pretrained(side.trainer.model_dir, trust_remote_code=profile.model.trust_remote_code)
         prompts = render_prompts(tokenizer, order.items)
         self._batches = []
         for batch in range(BATCHES):
@@ -50,29 +41,28 @@ class TrainingAlone:
             plans = plan_train_step(
                 [result for result, _ in groups],
                 ranks=side.trainer.workers,
-                num_minibatches=side.num_minibatches,
-                normalize=side.normalize,
+                num_minibatches=profile.async_training.require_batches,
+                normalize=profile.algorithm.normalize_advantages,
             )
             self._batches.append((plans[rank], [payload for _, payload in groups]))
         self._trainer = PolicyTrainer(
-            side.training, side.trainer, rank=rank, init_method=f"file://{order.meeting}", total_optimizer_steps=1
+            profile, side.trainer, rank=rank, init_method=f"file://{order.meeting}", total_optimizer_steps=1
         )
         self._step = 0
 
-    def measure(self, num_steps: int) -> Trained:
+    def measure(self, num_steps: int) -> Worked:
         """Make `num_steps` train steps; seconds until the slowest rank has ended the last one."""
         from asyncrl_cli.train.policy_trainer import RankBatch
 
-        window_steps = self._side.training.async_training.trigger_parameter_sync_step
-        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._side.trainer.threads), 0
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._threads), 0
         for _ in range(num_steps):
             plan, groups = self._batches[self._step % BATCHES]
             payloads = {group: groups[group] for group in plan.groups}
-            step_in_window = self._step % window_steps
+            step_in_window = self._step % self._window_steps
             self._step += 1
             report = self._trainer.train(RankBatch(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads))
             tokens += report.tokens
-        return Trained(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
+        return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
 
 
 def made_up_group(order: Order, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
@@ -84,9 +74,9 @@ def made_up_group(order: Order, number: int, prompt: list[int]) -> tuple[GroupRe
     from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
     from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 
-    metas, trajectories = [], []
-    for response in range(order.side.n):
-        length, reward = order.length(number * order.side.n + response), float(response % 2)
+    n, metas, trajectories = order.side.profile.rollout.n, [], []
+    for response in range(n):
+        length, reward = order.length(number * n + response), float(response % 2)
         tokens = np.resize(prompt, length).tolist()
         completion = Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length")
         trajectories.append(Trajectory(segments=(segment_of(prompt, completion),), reward=reward, finish_reason="length"))

@@ -17,17 +17,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.children import Children, Make
-from asyncrl_cli.bench.phase_generation import Generated, GenerationAlone, endless_model
-from asyncrl_cli.bench.phase_training import BATCHES, Trained, TrainingAlone
+from asyncrl_cli.bench.children import Children, Make, Worked
+from asyncrl_cli.bench.phase_generation import GenerationAlone, endless_model
+from asyncrl_cli.bench.phase_training import BATCHES, TrainingAlone
 from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RolloutSection, RunSection
-from asyncrl_cli.tasks.task import Task
+from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RunSection
 
 REPEATS = 3
 GENERATION_S = TRAINING_S = 2.0
@@ -43,16 +43,15 @@ class Side:
     """All that a profile's capacities depend on: profiles with equal sides have equal ones."""
 
     profile: Profile
-    """What of it the engine sees."""
-    place: Place
-    n: int
-    training: Profile
+    """What of it the engine and the trainer see."""
+    rollout: Place
     trainer: Place
-    step_groups: int
-    num_minibatches: int
-    normalize: bool
     colocated: bool
     """The two phases take turns and never work at once."""
+
+    @property
+    def step_groups(self) -> int:
+        return self.profile.async_training.require_batches * self.profile.trainer.ppo_mini_batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,37 +83,31 @@ class PhaseFigures:
     cpu_share: float
 
 
-def side_of(profile: Profile, plan: JobPlan, model_dir: Path, task: Task) -> Side:
-    """What the job's own workers would be started with, but for the trainer's learning rate, which is 0."""
-    return Side(
-        profile=_of_the_engine(profile),
-        place=place_of(plan, ROLLOUT, model_dir),
-        n=profile.rollout.n,
-        training=_of_the_trainer(profile),
-        trainer=place_of(plan, TRAINER, model_dir),
-        step_groups=profile.async_training.require_batches * profile.trainer.ppo_mini_batch_size,
-        num_minibatches=profile.async_training.require_batches,
-        normalize=profile.algorithm.normalize_advantages,
-        colocated=plan.colocate,
-    )
+def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
+    """What the job's own workers would be started with, but for the learning rate, which is 0.
 
-
-def _of_the_engine(profile: Profile) -> Profile:
-    run = RunSection(seed=profile.run.seed)
-    return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
-
-
-def _of_the_trainer(profile: Profile) -> Profile:
-    """Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window are alike."""
+    Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window are alike, however many it has.
+    """
     has_prox_pass = profile.algorithm.old_logprobs == "recompute"
-    window_steps = profile.async_training.trigger_parameter_sync_step if has_prox_pass else 1
-    return Profile(
-        model=profile.model,
-        algorithm=profile.algorithm,
-        trainer=profile.trainer.model_copy(update={"lr": 0.0}),
-        rollout=RolloutSection(temperature=profile.rollout.temperature, call_timeout_s=profile.rollout.call_timeout_s),
-        async_training=AsyncTrainingSection(trigger_parameter_sync_step=window_steps),
-        weights=profile.weights,
+    schedule = AsyncTrainingSection(
+        require_batches=profile.async_training.require_batches,
+        trigger_parameter_sync_step=profile.async_training.trigger_parameter_sync_step if has_prox_pass else 1,
+    )
+    return Side(
+        profile=Profile(
+            run=RunSection(seed=profile.run.seed),
+            model=profile.model,
+            algorithm=profile.algorithm,
+            trainer=profile.trainer.model_copy(update={"lr": 0.0}),
+            rollout=profile.rollout,
+            async_training=schedule,
+            weights=profile.weights,
+            placement=profile.placement,
+            eval=profile.eval,
+        ),
+        rollout=place_of(plan, ROLLOUT, model_dir),
+        trainer=place_of(plan, TRAINER, model_dir),
+        colocated=plan.colocate,
     )
 
 
@@ -124,11 +117,12 @@ def measure_all(
     response_tokens: Sequence[int],
     *,
     repeats: int = REPEATS,
-    at_once: bool = True,
     progress: Progress = lambda text, done, total: None,
 ) -> dict[str, PhaseFigures]:
-    """Figures of each side, measured in turns, on prompts of `items` and responses of these lengths. `at_once`: also both phases of
-    a side at the same time, where they do not take turns. Raises ExecutorFailed with the error of a process that failed."""
+    """Figures of each side, measured in turns, on prompts of `items` and responses of these lengths.
+
+    Raises ExecutorFailed with the error of a process that failed.
+    """
     every = list(sides.values())
     unique = [side for index, side in enumerate(every) if side not in every[:index]]
     progress("starting each phase alone", 0, 0)
@@ -142,11 +136,10 @@ def measure_all(
             pair.ready()
         for pair in pairs:
             pair.warm_up()
-        apart = [pair for pair in pairs if at_once and not pair.side.colocated]
         turn = [
             *(("measuring generation alone", pair.generate) for pair in pairs),
             *(("measuring training alone", pair.train) for pair in pairs),
-            *(("measuring both phases at once", pair.work_at_once) for pair in apart),
+            *(("measuring both phases at once", pair.work_at_once) for pair in pairs if not pair.side.colocated),
         ]
         for done, (text, work) in enumerate(turn * repeats, 1):
             progress(text, done, len(turn) * repeats + 1)
@@ -161,15 +154,16 @@ class _Pair:
     def __init__(self, order: Order, directory: Path, processes: ExitStack) -> None:
         side = self.side = order.side
 
-        def start(name: str, make: Make, given: Order, count: int, threads: int) -> Children:
-            return processes.enter_context(Children(name, make, given, count=count, threads=threads, log_dir=directory))
+        def start(name: str, make: Make, given: Order, place: Place) -> Children:
+            children = Children(name, make, given, count=place.workers, threads=place.threads, log_dir=directory)
+            return processes.enter_context(children)
 
-        endless = endless_model(Path(side.place.model_dir), directory / "model")
-        generating = replace(order, side=replace(side, place=replace(side.place, model_dir=str(endless))))
-        self._generation = start("generation", GenerationAlone, generating, side.place.workers, side.place.threads)
-        self._training = start("training", TrainingAlone, order, side.trainer.workers, side.trainer.threads)
-        self._generated: dict[bool, list[list[Generated]]] = {False: [], True: []}
-        self._trained: dict[bool, list[list[Trained]]] = {False: [], True: []}
+        endless = endless_model(Path(side.rollout.model_dir), directory / "model")
+        generating = replace(order, side=replace(side, rollout=replace(side.rollout, model_dir=str(endless))))
+        self._generation = start("generation", GenerationAlone, generating, side.rollout)
+        self._training = start("training", TrainingAlone, order, side.trainer)
+        self._generated: dict[bool, list[list[Worked]]] = {False: [], True: []}
+        self._trained: dict[bool, list[list[Worked]]] = {False: [], True: []}
         """By whether the other phase worked, too: repeat by repeat, and process by process."""
         self._num_steps = 0
 
@@ -179,9 +173,9 @@ class _Pair:
 
     def warm_up(self) -> None:
         """And find the number of train steps that take about `TRAINING_S`: whole windows, where the steps of one differ."""
-        few = BATCHES * self.side.training.async_training.trigger_parameter_sync_step
+        few = BATCHES * self.side.profile.async_training.trigger_parameter_sync_step
         self._training.ask("measure", few)
-        warm: list[Trained] = self._training.ask("measure", few)
+        warm: list[Worked] = self._training.ask("measure", few)
         self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)
 
     def generate(self) -> None:
@@ -206,8 +200,7 @@ def _of_the_engine(profile: Profile) -> Profile:
     return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
 
     def figures(self) -> PhaseFigures:
-        generated = [one for repeat in self._generated[False] for one in repeat]
-        measured: list[Generated | Trained] = [*generated, *(one for repeat in self._trained[False] for one in repeat)]
+        generated, trained = (list(chain(*repeats[False])) for repeats in (self._generated, self._trained))
         rollout, trainer = _rollout_rates(self._generated[False]), _trainer_rates(self._trained[False])
         return PhaseFigures(
             capacities=Capacities(
@@ -220,15 +213,15 @@ def _of_the_engine(profile: Profile) -> Profile:
             rollout_repeats=rollout,
             trainer_repeats=trainer,
             slots_used=statistics.fmean(one.running_mean for one in generated) / self.side.profile.rollout.slots,
-            cpu_share=min(one.cpu_s / one.seconds for one in measured),
+            cpu_share=min(one.cpu_s / one.seconds for one in (*generated, *trained)),
         )
 
 
-def _rollout_rates(repeats: Sequence[Sequence[Generated]]) -> tuple[float, ...]:
+def _rollout_rates(repeats: Sequence[Sequence[Worked]]) -> tuple[float, ...]:
     return tuple(sum(one.tokens / one.seconds for one in repeat) for repeat in repeats)
 
 
-def _trainer_rates(repeats: Sequence[Sequence[Trained]]) -> tuple[float, ...]:
+def _trainer_rates(repeats: Sequence[Sequence[Worked]]) -> tuple[float, ...]:
     """Each rank reports the tokens of all, and a step ends with the slowest."""
     return tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in repeats)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,12 +11,10 @@ from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout
 from asyncrl_cli.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
-    from asyncrl_cli.bench.compare import Request, Watcher
+    from asyncrl_cli.bench.compare import Request
     from asyncrl_cli.bench.gantt import Timeline
-    from asyncrl_cli.bench.real import Told
     from asyncrl_cli.bench.results import Comparison
 
 EXAMPLES = """[bold]Examples[/]
@@ -97,6 +95,7 @@ def command(
 
 def compare_and_show(request: Request, workload_reference: str | None, out: Path | None, *, as_json: bool) -> None:
     """Raises what ended the comparison early, after what was finished is shown."""
+    from asyncrl_cli.bench.bars import Bars
     from asyncrl_cli.bench.compare import compare, contest_of
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workload_files import load_workload
@@ -106,8 +105,9 @@ def compare_and_show(request: Request, workload_reference: str | None, out: Path
     for warning in contest.warnings:
         warn(warning)
     with output_directory(out) as directory:
-        with _watching(f"SIMULATED {workload.name}" if workload else "real runs") as watcher:
-            outcome = compare(contest, directory, watcher)
+        with Bars(stderr()) as bars:
+            bars.say(f"SIMULATED {workload.name}" if workload else "real runs")
+            outcome = compare(contest, directory, bars)
         if outcome.comparison is not None:
             _show(outcome.comparison, outcome.timelines, directory, as_json=as_json)
         if outcome.error is not None:
@@ -141,52 +141,3 @@ def _print(comparison: Comparison) -> None:
     for lines in (tuple(short_notes(comparison)), comparison.remarks):
         if lines:
             print_prose("\n" + "\n".join(lines))
-
-
-def _watching(title: str) -> AbstractContextManager[Watcher]:
-    """Progress bars on stderr, one per run. A real run's time is its own, as in its metrics: the table's wall time in the end."""
-    from contextlib import contextmanager
-
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-    from rich.text import Text
-
-    from asyncrl_cli.observe.format import clock
-
-    class Time(ProgressColumn):
-        def render(self, task: Task) -> Text:
-            elapsed_s = task.finished_time if task.finished else task.elapsed
-            left = "" if task.finished or task.time_remaining is None else f"  {clock(task.time_remaining)} left"
-            return Text(clock(task.fields.get("time_s", elapsed_s)) + left, style="progress.elapsed")
-
-    class Bars:
-        def __init__(self, progress: Progress) -> None:
-            self._progress = progress
-            self._tasks: dict[str, TaskID] = {}
-
-        def run(self, name: str, groups: int, total: int, told: Told | None = None) -> None:
-            phase = f" ({told.phase})" if told is not None and told.phase not in ("running", "done") else ""
-            own_time = {} if told is None else {"time_s": told.time_s}
-            self._show(name, groups, total, is_started=groups > 0, text=name + phase, **own_time)
-
-        def note(self, text: str, done: int, total: int) -> None:
-            """One bar for all that is not a run."""
-            self._show("", done, total, is_started=True, text=text)
-
-        def say(self, text: str) -> None:
-            self._progress.console.print(text, markup=False, highlight=False)
-
-        def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str, **own_time: Any) -> None:
-            if key not in self._tasks:
-                self._tasks[key] = self._progress.add_task(text, total=total or None, start=is_started)
-            task = self._tasks[key]
-            if is_started:
-                self._progress.start_task(task)  # does nothing to one that has started
-            self._progress.update(task, completed=done, total=total or None, description=text, **own_time)
-
-    @contextmanager
-    def bars() -> Iterator[Watcher]:
-        with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Time(), console=stderr()) as progress:
-            progress.console.print(title, highlight=False)
-            yield Bars(progress)
-
-    return bars()
