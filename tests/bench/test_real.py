@@ -55,7 +55,7 @@ def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
 def test_a_failing_run_tells_its_own_error_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, "import sys; sys.exit(print('error: no such task\\nhint: look', file=sys.stderr) or 2)")
     with pytest.raises(ConfigError, match=r"colocate-r0 failed \(exit 2\): no such task") as failed:
-        make_run(runs(tmp_path)[0], lambda groups: None)
+        make_run(runs(tmp_path)[0], Quiet())
     assert failed.value.hint.startswith("look; its log: ")
     assert "colocate-r0.log" in failed.value.hint
 
@@ -69,12 +69,13 @@ def test_an_interrupted_run_is_asked_to_stop_and_ends(tmp_path: Path, monkeypatc
     child(monkeypatch, code)
     run = runs(tmp_path)[0]
 
-    def interrupt(groups: int) -> None:
-        if Path(f"{run.directory}.ready").exists():
-            raise KeyboardInterrupt
+    class Interrupting(Quiet):
+        def run(self, *arguments: Any) -> None:
+            if Path(f"{run.directory}.ready").exists():
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_run(run, interrupt)
+        make_run(run, Interrupting())
     assert Path(f"{run.directory}.stopped").exists()
 
 

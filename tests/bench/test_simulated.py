@@ -47,7 +47,7 @@ COLOCATE = {"profile": "colocate", "parts_s": {"train": 0.5}}
 @pytest.mark.slow
 def test_a_workload_is_held_against_its_references_in_their_order_beside_the_runs() -> None:
     made = workload({"profile": "partial-rollout", "window_time_s": 2.0, "calibrated": False}, COLOCATE)
-    (run,), fit = simulate_all([job(made)], made, WINDOW_GROUPS, lambda name, groups: None)
+    (run,), fit = simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
     assert run.lines[-1]["groups_trained"] == ENOUGH_GROUPS
     assert fit == residuals(made)
     assert [(one.profile, one.part) for one in fit] == [
@@ -60,7 +60,7 @@ def test_a_workload_is_held_against_its_references_in_their_order_beside_the_run
 @pytest.mark.slow
 def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
     made = workload(COLOCATE | {"source": "published, 4 GPUs"}, {"profile": "partial-rollout", "calibrated": False})
-    _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], made, 16, lambda name, groups: None)
+    _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], 16, lambda name, groups: None)
     published, measured = remarks_of(made, fit)
     assert published.startswith("colocate (calibrated on), seconds per window: window 1 published, ")
     assert "train 0.5 published, " in published
@@ -70,7 +70,7 @@ def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> No
 def test_an_unknown_part_of_a_reference_is_an_error() -> None:
     made = workload({"profile": "colocate", "parts_s": {"trains": 1.0}})
     with pytest.raises(ConfigError, match="no part trains"):
-        simulate_all([job(made)], made, WINDOW_GROUPS, lambda name, groups: None)
+        simulate_all([job(made)], WINDOW_GROUPS, lambda name, groups: None)
     assert multiprocessing.active_children() == []
 
 
@@ -84,7 +84,7 @@ def test_an_interrupt_ends_all_runs_in_their_middle() -> None:
 
     jobs = [job(made, groups=400_000, seed=seed) for seed in (0, 1)]
     with pytest.raises(Interrupted) as raised:
-        simulate_all(jobs, made, WINDOW_GROUPS, interrupt)
+        simulate_all(jobs, WINDOW_GROUPS, interrupt)
     assert raised.value.exit_code == 130
     assert multiprocessing.active_children() == []
 
@@ -102,7 +102,7 @@ def test_every_simulated_run_has_its_own_capacities() -> None:
     """Those of the lengths that its seed drew."""
     made = workload()
     jobs = [job(made, seed=seed) for seed in (0, 1)]
-    runs, _ = simulate_all(jobs, made, WINDOW_GROUPS, lambda name, groups: None)
+    runs, _ = simulate_all(jobs, WINDOW_GROUPS, lambda name, groups: None)
     known = [run.capacities.trainer_tokens_per_s for run in runs if run.capacities]
     assert len(set(known)) == 2
 

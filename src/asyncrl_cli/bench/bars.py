@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
@@ -10,8 +11,14 @@ from rich.text import Text
 
 from asyncrl_cli.observe.format import clock
 
-if TYPE_CHECKING:
-    from asyncrl_cli.bench.real import Told
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a run says of itself: `time_s` as in its metrics lines, so that its last one is the wall time of the table."""
+
+    groups: int = 0
+    time_s: float = 0.0
+    phase: str = "starting"
 
 
 class Bars(Progress):

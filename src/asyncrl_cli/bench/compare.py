@@ -5,7 +5,7 @@ Request -> Contest (same work, same resources) -> runs -> capacities -> Outcome
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from asyncrl_cli.bench.capacities import with_capacities
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.measure import common_edges, stretch_of
-from asyncrl_cli.bench.real import RealRun, Told, make_run, runs_of, terminating_as_interrupt
+from asyncrl_cli.bench.real import make_run, runs_of, terminating_as_interrupt
 from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.observe.lines import spent_s
@@ -128,7 +128,7 @@ def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Outco
     ]
     for job in jobs:
         bars.run(job.name, 0, groups)
-    runs, fit = simulate_all(jobs, workload, contest.longest_window, lambda name, trained: bars.run(name, trained, groups))
+    runs, fit = simulate_all(jobs, contest.longest_window, lambda name, trained: bars.run(name, trained, groups))
     return outcome_of(contest, runs, remarks_of(workload, fit))
 
 
@@ -160,20 +160,16 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Outcome:
             for seed in contest.request.seeds:
                 first = len(finished)
                 for run in (run for run in planned if run.seed == seed):
-                    made, is_last = make_run(run, _teller(bars, run), bars.say)
+                    made, is_last = make_run(run, bars)
                     finished.append(made)
                     if is_last:
                         raise KeyboardInterrupt
-                known, doubts = with_capacities(contest.entries, finished[first:], bars, share=1 / contest.request.repeat)
-                finished[first:] = known
+                share = 1 / contest.request.repeat
+                finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, share)
                 remarks |= dict.fromkeys(doubts)
     except (AsyncrlError, KeyboardInterrupt) as failure:
         error = failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")
     return outcome_of(contest, finished, tuple(remarks), tuple(run.name for run in planned[len(finished) :]), error)
-
-
-def _teller(bars: Bars, run: RealRun) -> Callable[[Told], None]:
-    return lambda told: bars.run(run.name, told.groups, run.groups, told)
 
 
 def outcome_of(

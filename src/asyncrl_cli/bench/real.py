@@ -6,19 +6,19 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from asyncrl_cli.bench.bars import Bars, Told
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.gantt import timeline_of_run
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
+from asyncrl_cli.job.stopping import StopRequests
 from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5
@@ -26,21 +26,8 @@ STOP_EXTRA_S = 30.0
 """A stopped run has `run.stop_grace_s` for itself; ending Ray takes some more."""
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
-Say = Callable[[str], None]
-Interrupts = list[int]
-"""The signals by which we were asked to stop while a run is made."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a run says of itself: `time_s` as in its metrics lines, so that its last one is the wall time of the table."""
-
-    groups: int = 0
-    time_s: float = 0.0
-    phase: str = "starting"
-
-
-Progress = Callable[[Told], None]
+Interrupts = list[float]
+"""When we were asked to stop while a run is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +80,7 @@ def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: S
     ]
 
 
-def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> tuple[Run, bool]:
+def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
     """Run it to its end; also whether we were interrupted, and it is the last one. Raises AsyncrlError with what it said last if it
     fails; interrupted before its end, it is ended first."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
@@ -106,9 +93,10 @@ def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> 
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts:
                     raise KeyboardInterrupt
-                progress(_told(run.directory / "status.json"))
+                told = _told(run.directory / "status.json")
+                bars.run(run.name, told.groups, run.groups, told)
         except BaseException:
-            say(f"stopping {run.name}; Ctrl-C again ends it at once")
+            bars.say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
             raise
     if interrupts and code != 0:
@@ -116,7 +104,7 @@ def make_run(run: RealRun, progress: Progress, say: Say = lambda text: None) -> 
     if code != 0:
         raise _failure(run, code)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    progress(Told(groups=run.groups, time_s=lines[-1]["time_s"], phase="done"))
+    bars.run(run.name, run.groups, run.groups, Told(time_s=lines[-1]["time_s"], phase="done"))
     timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.keep_timeline else None
     return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
 
@@ -135,34 +123,19 @@ def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) ->
 
 @contextmanager
 def counting_interrupts() -> Iterator[Interrupts]:
-    """SIGINT, SIGTERM and SIGHUP are kept and raise nothing: whoever waits looks, and no run is left behind in between."""
+    """Signals are kept and raise nothing: whoever waits looks, and no run is left behind in between."""
     interrupts: Interrupts = []
-    with _handling(lambda number, frame: interrupts.append(number), signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    with StopRequests(lambda: interrupts.append(time.monotonic())).on_signals():
         yield interrupts
 
 
-@contextmanager
-def terminating_as_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP become KeyboardInterrupt, so that nothing is left behind by a bench that is ended."""
+def terminating_as_interrupt() -> AbstractContextManager[None]:
+    """SIGTERM and SIGHUP become KeyboardInterrupt, as SIGINT is, so that nothing is left behind by a bench that is ended."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with _handling(interrupt, signal.SIGTERM, signal.SIGHUP):
-        yield
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
-    """Python handles signals in the main thread only; one that is ignored (as under nohup) stays so."""
-    is_main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in numbers if is_main and signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in handled}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+    return StopRequests(interrupt).on_signals()
 
 
 def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from asyncrl_cli.bench.gantt import Timeline
@@ -27,13 +27,16 @@ Record = TypeVar("Record", Bound, Capacities)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run: its metrics lines, what its phases can do alone, if that is known, and what is drawn of it."""
+    """A finished run: its metrics lines, what its phases can do alone, if that is known, and what is drawn of it; once it is
+    measured, its figures, and as its bound the ideal of the measured stretch, per W groups of the baseline."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
     capacities: Capacities | None = None
     timeline: Timeline | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    bound: Bound | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,47 +107,39 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_
         return []
     edges = common_edges([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
     measured = [_measured(run, window_groups, edges) for run in runs]
-    base = {one.run.seed: one.figures for one in measured if one.run.profile == contestants[0].profile}
-    own = {contestant.profile: [one for one in measured if one.run.profile == contestant.profile] for contestant in contestants}
+    base = {one.seed: one.figures for one in measured if one.profile == contestants[0].profile}
+    own = {contestant.profile: [one for one in measured if one.profile == contestant.profile] for contestant in contestants}
     return [_result(contestant, own[contestant.profile], base) for contestant in contestants if own[contestant.profile]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    run: Run
-    figures: Mapping[str, float]
-    bound: Bound | None
-
-
-def _measured(run: Run, window_groups: int, edges: Edges) -> _Measured:
-    """`bound`: the ideal of the measured stretch, per W groups of the baseline."""
+def _measured(run: Run, window_groups: int, edges: Edges) -> Run:
     figures = figures_of(run.lines, window_groups=window_groups, edges=edges)
     if run.capacities is None:
-        return _Measured(run=run, figures=figures, bound=None)
+        return replace(run, figures=figures)
     stretch = stretch_of(run.lines, edges)
     work, share = work_of(run.lines, stretch), window_groups / stretch.groups
     of_window = Work(sampled_tokens=work.sampled_tokens * share, trained_tokens=work.trained_tokens * share)
     bound = bound_of(of_window, run.capacities)
     ideals_s = {"bound_ratio": bound.ideal_s, "at_once_ratio": bound.at_once_s}
     ratios = {name: ideal_s / figures["window_time_s"] for name, ideal_s in ideals_s.items() if ideal_s is not None}
-    return _Measured(run=run, figures=figures | ratios, bound=bound)
+    return replace(run, figures=figures | ratios, bound=bound)
 
 
-def _result(contestant: Contestant, own: Sequence[_Measured], base: Mapping[int, Mapping[str, float]]) -> Result:
+def _result(contestant: Contestant, own: Sequence[Run], base: Mapping[int, Mapping[str, float]]) -> Result:
     """With the figures that every run measured."""
     names = [name for name in own[0].figures if all(name in one.figures for one in own)]
     return Result(
         contestant=contestant,
         figures={name: Spread.of([one.figures[name] for one in own]) for name in names} | _speedups(own, base),
-        seeds=tuple(one.run.seed for one in own),
-        capacities=_median([one.run.capacities for one in own if one.run.capacities]),
+        seeds=tuple(one.seed for one in own),
+        capacities=_median([one.capacities for one in own if one.capacities]),
         bound=_median([one.bound for one in own if one.bound]),
     )
 
 
-def _speedups(own: Sequence[_Measured], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
+def _speedups(own: Sequence[Run], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
     """Absent where no seed was run by both."""
-    paired = [(one.figures, base[one.run.seed]) for one in own if one.run.seed in base]
+    paired = [(one.figures, base[one.seed]) for one in own if one.seed in base]
     speeds = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
     return {name: Spread.of([ours[speed] / theirs[speed] for ours, theirs in paired]) for name, speed in speeds.items() if paired}
 
@@ -153,7 +148,7 @@ def _median(records: Sequence[Record]) -> Record | None:
     """Number by number; None is where any of them has None."""
     if not records:
         return None
-    values = {field.name: [getattr(record, field.name) for record in records] for field in fields(records[0])}
+    values = {each.name: [getattr(record, each.name) for record in records] for each in fields(records[0])}
     medians: dict[str, Any] = {
         name: None if None in found else statistics.median(found)
         for name, found in values.items()

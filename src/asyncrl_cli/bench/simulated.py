@@ -46,15 +46,14 @@ class SimulatedJob:
         return f"SIMULATED {self.profile.name}-s{self.seed}"
 
 
-def simulate_all(
-    jobs: Sequence[SimulatedJob], workload: Workload, window_groups: int, progress: Progress
-) -> tuple[list[Run], list[Residual]]:
+def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[Run], list[Residual]]:
     """Runs in the order of `jobs`, with their capacities, and how well the workload fits its references. `window_groups`: the
     longest W of all.
 
     Raises what the first failing run raised, and Interrupted; either way all other runs are ended first.
     """
     jobs_by_length = sorted(jobs, key=lambda job: -job.groups * job.profile.rollout.n)
+    workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     told = multiprocessing.get_context("spawn").SimpleQueue()
     size = min(len(jobs) + len(rows), usable_cores())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from asyncrl_cli.bench import measure
 from asyncrl_cli.bench.results import Comparison, Result, Spread
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
@@ -46,20 +47,9 @@ def digits(value: float) -> str:
     return f"{value:.4g}" if value < 1000 else count(value)
 
 
-def percent(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def times(value: float) -> str:
-    return f"{value:.2f}x"
-
-
-def fixed(value: float) -> str:
-    return f"{value:.3f}"
-
-
-PARTS = (("wait_data", "wait"), ("old_logprob", "old_logprob"), ("train", "train"), ("gather", "sync"), ("other", "other"))
-"""Labels are the names of `timing/*_s`, figures those of `measure.PARTS`."""
+percent, times, fixed = "{:.1%}".format, "{:.2f}x".format, "{:.3f}".format
+PARTS = {keys[-1]: part for part, keys in measure.PARTS.items()}
+"""Figures by their labels, which are the names of `timing/*_s`."""
 SPEED = (
     Metric("wall time, whole run", "wall_s", clock),
     Metric("measured of it, s", "measured_s", seconds),
@@ -68,9 +58,9 @@ SPEED = (
 STEP = (
     Metric("  mean, s", "step_s_mean", seconds),
     Metric("  p95, s", "step_s_p95", seconds),
-    *(Metric(f"    {label}", f"step_{part}_s", seconds) for label, part in PARTS),
+    *(Metric(f"    {label}", f"step_{part}_s", seconds) for label, part in PARTS.items()),
 )
-WINDOW = tuple(Metric(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS)
+WINDOW = tuple(Metric(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS.items())
 REST = (
     Metric("slots used", "slot_utilization", share, always=True),
     Metric("rollouter idle", "rollouter_idle_ratio", share, always=True),

@@ -13,7 +13,6 @@ from asyncrl_cli.cli.options import JsonOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from asyncrl_cli.bench.compare import Request
     from asyncrl_cli.bench.gantt import Timeline
     from asyncrl_cli.bench.results import Comparison
 
@@ -79,7 +78,10 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
-    from asyncrl_cli.bench.compare import Request
+    from asyncrl_cli.bench.bars import Bars
+    from asyncrl_cli.bench.compare import Request, compare, contest_of
+    from asyncrl_cli.bench.report import output_directory
+    from asyncrl_cli.simulate.workload_files import load_workload
 
     request = Request(
         baseline=baseline,
@@ -90,17 +92,7 @@ def command(
         groups=groups,
         windows=windows,
     )
-    compare_and_show(request, simulate, out, as_json=as_json)
-
-
-def compare_and_show(request: Request, workload_reference: str | None, out: Path | None, *, as_json: bool) -> None:
-    """Raises what ended the comparison early, after what was finished is shown."""
-    from asyncrl_cli.bench.bars import Bars
-    from asyncrl_cli.bench.compare import compare, contest_of
-    from asyncrl_cli.bench.report import output_directory
-    from asyncrl_cli.simulate.workload_files import load_workload
-
-    workload = None if workload_reference is None else load_workload(workload_reference)
+    workload = None if simulate is None else load_workload(simulate)
     contest = contest_of(request, workload)
     for warning in contest.warnings:
         warn(warning)
