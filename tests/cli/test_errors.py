@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.cli import app, plan
+from asyncrl_cli.cli import app, plan_report
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.console import print_json
 from asyncrl_cli.errors import StallError
@@ -75,7 +75,7 @@ def test_a_command_that_has_printed_its_document_prints_no_second_one(
         print_json({"phase": "failed"})
         raise StallError("nobody moved")
 
-    monkeypatch.setattr(plan, "print_plan", printed)
+    monkeypatch.setattr(plan_report, "print_plan", printed)
     for _ in range(2):
         assert run(["plan", "-p", "base", "--json"]) == 1
         assert json.loads(capsys.readouterr().out) == {"phase": "failed"}
@@ -118,7 +118,7 @@ def test_errors_of_any_kind_end_in_one_line_and_a_code(
     def fail(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(plan, "print_plan", fail)
+    monkeypatch.setattr(plan_report, "print_plan", fail)
     assert app.run(["plan", "-p", "base"]) == code
     assert said in capsys.readouterr().err
 

@@ -59,7 +59,7 @@ def command(
         _print_plan(loaded, address, as_json=as_json)
         return
     if address is None:
-        from asyncrl_cli.cli.plan_memory import refuse_what_cannot_fit
+        from asyncrl_cli.cli.plan_report import refuse_what_cannot_fit
 
         refuse_what_cannot_fit(settings)
     from asyncrl_cli.job.run import Run
@@ -69,7 +69,7 @@ def command(
 
 
 def _print_plan(loaded: Loaded, address: str | None, *, as_json: bool) -> None:
-    from asyncrl_cli.cli.plan import print_plan
+    from asyncrl_cli.cli.plan_report import print_plan
     from asyncrl_cli.job.preparing import check_without_making
 
     print_plan(loaded, gpus=None, as_json=as_json)

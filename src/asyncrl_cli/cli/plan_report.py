@@ -1,0 +1,206 @@
+"""What `asyncrl plan` prints: schedule, placement, an estimate of each process's memory, and whether a device has room for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from asyncrl_cli.cli.console import print_json, stdout, warn
+from asyncrl_cli.engines.registry import kind_of
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.plan import cluster, memory_fit
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job, device_of, plan_rows
+from asyncrl_cli.plan.memory import MemoryEstimate, estimate_memory
+from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.layers import Loaded
+from asyncrl_cli.profile.schema import Profile
+
+MIB, GIB = 2**20, 2**30
+NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """`unknown`: why there is no estimate, else empty. `refusal`: what is sure not to fit, which a run refuses, too."""
+
+    estimate: MemoryEstimate | None
+    needs: tuple[memory_fit.DeviceNeed, ...] = ()
+    warnings: tuple[str, ...] = ()
+    unknown: str = ""
+    refusal: PreflightError | None = None
+
+
+def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
+    """On stdout; for this machine, or another one with `gpus` GPUs of `gpu_memory_gib` each.
+
+    Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
+    """
+    profile = loaded.profile
+    schedule = Schedule.of(profile)
+    job = _planned(profile, gpus)
+    kind_of(profile).check_arguments(profile, job.device)
+    memory = memory_report(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
+    missing = _missing_engine(profile, job) if gpus is None else []
+    for warning in (*loaded.warnings, *job.warnings, *missing, *_unused(job, gpus, gpu_memory_gib), *memory.warnings):
+        warn(warning)
+    if as_json:
+        print_json(_document(profile, schedule, job, memory))
+    else:
+        _print_tables(profile, schedule, job)
+        print_memory(memory, job)
+    if memory.refusal is not None:
+        raise memory.refusal
+
+
+def _planned(profile: Profile, gpus: int | None) -> JobPlan:
+    """On this machine, or on one with `gpus` GPUs, whose cores nobody has counted: they are as many as the job computes with."""
+    here = cluster.local_cluster()
+    if gpus is None:
+        return compile_job(profile, here)
+    there = replace(here.nodes[0], gpus=gpus)
+    job = compile_job(profile, replace(here, nodes=(there,)))
+    if job.device == "cpu":
+        return job
+    return compile_job(profile, replace(here, nodes=(replace(there, cpus=max(there.cpus, job.cpus)),)))
+
+
+def _missing_engine(profile: Profile, job: JobPlan) -> list[str]:
+    """A plan needs no engine; a run on this machine does."""
+    try:
+        kind_of(profile).check_here(job.device)
+    except PreflightError as refusal:
+        return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
+    return []
+
+
+def _unused(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> list[str]:
+    """Options that say nothing of a plan on CPUs."""
+    if job.device != "cpu":
+        return []
+    given = {"--gpus": gpus or None, "--gpu-memory": gpu_memory_gib}
+    return [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
+
+
+def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:
+    """What was said of the GPUs; else this machine's, unless the plan is for GPUs of another one."""
+    if job.device == "cuda" and gpu_memory_gib is not None:
+        return int(gpu_memory_gib * GIB)
+    if job.device == "cuda" and gpus is not None:
+        return None
+    return memory_fit.known_memory_bytes(job.device)
+
+
+def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: MemoryReport) -> dict[str, Any]:
+    of_job = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
+    return {
+        "profile": profile.name,
+        "schedule": asdict(schedule),
+        "placement": {**of_job, "roles": plan_rows(job)},
+        "memory": memory_document(memory),
+    }
+
+
+def schedule_rows(schedule: Schedule, on_stale: str) -> list[tuple[str, str, str]]:
+    """(name, value, meaning), in the words of the documentation."""
+    strict = "strict: no token trained is older" if on_stale == "wait" else f'not strict: on_stale = "{on_stale}"'
+    last = schedule.last_window_groups
+    shorter = "" if last == schedule.window_groups else f", the last window has {last} groups"
+    return [
+        ("mode", schedule.mode, "follows from colocate, K, eta and partial_rollout"),
+        ("B", str(schedule.mini_batch_groups), "groups per optimizer step"),
+        ("R", str(schedule.step_groups), "groups per train step"),
+        ("K", str(schedule.window_steps), "train steps per weight sync"),
+        ("W", str(schedule.window_groups), "groups per window, that is between two weight syncs"),
+        ("eta", str(schedule.eta), "share of a window admitted ahead"),
+        ("budget", str(schedule.budget_groups), "groups admitted per window: floor((1 + eta) * W)"),
+        ("staleness bound", str(schedule.max_staleness), f"versions; {strict}"),
+        ("train steps", str(schedule.train_steps), f"{schedule.optimizer_steps} optimizer steps"),
+        ("groups", str(schedule.groups), "trained by the whole run"),
+        ("syncs", str(schedule.syncs), f"weight syncs, one at the end of each window{shorter}"),
+    ]
+
+
+def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
+    table = Table("", title=f"{profile.name}: schedule", title_justify="left", box=None, pad_edge=False)
+    table.add_column("value", justify="right")
+    table.add_column("meaning")
+    for cells in schedule_rows(schedule, profile.async_training.on_stale):
+        table.add_row(*cells)
+    rows = plan_rows(job)
+    headers = (header.replace("_", " ") for header in rows[0])
+    roles = Table(*headers, title=f"\nplacement: {job}", title_justify="left", box=None, pad_edge=False)
+    for row in rows:
+        roles.add_row(*(str(value) for value in row.values()))
+    stdout().print(table)
+    stdout().print(roles)
+
+
+def refuse_what_cannot_fit(profile: Profile) -> None:
+    """Before a run on this machine: PreflightError if its GPUs are too small for what a process holds all the time."""
+    here = cluster.local_cluster()
+    if device_of(profile, here) == "cpu":
+        return
+    report = memory_report(profile, compile_job(profile, here), memory_fit.known_memory_bytes("cuda"))
+    if report.refusal is not None:
+        raise report.refusal
+
+
+def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryReport:
+    try:
+        shape = shape_of(profile.model.path)
+    except ShapeUnknown as reason:
+        return MemoryReport(estimate=None, unknown=str(reason))
+    estimate = estimate_memory(profile, plan, shape, available_bytes)
+    needs = memory_fit.device_needs(estimate, plan, available_bytes)
+    refusal = memory_fit.cannot_fit(profile, estimate, plan, available_bytes)
+    warnings = () if refusal else tuple(memory_fit.memory_warnings(profile, estimate, plan, needs))
+    return MemoryReport(estimate=estimate, needs=tuple(needs), warnings=warnings, refusal=refusal)
+
+
+def memory_document(report: MemoryReport) -> dict[str, Any]:
+    if report.estimate is None:
+        return {"unknown": report.unknown}
+    return {
+        "estimate": True,
+        "parameters": report.estimate.shape.parameters,
+        "kv_values_per_token": report.estimate.shape.kv_values_per_token,
+        "items": [asdict(item) for item in report.estimate.items],
+        "devices": [{**asdict(need), "fits": need.fits} for need in report.needs],
+        "remarks": [*report.estimate.shape.remarks, NOT_COUNTED],
+    }
+
+
+def print_memory(report: MemoryReport, plan: JobPlan) -> None:
+    if report.estimate is None:
+        stdout().print(f"\nmemory: no estimate: {report.unknown}", soft_wrap=True)
+        return
+    each = "process" if plan.device == "cpu" else "GPU and process"
+    parameters = report.estimate.shape.parameters
+    title = f"\nmemory per {each}, an estimate ({report.estimate.shape.model_type}, {parameters:,} parameters)"
+    table = Table("role", "what", "where", "when", title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("processes", justify="right")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("meaning")
+    for item in report.estimate.items:
+        where = "memory" if plan.device == "cpu" else "GPU" if item.place == "device" else "host"
+        table.add_row(item.role, item.what, where, item.phase, str(item.processes), size(item.num_bytes), item.how)
+    stdout().print(table)
+    for line in (*map(_need_line, report.needs), *report.estimate.shape.remarks, NOT_COUNTED):
+        stdout().print(line, soft_wrap=True)
+
+
+def size(num_bytes: int) -> str:
+    """In MiB below one GiB, else in GiB."""
+    mib = num_bytes / MIB
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
+
+
+def _need_line(need: memory_fit.DeviceNeed) -> str:
+    who = " and ".join(need.roles)
+    text = f"{who} on one {need.device}: about {size(need.num_bytes)} at the peak"
+    if need.available_bytes is None:
+        return f"{text} (how much a {need.device} has is not known here: --gpu-memory GIB)"
+    return f"{text} of {size(need.available_bytes)}: {'fits' if need.fits else 'does not fit'}, by this estimate"
