@@ -22,7 +22,7 @@ from asyncrl_cli.bench.search import (
 )
 from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space, etas_up_to, slots_up_to, space_of, windows_of
 from asyncrl_cli.bench.tune import check_gpus, starting_sets
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.layers import load
@@ -256,7 +256,6 @@ def test_the_recommended_setting_is_tried_on_the_current_split_too() -> None:
     """What the rest of it wins there, and what is left for the split: 6400/64 against 6400/84 s of training."""
     found = search(space(), Counted(), 120)
     best, same_split = found.best, found.on_current_split
-    assert best is not None
     assert same_split is not None
     assert (best.setting.split, same_split.setting.split) == ("84:44", "64:64")
     assert same_split.measured.window_time_s - best.measured.window_time_s == pytest.approx(6400 / 64 - 6400 / 84)
@@ -279,6 +278,11 @@ def test_a_setting_whose_run_fails_is_named_and_left_out() -> None:
     found = search(space(), Counted(failing=[best]), 120)
     assert (best, "worker died") in found.failed
     assert best not in [r.setting for r in found.rows]
+
+
+def test_a_search_of_which_every_run_fails_says_why() -> None:
+    with pytest.raises(AsyncrlError, match=r"at most 1 versions of staleness could be simulated: worker died"):
+        search(space(), lambda settings, windows: ["worker died" for _ in settings], 120)
 
 
 def test_a_search_is_the_same_every_time() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.bench.space import Setting, Space
+from asyncrl_cli.errors import AsyncrlError
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
@@ -68,15 +69,11 @@ class Found:
 
     rows: tuple[Row, ...]
     current: Row | None
-    best: Row | None
+    best: Row
     on_current_split: Row | None
     num_settings: int
     windows: int
     failed: tuple[tuple[Setting, str], ...]
-
-    @property
-    def long_rows(self) -> list[Row]:
-        return [row for row in self.rows if row.is_long]
 
 
 def long_windows(space: Space, windows: int) -> int:
@@ -91,30 +88,31 @@ def planned_windows(space: Space, windows: int) -> int:
 
 
 def search(space: Space, evaluate: Evaluate, windows: int) -> Found:
-    """Deterministic for a deterministic `evaluate`."""
+    """Deterministic for a deterministic `evaluate`. Raises AsyncrlError if no setting could be simulated."""
     short: dict[Setting, Outcome] = {}
     long: dict[Setting, Outcome] = {}
     length = long_windows(space, windows)
 
-    def run(outcomes: dict[Setting, Outcome], settings: Iterable[Setting], windows: int) -> None:
+    def run(outcomes: dict[Setting, Outcome], settings: Iterable[Setting], windows: int) -> list[Row]:
         new = [setting for setting in dict.fromkeys(settings) if setting not in outcomes]
         outcomes.update(zip(new, evaluate(new, windows), strict=True))
+        return _rows(space, short, long)
 
-    def found() -> Found:
-        return _found(space, short, long, windows=len(short) * SHORT_WINDOWS + len(long) * length)
-
-    best = space.start
-    run(short, filter(space.allows, (best, space.current)), SHORT_WINDOWS)
+    start = space.start
+    rows = run(short, filter(space.allows, (start, space.current)), SHORT_WINDOWS)
     for axis in _axes(space):
-        run(short, axis(best), SHORT_WINDOWS)
-        best = next((row.setting for row in found().rows), best)
-    rows = found().rows
+        rows = run(short, axis(rows[0].setting if rows else start), SHORT_WINDOWS)
     fastest, least_stale = front(rows, SAME_STALENESS)[:2], front(rows, SAME_STALENESS)[-1:]
     finalists = (*best_of_splits(rows, BEST_SPLITS), *fastest, *least_stale)
-    run(long, [*(row.setting for row in finalists), space.current], length)
-    if (recommendation := found().best) is not None:
-        run(long, [space.on_current_split(recommendation.setting)], length)
-    return found()
+    rows = run(long, [*(row.setting for row in finalists), space.current], length)
+    if not any(row.is_long for row in rows):
+        reasons = {outcome for outcome in (*short.values(), *long.values()) if isinstance(outcome, str)}
+        raise AsyncrlError(
+            f"no setting with at most {space.bound} versions of staleness could be simulated: {'; '.join(sorted(reasons))}",
+            hint="asyncrl bench --simulate WORKLOAD --compare PROFILE runs the current setting",
+        )
+    run(long, [space.on_current_split(recommended(rows).setting)], length)
+    return _found(space, short, long, windows=len(short) * SHORT_WINDOWS + len(long) * length)
 
 
 def _axes(space: Space) -> tuple[Callable[[Setting], Iterable[Setting]], ...]:
@@ -126,21 +124,28 @@ def _short_runs(space: Space) -> int:
     return 2 + sum(len(list(axis(space.start))) for axis in _axes(space)) + len(list(space.beside_split(space.start)))
 
 
-def _found(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting, Outcome], windows: int) -> Found:
-    """Every setting by the longest of its runs; not one whose long run failed."""
+def _rows(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting, Outcome]) -> list[Row]:
+    """Every setting that keeps the bound, by the longest of its runs; not one whose long run failed."""
     rows = [
         Row(setting=setting, measured=outcome, is_long=setting in long)
         for setting, outcome in {**short, **long}.items()
-        if isinstance(outcome, Measured)
+        if isinstance(outcome, Measured) and space.allows(setting)
     ]
-    allowed = sorted((row for row in rows if space.allows(row.setting)), key=lambda row: (not row.is_long, row.rank))
-    long_rows = {row.setting: row for row in rows if row.is_long}
-    best = recommended([row for row in allowed if row.is_long])
-    on_current_split = long_rows.get(space.on_current_split(best.setting)) if best else None
+    return sorted(rows, key=lambda row: (not row.is_long, row.rank))
+
+
+def _found(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting, Outcome], windows: int) -> Found:
+    def long_row(setting: Setting) -> Row | None:
+        outcome = long.get(setting)
+        return Row(setting=setting, measured=outcome) if isinstance(outcome, Measured) else None
+
+    rows = _rows(space, short, long)
+    best = recommended(rows)
+    on_current_split = long_row(space.on_current_split(best.setting))
     failed = {setting: outcome for setting, outcome in (*short.items(), *long.items()) if isinstance(outcome, str)}
     return Found(
-        rows=tuple(allowed),
-        current=long_rows.get(space.current),
+        rows=tuple(rows),
+        current=long_row(space.current),
         best=best,
         on_current_split=None if on_current_split == best else on_current_split,
         num_settings=len({*short, *long}),
@@ -166,13 +171,12 @@ def best_of_splits(rows: Sequence[Row], keep: int) -> list[Row]:
     return list(best.values())[:keep]
 
 
-def recommended(rows: Sequence[Row]) -> Row | None:
-    """The least stale of those that are as fast as the fastest, as far as a simulation can tell them apart; of several such the
-    one with the least bound and eta."""
-    if not rows:
-        return None
-    fastest_s = min(row.measured.window_time_s for row in rows)
-    as_fast = [row for row in rows if row.measured.window_time_s <= fastest_s * (1 + SAME_TIME)]
+def recommended(rows: Sequence[Row]) -> Row:
+    """Of those that had long runs the least stale of all that are as fast as the fastest, as far as a simulation can tell them
+    apart; of several such the one with the least bound and eta."""
+    long = [row for row in rows if row.is_long]
+    fastest_s = min(row.measured.window_time_s for row in long)
+    as_fast = [row for row in long if row.measured.window_time_s <= fastest_s * (1 + SAME_TIME)]
     least_stale = min(row.measured.staleness_mean for row in as_fast)
     as_fresh = [row for row in as_fast if row.measured.staleness_mean <= least_stale + SAME_STALENESS]
     return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.measured.window_time_s))

@@ -20,9 +20,9 @@ from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.search import Evaluate, Found, Measured, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import Setting, space_of
-from asyncrl_cli.errors import AsyncrlError, ConfigError
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted, usable_cores
-from asyncrl_cli.plan.job_plan import compile_job
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
 from asyncrl_cli.profile.layers import set_layer
 from asyncrl_cli.profile.schema import Profile
@@ -61,13 +61,12 @@ class Tuned:
     n: int
     bound: int
     found: Found
-    best: Row
     known: Reference | None
 
     @property
     def recommended_sets(self) -> tuple[str, ...]:
         """All that the recommended run is given: what the search was given, and above it what it found."""
-        entries = (*self.sets, *self.best.setting.sets())
+        entries = (*self.sets, *self.found.best.setting.sets())
         return tuple({entry.partition("=")[0].strip(): entry for entry in entries}.values())
 
     @property
@@ -77,7 +76,7 @@ class Tuned:
     @property
     def speedup(self) -> float | None:
         current = self.found.current
-        return None if current is None else current.measured.window_time_s / self.best.measured.window_time_s
+        return None if current is None else current.measured.window_time_s / self.found.best.measured.window_time_s
 
     def to_json(self) -> dict[str, Any]:
         current, same_split, known = self.found.current, self.found.on_current_split, self.known
@@ -92,7 +91,7 @@ class Tuned:
             "seed": SEED,
             "rows": [_row_json(row) | {"is_on_front": row in undominated} for row in self.found.rows],
             "current": current and _row_json(current),
-            "recommended": _row_json(self.best) | {"sets": list(self.recommended_sets)},
+            "recommended": _row_json(self.found.best) | {"sets": list(self.recommended_sets)},
             "recommended_on_current_split": same_split and _row_json(same_split),
             "speedup": self.speedup,
             "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
@@ -109,26 +108,13 @@ def _row_json(row: Row) -> dict[str, Any]:
 
 
 def tune(
-    workload: Workload,
-    reference: str,
-    sets: Sequence[str] = (),
-    *,
-    gpus: int | None = None,
-    bound: int | None = None,
-    on_progress: Progress = lambda done, planned: None,
+    workload: Workload, reference: str, sets: Sequence[str], *, gpus: int | None, bound: int | None, on_progress: Progress
 ) -> Tuned:
     """Search around the profile `reference` as the workload runs it; `bound` is S, by default the profile's own.
 
     Raises ConfigError where profile, workload and GPUs do not go together, AsyncrlError if no setting could be simulated.
     """
-    base = tuple(sets)
-    profile = tunable_profile(workload, reference, base)
-    if gpus is not None:
-        base = starting_sets(workload.name, profile, sets, gpus)
-        profile = tunable_profile(workload, reference, base)
-    plan = compile_job(profile, virtual_cluster(profile))
-    if gpus is not None:
-        check_gpus(gpus, plan.gpus)
+    base, profile, plan = _starting_point(workload, reference, tuple(sets), gpus)
     space = space_of(profile, plan, bound=staleness_bound(profile) if bound is None else bound)
     window_groups, n = Schedule.of(profile).window_groups, profile.rollout.n
     effort = min(TRAJECTORIES // (window_groups * n), MOST_WINDOWS)
@@ -140,8 +126,6 @@ def tune(
     with terminating_as_interrupt(), simulators(usable_cores()) as pool:
         evaluate = evaluator(pool, workload, window_groups, profile_of, lambda done: on_progress(done, max(planned, done)))
         found = search(space, evaluate, effort)
-    if found.best is None:
-        raise _nothing_found(found, workload.name, reference, space.bound)
     return Tuned(
         workload=workload,
         profile=reference,
@@ -150,9 +134,22 @@ def tune(
         n=n,
         bound=space.bound,
         found=found,
-        best=found.best,
         known=_known(workload, profile),
     )
+
+
+def _starting_point(
+    workload: Workload, reference: str, sets: tuple[str, ...], gpus: int | None
+) -> tuple[tuple[str, ...], Profile, JobPlan]:
+    """The `--set`s that the search starts from, the profile that they make, and its plan."""
+    profile = tunable_profile(workload, reference, sets)
+    if gpus is not None:
+        sets = starting_sets(workload.name, profile, sets, gpus)
+        profile = tunable_profile(workload, reference, sets)
+    plan = compile_job(profile, virtual_cluster(profile))
+    if gpus is not None:
+        check_gpus(gpus, plan.gpus)
+    return sets, profile, plan
 
 
 def tunable_profile(workload: Workload, reference: str, sets: Sequence[str]) -> Profile:
@@ -218,14 +215,6 @@ def _known(workload: Workload, profile: Profile) -> Reference | None:
         if of_row.model_dump(exclude={"run"}) == own:
             return row
     return None
-
-
-def _nothing_found(found: Found, workload: str, profile: str, bound: int) -> AsyncrlError:
-    reasons = "; ".join(dict.fromkeys(reason for _, reason in found.failed))
-    return AsyncrlError(
-        f"no setting of {workload} with at most {bound} versions of staleness could be simulated: {reasons}",
-        hint=f"asyncrl bench --compare {profile} --simulate {workload} runs the current setting",
-    )
 
 
 def evaluator(

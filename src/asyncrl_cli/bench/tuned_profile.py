@@ -40,7 +40,7 @@ def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> No
 
 
 def profile_text(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> str:
-    best, current = tuned.best, tuned.found.current
+    best, current = tuned.found.best, tuned.found.current
     before = "" if current is None else f" (before: {current.setting.split}, {current.measured.window_time_s:.4g} s)"
     bound = f"at most {counted(tuned.bound, 'version')} of staleness"
     lines = [

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich.table import Table
+
+from asyncrl_cli.bench.search import SAME_TIME, Row
+from asyncrl_cli.bench.tune import DEFAULT_PROFILE, LIMITS, Tuned, tune
+from asyncrl_cli.bench.tuned_profile import check_new, write_profile
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.safe_files import expand
-
-if TYPE_CHECKING:
-    from asyncrl_cli.bench.search import Row
-    from asyncrl_cli.bench.tune import Tuned
-    from asyncrl_cli.simulate.references import Residual
-    from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.calibrate import calibrate
+from asyncrl_cli.simulate.references import PUBLISHED, WINDOW, Residual, residuals
+from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload_files import load_workload
 
 SHORTER = "where windows are shorter, versions follow faster: the same age of a token counts as more versions"
 HEADERS = ("split", "K", "batches", "eta", "slots", "bound", "stale", "seconds", "idle", "")
@@ -59,10 +62,6 @@ class Asked:
 
 def print_tuned(asked: Asked, *, as_json: bool) -> None:
     """Search and print; stdout has the data, stderr the progress."""
-    from dataclasses import asdict
-
-    from asyncrl_cli.bench.tuned_profile import check_new, write_profile
-
     if asked.out is not None:
         check_new(asked.out)
     workload, own_profile = workload_of(asked.reference, asked.runs_dir)
@@ -85,10 +84,6 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
 
 def _searched(asked: Asked, workload: Workload, own_profile: str | None) -> tuple[Tuned, list[Residual]]:
     """Also how well a run that was calibrated comes out of its own simulation."""
-    from asyncrl_cli.bench.tune import DEFAULT_PROFILE, tune
-    from asyncrl_cli.observe.starting import Starting
-    from asyncrl_cli.simulate.references import residuals
-
     reference = asked.profile or own_profile or DEFAULT_PROFILE
     with Starting("auto", stderr()) as progress:
         fit = residuals(workload) if own_profile else []
@@ -106,12 +101,8 @@ def _searched(asked: Asked, workload: Workload, own_profile: str | None) -> tupl
 
 def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
     """WORKLOAD|RUN: a run's directory or its name is calibrated and comes with its own profile."""
-    from asyncrl_cli.simulate.workload_files import load_workload
-
     for directory in (expand(reference), runs_dir / reference):
         if (directory / "profile.toml").is_file() and (directory / "metrics.jsonl").is_file():
-            from asyncrl_cli.simulate.calibrate import calibrate
-
             say(f"calibrating a workload from {directory}")
             return calibrate(directory), str(directory / "profile.toml")
     try:
@@ -121,8 +112,6 @@ def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
 
 
 def _print_table(tuned: Tuned) -> None:
-    from rich.table import Table
-
     bound = f"at most {counted(tuned.bound, 'version')} of staleness"
     print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {bound}")
     print_prose(f"{tuned.found.num_settings} settings tried; these had long runs, or are on the front.\n")
@@ -136,7 +125,7 @@ def _print_table(tuned: Tuned) -> None:
     for row in sorted(rows, key=lambda row: row.rank):
         marks = {
             "*": row in undominated,
-            "best": row == tuned.best,
+            "best": row == tuned.found.best,
             "now": row == current,
             "> S": row not in tuned.found.rows,
             "~": not row.is_long,
@@ -163,7 +152,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
     """Every `--set` on a line of its own, so that all of them can be copied from a narrow terminal."""
-    best = tuned.best
+    best = tuned.found.best
     print_prose(
         f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.measured.window_time_s:.2f} s "
         f"per {tuned.window_groups} groups"
@@ -176,7 +165,7 @@ def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
 
 def _against_current(tuned: Tuned) -> str:
     """What is won by it, or what the bound costs."""
-    best, current, speedup = tuned.best, tuned.found.current, tuned.speedup
+    best, current, speedup = tuned.found.best, tuned.found.current, tuned.speedup
     if current is None or speedup is None:
         return "the current setting could not be simulated: there is nothing to hold it against"
     if best.setting == current.setting:
@@ -197,35 +186,30 @@ def _differences(row: Row, other: Row) -> str:
 
 def _of_split(tuned: Tuned) -> str:
     """Whether it is the split that makes it faster, or the rest."""
-    from asyncrl_cli.bench.search import SAME_TIME
-
     same_split, current = tuned.found.on_current_split, tuned.found.current
-    if current is not None and current.setting.split == tuned.best.setting.split:
-        fastest = next((row for row in tuned.found.long_rows if row.setting.split != current.setting.split), None)
+    if current is not None and current.setting.split == tuned.found.best.setting.split:
+        others = (row for row in tuned.found.rows if row.is_long and row.setting.split != current.setting.split)
+        fastest = next(others, None)
         return f"the split stays: the fastest other one, {fastest}" if fastest else ""
     if same_split is None or current is None:
         return ""
-    best_s, same_split_s = tuned.best.measured.window_time_s, same_split.measured.window_time_s
-    others, split = current.measured.window_time_s / same_split_s, same_split_s / best_s
-    text = f"its K, batches, eta and slots on the current split, {same_split}: they make {others:.2f}x, the split {split:.2f}x"
+    best_s, same_split_s = tuned.found.best.measured.window_time_s, same_split.measured.window_time_s
+    rest, split = current.measured.window_time_s / same_split_s, same_split_s / best_s
+    text = f"its K, batches, eta and slots on the current split, {same_split}: they make {rest:.2f}x, the split {split:.2f}x"
     return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
 
 
 def _against_known(tuned: Tuned) -> str:
     """The simulation's own error is in that factor, too."""
-    from asyncrl_cli.simulate.references import PUBLISHED
-
     if tuned.known is None:
         return ""
-    known_s, best_s = tuned.known.window_time_s, tuned.best.measured.window_time_s
+    known_s, best_s = tuned.known.window_time_s, tuned.found.best.measured.window_time_s
     word = PUBLISHED if tuned.known.source.startswith(PUBLISHED) else "measured"
     return f"{word} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
 
 
 def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
     """Where the simulation misses the run that it knows by more than what it promises."""
-    from asyncrl_cli.simulate.references import WINDOW
-
     off = max((abs(one.ratio - 1) for one in fit if one.part == WINDOW), default=0.0)
     if speedup is None or not 0 < speedup - 1 < off:
         return ""
@@ -246,8 +230,6 @@ def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:
 
 
 def _print_limits(tuned: Tuned) -> None:
-    from asyncrl_cli.bench.tune import LIMITS
-
     print_prose("\nwhat this search cannot know")
     for limit in LIMITS:
         print_prose(f"- {limit}")
