@@ -7,16 +7,14 @@ import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from asyncrl_cli.bench import phases
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import common_edges, stretch_of
 from asyncrl_cli.bench.results import Run
+from asyncrl_cli.job import preparing
 from asyncrl_cli.simulate.observed import lengths_of
-
-if TYPE_CHECKING:
-    from asyncrl_cli.bench.bars import Bars
-    from asyncrl_cli.bench.phases import PhaseFigures
 
 FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
@@ -32,17 +30,14 @@ def with_capacities(
 ) -> tuple[list[Run], tuple[str, ...]]:
     """The runs with what each phase of their profiles does alone, and why that may be doubtful. `share`: of the usual number of
     measurements."""
-    from asyncrl_cli.bench.phases import REPEATS, measure_all, side_of
-    from asyncrl_cli.job.preparing import prepare
-
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
-    prepared = asyncio.run(prepare(entries[0].profile, bars.note))
-    sides = {entry.name: side_of(entry.profile, entry.plan, prepared.model_dir) for entry in entries}
+    prepared = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
+    sides = {entry.name: phases.side_of(entry.profile, entry.plan, prepared.model_dir) for entry in entries}
     lengths = measured_lengths(entries, runs)
-    repeats = math.ceil(REPEATS * share)
-    measured = measure_all(sides, prepared.task.train, lengths, repeats=repeats, progress=bars.note)
+    repeats = math.ceil(phases.REPEATS * share)
+    measured = phases.measure_all(sides, prepared.task.train, lengths, repeats=repeats, progress=bars.note)
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
 
@@ -58,7 +53,7 @@ def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]
     return lengths
 
 
-def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
+def doubts_of(measured: Collection[phases.PhaseFigures]) -> tuple[str, ...]:
     """Reasons not to trust a bound computed from these."""
     doubts = []
     if min(one.cpu_share for one in measured) < LITTLE_CPU:

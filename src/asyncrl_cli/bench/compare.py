@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.capacities import with_capacities
@@ -17,14 +16,15 @@ from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.measure import common_edges, stretch_of
 from asyncrl_cli.bench.real import make_run, runs_of, terminating_as_interrupt
 from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
+from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.profile.layers import Loaded, load
-
-if TYPE_CHECKING:
-    from asyncrl_cli.simulate.references import Residual
-    from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.references import Residual
+from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.world import virtual_cluster
 
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3
@@ -80,9 +80,6 @@ def contest_of(request: Request, workload: Workload | None = None) -> Contest:
         entries = entries_of(references, lambda reference: _real_profile(request, reference), lambda profile: local_cluster())
         default = REAL_GROUPS
     else:
-        from asyncrl_cli.simulate.workload_files import profile_for
-        from asyncrl_cli.simulate.world import virtual_cluster
-
         entries = entries_of(
             references, lambda reference: profile_for(workload, reference, request.sets, groups=1), virtual_cluster
         )
@@ -116,9 +113,6 @@ def compare(contest: Contest, directory: Path, bars: Bars) -> Outcome:
 
 def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Outcome:
     """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
-    from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
-    from asyncrl_cli.simulate.workload_files import profile_for
-
     request, groups = contest.request, contest.groups
     loaded = [profile_for(workload, entry.reference, request.sets, groups=groups) for entry in contest.entries]
     jobs = [

@@ -5,14 +5,16 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.results import Comparison, Result, is_uneven
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLOURS = {
     "busy": "#2f7ebc",
@@ -115,9 +117,6 @@ def _running(timeline: Timeline, name: str, begin_s: float, length_s: float) -> 
 
 
 def _legend(figure: Figure, timelines: Sequence[Timeline], most: float) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
     shown = [one.spans.get(name, ()) for one in timelines for name in (*one.trainers, *one.workers)]
     seen = {state for stays in shown for state, _, _ in stays}
     handles: list[Any] = [Patch(color=TRAINER_BUSY, label="training")]
@@ -141,8 +140,6 @@ def draw_speedups(comparison: Comparison, path: Path) -> Path:
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title("\n".join(textwrap.wrap(comparison.title, 80)), loc="left", fontsize=10)
     if any(result.bound for result in results):
-        from matplotlib.patches import Patch
-
         outline = Patch(fill=False, edgecolor="#444444", linestyle="--", label="bound: full batches, no waits")
         figure.legend(handles=[outline], loc="outside lower center", frameon=False, fontsize=9)
     return _save(figure, path)
@@ -172,9 +169,6 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
 
 def _figure(width: float, height: float) -> Figure:
     """Without pyplot: no display, no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

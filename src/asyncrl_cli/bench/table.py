@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from asyncrl_cli.bench import measure
 from asyncrl_cli.bench.results import Comparison, Result, Spread
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
-
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
 
 Shown = Callable[[float], str]
 NAME_WIDTH = 10
@@ -143,9 +143,6 @@ def _short(value: float, shown: Shown) -> str:
 
 def table_of(comparison: Comparison) -> Table:
     """As wide as it must be, however wide the terminal or pipe: print it with `crop=False`."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for result in comparison.results:
@@ -168,16 +165,12 @@ def heading_of(comparison: Comparison) -> str:
 
 def _dimmed(cell: str) -> Text:
     """The spread below a median is not what is read first."""
-    from rich.text import Text
-
     median, _, spread = cell.partition("\n")
     return Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median)
 
 
 def _folded(name: str) -> str:
     """A long name on several lines, broken at its hyphens."""
-    import textwrap
-
     return "\n".join(textwrap.wrap(name, NAME_WIDTH))
 
 
