@@ -194,11 +194,6 @@ class _Pair:
         work()
         self._generated[at_once].append(self._generation.ask("end"))
 
-
-def _of_the_engine(profile: Profile) -> Profile:
-    run = RunSection(seed=profile.run.seed)
-    return Profile(run=run, model=profile.model, rollout=profile.rollout, placement=profile.placement, eval=profile.eval)
-
     def figures(self) -> PhaseFigures:
         generated, trained = (list(chain(*repeats[False])) for repeats in (self._generated, self._trained))
         rollout, trainer = _rollout_rates(self._generated[False]), _trainer_rates(self._trained[False])
