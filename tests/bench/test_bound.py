@@ -70,8 +70,7 @@ def bound_ratios(seed: int) -> dict[str, float]:
     contest = contest_of(Request(baseline="colocate", profiles=PROFILES), workload)
     made = [simulated(entry, workload, seed, contest.groups) for entry in contest.entries]
     runs = with_capacities(made, contest.longest_window)
-    contestants = [entry.contestant() for entry in contest.entries]
-    compared = summarise(contestants, runs, window_groups=contest.baseline.window_groups)
+    compared = summarise(contest.entries, runs, window_groups=contest.baseline.window_groups)
     return {result.profile: result.figures["bound_ratio"].median for result in compared}
 
 

@@ -114,7 +114,7 @@ def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
 
 
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
-    contestants = [Contestant(profile=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")]
+    contestants = [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "fast")]
     runs = [Run(profile="base", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((2.0, 4.0, 4.0))]
     runs += [Run(profile="fast", seed=seed, lines=run_lines(scale)) for seed, scale in enumerate((1.0, 1.0, 2.0))]
     runs.append(Run(profile="fast", seed=3, lines=run_lines(100.0)))  # without a run of the baseline: no pair
@@ -125,7 +125,7 @@ def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> 
 
 
 def test_each_run_is_held_against_its_own_capacities() -> None:
-    contestants = [Contestant(profile="base", mode="base", step_groups=2, window_groups=2)]
+    contestants = [Contestant(name="base", mode="base", step_groups=2, window_groups=2)]
     capacities = [Capacities(rollout_tokens_per_s=speed, trainer_tokens_per_s=48, colocated=False) for speed in (24.0, 16.0)]
     runs = [Run(profile="base", seed=seed, lines=run_lines(), capacities=known) for seed, known in enumerate(capacities)]
     (base,) = summarise(contestants, runs, window_groups=2)
@@ -180,6 +180,6 @@ def test_runs_no_longer_than_the_longest_window_cannot_be_compared() -> None:
 
 
 def test_a_profile_without_a_finished_run_has_no_result() -> None:
-    contestants = [Contestant(profile=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")]
+    contestants = [Contestant(name=name, mode=name, step_groups=2, window_groups=2) for name in ("base", "late")]
     results = summarise(contestants, [Run(profile="base", seed=0, lines=run_lines())], window_groups=2)
     assert [result.profile for result in results] == ["base"]

@@ -32,7 +32,7 @@ def result(name: str, speed: float) -> Result:
         "step_s_mean": Spread(median=1.25, min=1.0, max=1.5),
     }
     return Result(
-        contestant=Contestant(profile=name, mode=name, step_groups=128, window_groups=512),
+        contestant=Contestant(name=name, mode=name, step_groups=128, window_groups=512),
         figures=figures,
         seeds=(0, 1),
         capacities=Capacities(rollout_tokens_per_s=1e6, trainer_tokens_per_s=2e6, colocated=name == "colocate"),

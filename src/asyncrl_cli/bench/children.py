@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,7 +36,7 @@ class Children:
 
     def __init__(self, name: str, make: Make, given: Any, *, count: int, threads: int, log_dir: Path) -> None:
         self._logs = {f"{name}-{index}": log_dir / f"{name}-{index}.log" for index in range(count)}
-        self._pools = [spawned(1, _begin, (threads, log)) for log in self._logs.values()]
+        self._pools = [spawned(1, partial(set_up_process, threads=threads, log_path=log)) for log in self._logs.values()]
         others = set(multiprocessing.active_children())
         with interrupts_later():
             self._starts = [pool.submit(_make, make, index, given) for index, pool in enumerate(self._pools)]
@@ -119,10 +120,6 @@ def _thread_seconds() -> dict[int, dict[int, float]]:
 
 _child: dict[str, Any] = {}
 """In a child: its object."""
-
-
-def _begin(threads: int, log: Path) -> None:
-    set_up_process(threads=threads, log_path=log)
 
 
 def _make(make: Make, index: int, given: Any) -> None:

@@ -176,7 +176,7 @@ def outcome_of(
     baseline = contest.baseline
     if not any(run.profile == baseline.name for run in runs):
         return Outcome(comparison=None, timelines=(), error=error)
-    results = summarise([entry.contestant() for entry in contest.entries], runs, window_groups=baseline.window_groups)
+    results = summarise(contest.entries, runs, window_groups=baseline.window_groups)
     comparison = Comparison(
         results=results,
         workload=contest.workload.name if contest.workload else "",

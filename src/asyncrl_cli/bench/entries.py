@@ -49,8 +49,8 @@ SAME_KEYS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """A profile in the comparison. `reference` is how the user named it; `plan` its resources."""
+class Entry(Contestant):
+    """A profile that can be run. `reference` is how the user named it; `plan` its resources."""
 
     reference: str
     loaded: Loaded
@@ -60,23 +60,6 @@ class Entry:
     def profile(self) -> Profile:
         return self.loaded.profile
 
-    @property
-    def name(self) -> str:
-        return self.profile.name
-
-    @property
-    def step_groups(self) -> int:
-        return self.profile.async_training.require_batches * self.profile.trainer.ppo_mini_batch_size
-
-    @property
-    def window_groups(self) -> int:
-        return self.step_groups * self.profile.async_training.trigger_parameter_sync_step
-
-    def contestant(self) -> Contestant:
-        return Contestant(
-            profile=self.name, mode=mode_of(self.profile), step_groups=self.step_groups, window_groups=self.window_groups
-        )
-
 
 def entries_of(
     references: Sequence[str], load: Callable[[str], Loaded], cluster: Callable[[Profile], ClusterResources]
@@ -85,7 +68,17 @@ def entries_of(
     entries: list[Entry] = []
     for reference in dict.fromkeys(references):
         loaded = load(reference)
-        entry = Entry(reference=reference, loaded=loaded, plan=compile_job(loaded.profile, cluster(loaded.profile)))
+        profile, training = loaded.profile, loaded.profile.async_training
+        step_groups = training.require_batches * profile.trainer.ppo_mini_batch_size
+        entry = Entry(
+            name=profile.name,
+            mode=mode_of(profile),
+            step_groups=step_groups,
+            window_groups=step_groups * training.trigger_parameter_sync_step,
+            reference=reference,
+            loaded=loaded,
+            plan=compile_job(profile, cluster(profile)),
+        )
         if any(entry.name == other.name for other in entries):
             raise ConfigError(f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`")
         entries.append(entry)

@@ -9,20 +9,19 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from typing import Any
 
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import collect_garbage_seldom
 
-Begin = Callable[..., None]
+Begin = Callable[[], None]
 """Called first in each process."""
 
 
 @contextmanager
-def simulators(processes: int, begin: Begin | None = None, arguments: tuple[Any, ...] = ()) -> Iterator[ProcessPoolExecutor]:
+def simulators(processes: int, begin: Begin = collect_garbage_seldom) -> Iterator[ProcessPoolExecutor]:
     """Whatever ends the block early ends the processes at once. Raises Interrupted for a KeyboardInterrupt."""
     others = set(multiprocessing.active_children())
-    pool = spawned(processes, _simulator, (begin, arguments))
+    pool = spawned(processes, begin)
     try:
         yield pool
         pool.shutdown()
@@ -35,19 +34,16 @@ def simulators(processes: int, begin: Begin | None = None, arguments: tuple[Any,
         raise
 
 
-def spawned(processes: int, begin: Begin, arguments: tuple[Any, ...]) -> ProcessPoolExecutor:
+def spawned(processes: int, begin: Begin) -> ProcessPoolExecutor:
     """Fresh processes (the command's own has threads: its progress bar), which leave a Ctrl-C in the terminal to their parent and
     end with it, however it ends."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(begin, arguments))
+    return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(begin,))
 
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
     """Processes started in the block are deaf to Ctrl-C from their first instruction on; ours is answered after it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -55,16 +51,10 @@ def interrupts_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begin(begin: Begin, arguments: tuple[Any, ...]) -> None:
+def _begin(begin: Begin) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
-    begin(*arguments)
-
-
-def _simulator(begin: Begin | None, arguments: tuple[Any, ...]) -> None:
-    collect_garbage_seldom()
-    if begin is not None:
-        begin(*arguments)
+    begin()
 
 
 def _end_with_parent() -> None:

@@ -43,7 +43,7 @@ class Run:
 class Contestant:
     """What is known of a profile beside its runs: `step_groups` is R, `window_groups` W."""
 
-    profile: str
+    name: str
     mode: str
     step_groups: int
     window_groups: int
@@ -72,7 +72,7 @@ class Result:
 
     @property
     def profile(self) -> str:
-        return self.contestant.profile
+        return self.contestant.name
 
     def median(self, name: str) -> float | None:
         return self.figures[name].median if name in self.figures else None
@@ -107,9 +107,9 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_
         return []
     edges = common_edges([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
     measured = [_measured(run, window_groups, edges) for run in runs]
-    base = {one.seed: one.figures for one in measured if one.profile == contestants[0].profile}
-    own = {contestant.profile: [one for one in measured if one.profile == contestant.profile] for contestant in contestants}
-    return [_result(contestant, own[contestant.profile], base) for contestant in contestants if own[contestant.profile]]
+    base = {one.seed: one.figures for one in measured if one.profile == contestants[0].name}
+    own = [(contestant, [one for one in measured if one.profile == contestant.name]) for contestant in contestants]
+    return [_result(contestant, runs, base) for contestant, runs in own if runs]
 
 
 def _measured(run: Run, window_groups: int, edges: Edges) -> Run:

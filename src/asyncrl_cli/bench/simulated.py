@@ -11,6 +11,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.bench.gantt import KeptTimeline
@@ -18,6 +19,7 @@ from asyncrl_cli.bench.measure import common_edges, stretch_of
 from asyncrl_cli.bench.pool import interrupts_later, simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.results import Run
+from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Alone
@@ -57,7 +59,7 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     told = multiprocessing.get_context("spawn").SimpleQueue()
     size = min(len(jobs) + len(rows), usable_cores())
-    with terminating_as_interrupt(), simulators(size, _begin, (told,)) as pool:
+    with terminating_as_interrupt(), simulators(size, partial(_begin, told)) as pool:
         with interrupts_later():
             running = {job.name: pool.submit(_simulate, job) for job in jobs_by_length}
             fits = [pool.submit(residuals, row) for row in rows]
@@ -90,6 +92,7 @@ _process: dict[str, Any] = {}
 
 
 def _begin(told: Any) -> None:
+    collect_garbage_seldom()
     _process["told"] = told
 
 
