@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from asyncrl_cli.bench.children import CpuTime, Worked
+from asyncrl_cli.engines.registry import make_engine, sampling_of
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.phases import Order
@@ -33,7 +34,6 @@ class GenerationAlone:
     def __init__(self, index: int, order: Order) -> None:
         from transformers import AutoTokenizer
 
-        from asyncrl_cli.engines.registry import make_engine, sampling_of
         from asyncrl_cli.envs.rendering import render_prompts
 
         profile, place = order.side.profile, order.side.rollout

@@ -9,12 +9,16 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from asyncrl_cli.bench.children import CpuTime, Worked
+from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
+from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
+from asyncrl_cli.train.balance import plan_train_step
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.phases import Order
-    from asyncrl_cli.loop.attempts import GroupResult
-    from asyncrl_cli.samples.trajectory import GroupPayload
 
 BATCHES = 2
 """Different ones, trained in turns."""
@@ -27,7 +31,6 @@ class TrainingAlone:
         from transformers import AutoTokenizer
 
         from asyncrl_cli.envs.rendering import render_prompts
-        from asyncrl_cli.train.balance import plan_train_step
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
         side, profile = order.side, order.side.profile
@@ -67,12 +70,7 @@ class TrainingAlone:
 
 def made_up_group(order: Order, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
     """Responses repeat their prompt's tokens; half of them are right."""
-    import numpy as np
-
-    from asyncrl_cli.engines.port import Completion
     from asyncrl_cli.envs.episode import segment_of
-    from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-    from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
 
     n, metas, trajectories = order.side.profile.rollout.n, [], []
     for response in range(n):

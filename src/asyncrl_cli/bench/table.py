@@ -146,7 +146,8 @@ def table_of(comparison: Comparison) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for result in comparison.results:
-        table.add_column(_folded(result.profile), justify="right", no_wrap=True)
+        folded = textwrap.wrap(result.profile, NAME_WIDTH)  # at its hyphens
+        table.add_column("\n".join(folded), justify="right", no_wrap=True)
     for row in rows_of(comparison):
         strong = row.label in ("speedup", "% of the bound") or row.label.startswith("s per ")
         table.add_row(row.label, *map(_dimmed, row.cells), style="bold" if strong else "")
@@ -167,11 +168,6 @@ def _dimmed(cell: str) -> Text:
     """The spread below a median is not what is read first."""
     median, _, spread = cell.partition("\n")
     return Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median)
-
-
-def _folded(name: str) -> str:
-    """A long name on several lines, broken at its hyphens."""
-    return "\n".join(textwrap.wrap(name, NAME_WIDTH))
 
 
 def markdown_of(comparison: Comparison) -> str:
