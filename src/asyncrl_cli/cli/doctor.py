@@ -150,10 +150,9 @@ def _shared_memory() -> Finding:
     if not path.is_dir():
         return Finding("shared memory", "no /dev/shm")
     free = shutil.disk_usage(path).free
-    found = f"{free / 2**20:.0f} MiB free in /dev/shm"
-    if free >= LEAST_SHARED_MEMORY_BYTES:
-        return Finding("shared memory", found, True)
-    return Finding("shared memory", found, hint="give the container more, as docker run --shm-size=1g")
+    is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
+    hint = "give the container more, as docker run --shm-size=1g"
+    return Finding("shared memory", f"{free / 2**20:.0f} MiB free in /dev/shm", is_enough, hint)
 
 
 def _gpus() -> Finding:
@@ -187,22 +186,17 @@ def _vllm() -> Finding:
 
 
 def _importable(what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
-    if wrong := _import_fails(module):
-        return Finding(what, f"{version}cannot be imported: {wrong}", False, hint)
-    return Finding(what, f"{version}imports", True)
-
-
-def _import_fails(module: str) -> str:
-    """Why a fresh process cannot import it; "" if it can. Here it would stay, with its warnings."""
+    """Whether a fresh process can import it. Imported here it would stay, with its warnings."""
     child = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        return f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
-    if not done.returncode:
-        return ""
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"the process ended with {done.returncode}"
+        wrong = f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
+    else:
+        if not done.returncode:
+            return Finding(what, f"{version}imports", True)
+        wrong = [f"the process ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
+    return Finding(what, f"{version}cannot be imported: {wrong}", False, hint)
 
 
 def _print(findings: list[Finding]) -> None:
