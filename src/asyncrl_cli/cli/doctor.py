@@ -186,17 +186,20 @@ def _vllm() -> Finding:
 
 
 def _importable(what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
-    """Whether a fresh process can import it. Imported here it would stay, with its warnings."""
+    if wrong := _import_fails(module):
+        return Finding(what, f"{version}cannot be imported: {wrong}", False, hint)
+    return Finding(what, f"{version}imports", True)
+
+
+def _import_fails(module: str) -> str:
+    """Why a fresh process cannot import it; "" if it can. Here it would stay, with its warnings."""
     child = [sys.executable, "-c", f"import {module}"]
     try:
         done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        wrong = f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
-    else:
-        if not done.returncode:
-            return Finding(what, f"{version}imports", True)
-        wrong = [f"the process ended with {done.returncode}", *done.stderr.strip().splitlines()][-1]
-    return Finding(what, f"{version}cannot be imported: {wrong}", False, hint)
+        return f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
+    said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
+    return said[-1] if done.returncode else ""
 
 
 def _print(findings: list[Finding]) -> None:

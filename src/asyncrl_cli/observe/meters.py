@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.engines.port import NO_COUNTERS, EngineCounters
+from asyncrl_cli.envs.port import Rewards
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
@@ -106,15 +107,11 @@ class RolloutMeter:
             self._on_change()
 
 
-class Scorer(Protocol):
-    async def score(self, item: Any, response_text: str) -> float: ...
-
-
 class MeteredRewards:
     """Rewards with a clock of their own: busy while at least one is being computed. Passes errors through."""
 
-    def __init__(self, name: str, scorer: Scorer, now: Callable[[], float]) -> None:
-        self._scorer = scorer
+    def __init__(self, name: str, rewards: Rewards, now: Callable[[], float]) -> None:
+        self._rewards = rewards
         self._pending = 0
         self._clock = StateClock(name, "reward", now)
         self._clock.waiting_for = "responses"
@@ -122,7 +119,7 @@ class MeteredRewards:
     async def score(self, item: Any, response_text: str) -> float:
         self._change(+1)
         try:
-            return await self._scorer.score(item, response_text)
+            return await self._rewards.score(item, response_text)
         finally:
             self._clock.add("rewards", 1)
             self._change(-1)
