@@ -19,7 +19,7 @@ from asyncrl_cli.observe import summary
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.screen import watch_status
 from asyncrl_cli.observe.sinks import StatusFile
-from asyncrl_cli.observe.status import StillStarting, read_status
+from asyncrl_cli.observe.status import StillStarting, newest_status, read_status
 
 DRIVER = """
 import os, signal, sys
@@ -113,7 +113,7 @@ def test_without_a_name_the_newest_run_is_shown(tmp_path, facts):
     old = write_status(tmp_path, "a-old", facts)
     os.utime(old, (1, 1))
     write_status(tmp_path, "b-new", facts)
-    assert read_status(None, tmp_path).name == "b-new"
+    assert newest_status(tmp_path)[0].name == "b-new"
 
 
 def test_an_unknown_run_is_refused_and_the_known_ones_are_named(tmp_path, facts):
@@ -125,7 +125,7 @@ def test_an_unknown_run_is_refused_and_the_known_ones_are_named(tmp_path, facts)
 
 def test_no_runs_at_all_is_said_so(tmp_path):
     with pytest.raises(ConfigError, match="there are no runs"):
-        read_status(None, tmp_path / "nothing")
+        newest_status(tmp_path / "nothing")
 
 
 def test_a_status_of_another_schema_is_refused(tmp_path, facts):

@@ -129,14 +129,19 @@ def _read(directory: Path) -> Checkpoint:
 
 def refuse_ended(checkpoint: Checkpoint) -> None:
     """Raises RefusedError if the run has come to its end with this checkpoint: there is nothing to continue."""
-    status = checkpoint.directory.parent.parent / "status.json"
+    known = last_status(checkpoint.directory.parent.parent)
+    if known.get("phase") == "done" and checkpoint.step == known.get("train_steps"):
+        raise RefusedError(
+            f"run '{checkpoint.run}' is done: it has trained all of its {checkpoint.step} steps",
+            hint="start another run with more run.train_steps, or resume an earlier checkpoint of this one",
+        )
+
+
+def last_status(run_dir: Path) -> Mapping[str, Any]:
+    """What a run's status.json says; nothing if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        known = parse_json(read_bytes(status, max_bytes=MAX_JSON_BYTES), dict[str, Any])
-        if known.get("phase") == "done" and checkpoint.step == known.get("train_steps"):
-            raise RefusedError(
-                f"run '{checkpoint.run}' is done: it has trained all of its {checkpoint.step} steps",
-                hint="start another run with more run.train_steps, or resume an earlier checkpoint of this one",
-            )
+        return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, Any])
+    return {}
 
 
 def resolve(argument: str, runs_dir: Path) -> Path:

@@ -16,8 +16,6 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.checkpoint.files import fsync, replace_text
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, open_regular, parse_json, read_bytes, reason
 
-SCHEMA_VERSION: Literal[1] = 1
-KIND: Literal["asyncrl-checkpoint"] = "asyncrl-checkpoint"
 MANIFEST = "manifest.json"
 
 
@@ -55,8 +53,8 @@ def seal(directory: Path, *, step: int, version: int, run: str, profile: str) ->
             with open_regular(path) as file:
                 files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(file)}
     manifest: Manifest = {
-        "schema_version": SCHEMA_VERSION,
-        "kind": KIND,
+        "schema_version": 1,
+        "kind": "asyncrl-checkpoint",
         "step": step,
         "version": version,
         "run": run,
@@ -75,10 +73,10 @@ def read_manifest(directory: Path) -> Manifest:
         raise Damaged(f"{MANIFEST} is missing") from None
     except (OSError, ValueError) as error:
         raise Damaged(f"{MANIFEST} cannot be read ({reason(error)})") from None
-    if content.get("kind") != KIND:
+    if content.get("kind") != "asyncrl-checkpoint":
         raise Damaged(f"{MANIFEST} is not that of an asyncrl checkpoint")
-    if content.get("schema_version") != SCHEMA_VERSION:
-        raise Damaged(f"{MANIFEST} has schema_version {content.get('schema_version')}, not {SCHEMA_VERSION}")
+    if content.get("schema_version") != 1:
+        raise Damaged(f"{MANIFEST} has schema_version {content.get('schema_version')}, not 1")
     if content.pop("self_sha256", None) != _digest(content):
         raise Damaged(f"{MANIFEST} was altered: its own checksum does not match")
     try:

@@ -7,8 +7,8 @@ runs/<name>/
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import re
 import shutil
 import time
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checkpoint.files import replace_link, replace_text
-from asyncrl_cli.checkpoint.find import known_runs
+from asyncrl_cli.checkpoint.find import known_runs, last_status
 from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, MIB, UnsafeFile, check_name, read_bytes, reason
+from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
 
 STOP_REQUEST = "stop"
 STARTING = "starting"
@@ -172,21 +172,12 @@ def never_began(run_dir: Path) -> bool:
     """Whether this is the directory of a run that was killed while it started: nobody holds it, and nothing was trained."""
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
-    with contextlib.suppress(FileNotFoundError):
-        if not _says_starting(run_dir / "status.json"):
-            return False
+    status = last_status(run_dir)  # the loop's first one has the same phase as that of a start, but no `doing`
+    if os.path.lexists(run_dir / "status.json") and not (status.get("phase") == STARTING and "doing" in status):
+        return False
     if any((run_dir / "checkpoints").glob("*")):
         return False
     return all(entry.name in START_FILES or entry.name.endswith(".tmp") for entry in run_dir.iterdir())
-
-
-def _says_starting(status: Path) -> bool:
-    """Whether a start has written it: the loop's first status has the same phase, but no `doing`."""
-    try:
-        content = json.loads(read_bytes(status, max_bytes=MAX_JSON_BYTES))
-        return content["phase"] == STARTING and "doing" in content
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 def _in_use(path: Path) -> RefusedError:

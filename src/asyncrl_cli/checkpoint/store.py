@@ -48,7 +48,8 @@ class CheckpointStore:
         """Make the directory of `cut`: `write_trainer(directory)` first, the manifest last. Raises on any failure,
         which leaves the older checkpoints as they were."""
         working = self.directory / f".writing-{step_name(cut.step)}"
-        await asyncio.to_thread(_make_empty, working)
+        await asyncio.to_thread(remove, working)
+        working.mkdir(parents=True)
         try:
             await write_trainer(working)
             return await asyncio.to_thread(self._finish, cut, working)
@@ -84,32 +85,18 @@ class CheckpointStore:
                 shutil.copyfile(self._run_dir / name, working / name)
         seal(working, step=cut.step, version=cut.version, run=self._run_dir.name, profile=self._profile)
         final = self.directory / step_name(cut.step)
-        _move_into_place(working, final)
+        aside = final.with_name(f".replaced-{final.name}")
+        if final.exists():  # another checkpoint of the same step: it is set aside until this one stands
+            final.rename(aside)
+        working.rename(final)
+        fsync(self.directory)
+        remove(aside)
         replace_link(self.directory / LATEST, final.name)
         fsync(self.directory)
-        self._retire()
-        return final
-
-    def _retire(self) -> None:
-        """Delete what is older than the newest `keep` sealed checkpoints. Unsealed or misnamed directories stay."""
         for directory in self._sealed()[self._keep :]:
             remove_tree(directory)
+        return final
 
     def _sealed(self) -> list[Path]:
-        """Newest first."""
+        """Newest first. Unsealed or misnamed directories are nobody's to link or delete."""
         return [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]
-
-
-def _make_empty(directory: Path) -> None:
-    remove(directory)
-    directory.mkdir(parents=True)
-
-
-def _move_into_place(working: Path, final: Path) -> None:
-    """Rename; a checkpoint of the same step is set aside until the new one stands."""
-    aside = final.with_name(f".replaced-{final.name}")
-    if final.exists():
-        final.rename(aside)
-    working.rename(final)
-    fsync(final.parent)
-    remove(aside)

@@ -65,34 +65,33 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code; every error is told on stderr, and where JSON was asked for on stdout, too."""
     args = sys.argv[1:] if arguments is None else list(arguments)
     begin()
-    code = _answer(args)
+    code = 0
     try:
+        code = _answer(args)
         sys.stdout.flush()  # here, and not when Python ends: a closed pipe is to be noticed while it can be handled
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever read it has gone (`| head`): nothing is wrong
         _lose_stdout()
     except OSError as error:
-        if code == 0:
-            return _stdout_is_lost(error)
         _lose_stdout()
+        if code == 0:
+            tell(AsyncrlError(f"stdout cannot be written: {error.strerror}", hint="look at what it was redirected to"))
+            return 1
     return code
 
 
 def _answer(args: Sequence[str]) -> int:
+    """Raises OSError only where stdout cannot be written."""
     given: dict[str, bool] = {}
     try:
         _look_where_we_are()
         _refuse_long_names(args)
         return app(args=list(args), prog_name="asyncrl", standalone_mode=False, obj=given) or 0
-    except BrokenPipeError:
-        return _lose_stdout()
     except SystemExit as ended:
         # Typer and rich answer a closed pipe by ending the process with 1.
-        if isinstance(ended.__context__, BrokenPipeError):
-            return _lose_stdout()
-        raise
+        raise ended.__context__ if isinstance(ended.__context__, BrokenPipeError) else ended from None
     except (Exception, KeyboardInterrupt) as error:
-        if isinstance(error, OSError) and error.filename == STDOUT:
-            return _stdout_is_lost(error)
+        if isinstance(error, BrokenPipeError) or (isinstance(error, OSError) and error.filename == STDOUT):
+            raise
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` alone: the help has been printed
         verbose = given.get("verbose", False)
@@ -128,16 +127,9 @@ def _of_usage(error: TyperException) -> AsyncrlError:
     return ConfigError(message, hint=f"`{command} --help` shows how it is used")
 
 
-def _lose_stdout() -> int:
-    """Whoever read our stdout has gone (`| head`): nothing is wrong. Python would complain when it flushes at exit."""
+def _lose_stdout() -> None:
+    """Python would complain when it flushes it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _stdout_is_lost(error: OSError) -> int:
-    _lose_stdout()
-    tell(AsyncrlError(f"stdout cannot be written: {error.strerror}", hint="look at what it was redirected to"))
-    return 1
 
 
 def main() -> NoReturn:

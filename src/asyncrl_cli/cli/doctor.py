@@ -150,10 +150,9 @@ def _shared_memory() -> Finding:
     if not path.is_dir():
         return Finding("shared memory", "no /dev/shm")
     free = shutil.disk_usage(path).free
-    found = f"{free / 2**20:.0f} MiB free in /dev/shm"
-    if free >= LEAST_SHARED_MEMORY_BYTES:
-        return Finding("shared memory", found, True)
-    return Finding("shared memory", found, hint="give the container more, as docker run --shm-size=1g")
+    is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
+    hint = "give the container more, as docker run --shm-size=1g"
+    return Finding("shared memory", f"{free / 2**20:.0f} MiB free in /dev/shm", is_enough, hint)
 
 
 def _gpus() -> Finding:
@@ -199,10 +198,8 @@ def _import_fails(module: str) -> str:
         done = subprocess.run(child, capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
-    if not done.returncode:
-        return ""
-    said = done.stderr.strip().splitlines()
-    return said[-1] if said else f"the process ended with {done.returncode}"
+    said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
+    return said[-1] if done.returncode else ""
 
 
 def _print(findings: list[Finding]) -> None:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from asyncrl_cli.cli.console import print_json, print_text, say, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
-
-if TYPE_CHECKING:
-    from asyncrl_cli.export.export import Exported
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -69,10 +66,6 @@ def command(
             max_file_bytes=int(max_shard_size_gb * GB),
             progress=progress,
         )
-    _tell(exported, as_json=as_json)
-
-
-def _tell(exported: Exported, *, as_json: bool) -> None:
     for wrong in exported.source.passed_over:
         warn(f"{wrong}; an older one was taken")
     num_files = len(exported.files)

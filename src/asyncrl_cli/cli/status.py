@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from asyncrl_cli.cli.console import print_json, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from asyncrl_cli.errors import RefusedError
-
-if TYPE_CHECKING:
-    from asyncrl_cli.observe.status import RunStatus
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -29,7 +26,7 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Show how a run is doing, from any terminal, also after it has ended."""
-    from asyncrl_cli.observe.status import newest_status, read_status
+    from asyncrl_cli.observe.status import RunStatus, newest_status, read_status
 
     found, wrong = newest_status(runs_dir) if run is None else (read_status(run, runs_dir), [])
     for told in wrong:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,6 @@ from asyncrl_cli.cli.options import (
     load_profile,
     run_to_its_end,
 )
-
-if TYPE_CHECKING:
-    from asyncrl_cli.profile.layers import Loaded
 
 EXAMPLES = """[bold]Examples[/]
 
@@ -56,7 +53,12 @@ def command(
 
         check_free(runs_dir, settings.run.name)
     if dry_run:
-        _print_plan(loaded, address, as_json=as_json)
+        from asyncrl_cli.cli.plan_report import print_plan
+        from asyncrl_cli.job.preparing import check_without_making
+
+        print_plan(loaded, gpus=None, as_json=as_json)
+        for note in check_without_making(settings, address).notes:
+            warn(note)
         return
     if address is None:
         from asyncrl_cli.cli.plan_report import refuse_what_cannot_fit
@@ -66,12 +68,3 @@ def command(
 
     run = Run(settings, loaded.origins, loaded.warnings, runs_dir=runs_dir, name=settings.run.name, address=address, ui=ui)
     run_to_its_end(run, as_json=as_json)
-
-
-def _print_plan(loaded: Loaded, address: str | None, *, as_json: bool) -> None:
-    from asyncrl_cli.cli.plan_report import print_plan
-    from asyncrl_cli.job.preparing import check_without_making
-
-    print_plan(loaded, gpus=None, as_json=as_json)
-    for note in check_without_making(loaded.profile, address).notes:
-        warn(note)

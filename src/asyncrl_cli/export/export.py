@@ -82,7 +82,8 @@ def export(
     if out is not None:
         _check_target(out)  # before every byte of the checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
-    target = out or _default_target(source.run_dir, source.run, source.path.name, version)
+    name = source.path.name if version is None else f"version-{version:06d}"
+    target = out or (Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name)
     _check_target(target)
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
@@ -122,7 +123,9 @@ def _write(
             copy_model_files(model_files, working, str(dtype).removeprefix("torch."))
             for name, names in split.filename_to_tensors.items():
                 progress(f"writing {target.name} (MB)", num_bytes // MB, total_mb)
-                num_bytes += _write_file(working / name, read(names), dtype)
+                cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in read(names).items()}
+                write_weights(cast, working / name)
+                num_bytes += sum(tensor.nbytes for tensor in cast.values())
             write_index(working, split.tensor_to_filename, num_bytes)
     except (OSError, SafetensorError) as error:  # a disk that is full while safetensors writes is the latter
         why = getattr(error, "strerror", None) or str(error)
@@ -137,11 +140,6 @@ def _check_target(target: Path) -> None:
         raise RefusedError(f"{target} exists and is not empty", hint="--out DIR names another directory: nothing is overwritten")
 
 
-def _default_target(run_dir: Path | None, run: str, name: str, version: int | None) -> Path:
-    name = name if version is None else f"version-{version:06d}"
-    return Path(f"{run}-{name}") if run_dir is None else run_dir / "exports" / name
-
-
 def _as_in_files(form: SavedForm | None, tensors: Mapping[str, torch.Tensor], weights: SavedWeights) -> tuple[dict[str, int], Read]:
     """Elements of every tensor that the files shall hold, and how to read some of them.
 
@@ -152,9 +150,3 @@ def _as_in_files(form: SavedForm | None, tensors: Mapping[str, torch.Tensor], we
         return {name: tensor.numel() for name, tensor in tensors.items()}, weights.read
     whole = form.to_files(weights.read(list(tensors)))
     return {name: tensor.numel() for name, tensor in whole.items()}, lambda names: {name: whole[name] for name in names}
-
-
-def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> int:
-    cast = {name: (t.to(dtype) if t.is_floating_point() else t).contiguous() for name, t in tensors.items()}
-    write_weights(cast, path)
-    return sum(tensor.nbytes for tensor in cast.values())

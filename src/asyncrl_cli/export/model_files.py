@@ -33,7 +33,10 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
             raise ConfigError(f"--model {given}: {missing}", hint=WAY_OUT)
         return given
     path = profile.model.path
-    places = [] if run_dir is None else _places_in(run_dir)
+    places = []
+    if run_dir is not None:
+        newest = kept_versions(run_dir / "versions")[-1:]
+        places = [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in newest)]
     if not path.startswith(BUILTIN):
         places.append(expand(path))
     found = next((place for place in places if not _missing_in(place)), None)
@@ -73,11 +76,6 @@ def check_fit(form: SavedForm, shapes: Mapping[str, tuple[int, ...]], model_file
     if found:
         raise RefusedError(f"the weights do not fit {model_files / CONFIG}: {found}", hint=WAY_OUT)
     return tensors, is_as_in_files
-
-
-def _places_in(run_dir: Path) -> list[Path]:
-    kept = kept_versions(run_dir / "versions")
-    return [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in kept[-1:])]
 
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:

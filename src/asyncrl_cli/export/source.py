@@ -9,7 +9,7 @@ RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,7 +61,7 @@ def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) ->
     """Raises ConfigError if there is no such run or checkpoint, RefusedError if it does not hold what is asked or is damaged."""
     newest, found = resolve(argument, runs_dir), find_run_or_checkpoint(argument, runs_dir)
     if has_checkpoints(found):
-        return _newest_of(found, say) if version is None else _version_of(found, version, say)
+        return _of_run(found, version, say)
     checkpoint = _whole(newest, say)
     if version not in (None, checkpoint.version):
         hint = f"the whole run may hold it: asyncrl export {run_dir_of(newest) or 'RUN'} --version {version}"
@@ -69,43 +69,33 @@ def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) ->
     return _of_checkpoint(checkpoint, version)
 
 
-def _newest_of(run_dir: Path, say: Say) -> Source:
-    source, wrong = _first_whole(checkpoints_in(run_dir / "checkpoints"), None, say)
-    if source is None:
-        raise RefusedError(f"run '{run_dir.name}' has no whole checkpoint: {wrong[0]}", hint=_there_are(run_dir, {}))
-    return source
-
-
-def _version_of(run_dir: Path, version: int, say: Say) -> Source:
-    if version in kept_versions(run_dir / VERSIONS):
+def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
+    """The newest checkpoint that is whole; of a version, the kept files or else the newest whole checkpoint that holds it."""
+    if version is not None and version in kept_versions(run_dir / VERSIONS):
         return _kept(run_dir, version)
-    versions = _versions_in(run_dir / "checkpoints")
-    source, wrong = _first_whole([path for path, held in versions.items() if held == version], version, say)
-    if source is None:
-        why = f"version {version} is not whole: {wrong[0]}" if wrong else f"there is no version {version} in it"
-        others = {path: held for path, held in versions.items() if held != version}
-        raise RefusedError(f"run '{run_dir.name}': {why}", hint=_there_are(run_dir, others))
-    return source
-
-
-def _first_whole(directories: Sequence[Path], version: int | None, say: Say) -> tuple[Source | None, list[str]]:
-    """The first checkpoint that is not damaged, and what is wrong with those before it."""
     wrong: list[str] = []
-    for directory in directories:
-        try:
-            return _of_checkpoint(_whole(directory, say), version, tuple(wrong)), wrong
-        except RefusedError as error:
-            wrong.append(error.message)
-    return None, wrong
+    others: dict[Path, int] = {}
+    for directory in checkpoints_in(run_dir / "checkpoints"):
+        if version is None or (held := _version_in(directory)) == version:
+            try:
+                return _of_checkpoint(_whole(directory, say), version, tuple(wrong))
+            except RefusedError as error:
+                wrong.append(error.message)
+        elif held is not None:
+            others[directory] = held
+    if version is None:
+        why = f"run '{run_dir.name}' has no whole checkpoint: {wrong[0]}"
+    else:
+        missing = f"version {version} is not whole: {wrong[0]}" if wrong else f"there is no version {version} in it"
+        why = f"run '{run_dir.name}': {missing}"
+    raise RefusedError(why, hint=_there_are(run_dir, others))
 
 
-def _versions_in(checkpoints: Path) -> dict[Path, int]:
-    """Of every checkpoint with a readable manifest, newest first."""
-    versions = {}
-    for directory in checkpoints_in(checkpoints):
-        with contextlib.suppress(Damaged):
-            versions[directory] = read_manifest(directory)["version"]
-    return versions
+def _version_in(checkpoint: Path) -> int | None:
+    """None if its manifest cannot be read."""
+    with contextlib.suppress(Damaged):
+        return read_manifest(checkpoint)["version"]
+    return None
 
 
 def _whole(directory: Path, say: Say) -> Checkpoint:

@@ -58,16 +58,10 @@ class Bound:
 
 
 def bound_of(work: Work, capacities: Capacities) -> Bound:
+    rollout, trainer = capacities.rollout_beside_tokens_per_s, capacities.trainer_beside_tokens_per_s
     return Bound(
         generation_s=work.sampled_tokens / capacities.rollout_tokens_per_s,
         training_s=work.trained_tokens / capacities.trainer_tokens_per_s,
         colocated=capacities.colocated,
-        at_once_s=_at_once_s(work, capacities),
+        at_once_s=max(work.sampled_tokens / rollout, work.trained_tokens / trainer) if rollout and trainer else None,
     )
-
-
-def _at_once_s(work: Work, capacities: Capacities) -> float | None:
-    rollout, trainer = capacities.rollout_beside_tokens_per_s, capacities.trainer_beside_tokens_per_s
-    if rollout is None or trainer is None:
-        return None
-    return max(work.sampled_tokens / rollout, work.trained_tokens / trainer)

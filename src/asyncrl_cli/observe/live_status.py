@@ -11,14 +11,14 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NotRequired, cast
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.watching import ENDED, Snapshot
 from asyncrl_cli.observe.executors import FLOW, STATES, UTILIZATION
 from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
@@ -54,19 +54,15 @@ class RunFacts:
 
     @classmethod
     def of(cls, profile: Profile, run_dir: Path, attempt: int) -> RunFacts:
-        schedule = Schedule.of(profile)
+        schedule, training = asdict(Schedule.of(profile)), profile.async_training
         return cls(
             name=run_dir.name,
             profile=profile.name,
-            mode=schedule.mode,
             run_dir=str(run_dir),
-            train_steps=schedule.train_steps,
-            step_groups=schedule.step_groups,
-            window_groups=schedule.window_groups,
-            trigger_parameter_sync_step=schedule.window_steps,
-            max_staleness=schedule.max_staleness,
-            on_stale=profile.async_training.on_stale,
+            trigger_parameter_sync_step=training.trigger_parameter_sync_step,
+            on_stale=training.on_stale,
             attempt=attempt,
+            **{key: schedule[key] for key in ("mode", "train_steps", "step_groups", "window_groups", "max_staleness")},
         )
 
 
@@ -81,44 +77,40 @@ class LiveState(TypedDict):
 
 
 class LiveStatus:
-    def __init__(self, facts: RunFacts, metrics: StepMetrics, *, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, facts: RunFacts, metrics: StepMetrics) -> None:
         self._facts = facts
         self._metrics = metrics
-        self._wall_s = wall_s
-        self._started_at = wall_s()
+        self._started_at = time.time()
         self._phase = "starting"
         self._error = ""
         self._line: Mapping[str, Any] = {}
         self._snapshot: Snapshot | None = None
         self._began_s = 0.0
         self._pace: deque[tuple[float, int]] = deque(maxlen=RATE_STEPS)
-        self._rewards: deque[float] = deque(maxlen=HISTORY)
-        self._slots: deque[float] = deque(maxlen=HISTORY)
-        self._evals: deque[EvalPoint] = deque(maxlen=HISTORY)
-        self._eval_s: float | None = None
+        self._lasting: LiveState = {"rewards": [], "slots": [], "evals": [], "num_warnings": 0, "eval_s": None}
         self._notes: deque[dict[str, Any]] = deque(maxlen=NOTES)
         self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
-        self._num_warnings = 0
 
     def line(self, line: Mapping[str, Any]) -> None:
         """A train step ended, and `metrics` knows it."""
         self._line = line
         self._pace.append((line["time_s"], line["step"]))
-        for history, key in ((self._rewards, "reward/mean"), (self._slots, "rollouter/slot_utilization")):
+        for history, key in ((self._lasting["rewards"], "reward/mean"), (self._lasting["slots"], "rollouter/slot_utilization")):
             if key in line:
                 history.append(line[key])
+                del history[:-HISTORY]
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Keep what people want to read: evals, checkpoints, resumes, warnings, failures."""
         name, time_s, text = event["event"], event["time_s"], event_text(event)
         if name == "eval" and event.get("reward_mean") is not None:
-            self._eval_s = event.get("eval_s")
+            self._lasting["eval_s"] = event.get("eval_s")
             ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts") if key in event}
-            self._evals.append(cast("EvalPoint", ended))
+            self._lasting["evals"] = [*self._lasting["evals"], cast("EvalPoint", ended)][-HISTORY:]
         if text is not None:
             self._notes.append({"time_s": time_s, "event": name, "text": text})
         if name == "warning":
-            self._num_warnings += 1
+            self._lasting["num_warnings"] += 1
             self._warnings.append({"time_s": time_s, "text": text})
 
     def snapshot(self, snapshot: Snapshot) -> None:
@@ -130,43 +122,39 @@ class LiveStatus:
         self._phase, self._error = phase, error
 
     def state(self) -> LiveState:
-        rewards, slots, evals = list(self._rewards), list(self._slots), list(self._evals)
-        return {"rewards": rewards, "slots": slots, "evals": evals, "num_warnings": self._num_warnings, "eval_s": self._eval_s}
+        return deepcopy(self._lasting)
 
     def restore(self, state: LiveState) -> None:
-        self._rewards.extend(state["rewards"])
-        self._slots.extend(state["slots"])
-        self._evals.extend(state["evals"])
-        self._num_warnings = state["num_warnings"]
-        self._eval_s = state.get("eval_s")
+        self._lasting = state
 
     def picture(self) -> dict[str, Any]:
         """The whole status; JSON."""
         snapshot = self._snapshot
-        steps = self._steps()
+        # Of figures that whole steps have: the recent ones, or all of a run that has ended.
+        steps = self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent.period()
         using = self._using(steps)
         of_steps = steps.figures if steps else {}
-        timing = _under("timing/", of_steps)
+        lasting, timing = deepcopy(self._lasting), _under("timing/", of_steps)
         return {
             "schema_version": SCHEMA_VERSION,
             **asdict(self._facts),
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "started_at": self._started_at,
-            "updated_at": self._wall_s(),
+            "updated_at": time.time(),
             "phase": self._phase,
             "error": self._error,
             "progress": self._progress(),
             "admission": _admission(snapshot) if snapshot else {},
             "periods": {"utilization": using and using.to_json(), "steps": steps and steps.to_json()},
             "executors": _executors(snapshot, using) if snapshot else [],
-            "utilization": self._utilization(using) | {"slot_history": [round(share, 4) for share in self._slots]},
+            "utilization": self._utilization(using) | {"slot_history": [round(share, 4) for share in lasting["slots"]]},
             "staleness": _under("staleness/", of_steps) | {"bound": self._facts.max_staleness},
             "partial": _under(PARTIAL, of_steps),
             "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0} if snapshot else {},
             "restarting": dict(snapshot.restarting) if snapshot else {},
-            "reward": _under("reward/", self._line) | {"history": [round(reward, 4) for reward in self._rewards]},
-            "eval": {"running": snapshot.eval_running if snapshot else "", "history": list(self._evals)},
+            "reward": _under("reward/", self._line) | {"history": [round(reward, 4) for reward in lasting["rewards"]]},
+            "eval": {"running": snapshot.eval_running if snapshot else "", "history": lasting["evals"]},
             "sync": _under("sync/", self._line),
             "timing": {part: seconds / steps.steps for part, seconds in timing.items()} if steps else {},
             "ledger": dict(snapshot.ledger) if snapshot else _under("ledger/", self._line),
@@ -174,7 +162,7 @@ class LiveStatus:
             "checkpoint": snapshot.checkpoint if snapshot else "",
             "notes": list(self._notes),
             "warnings": list(self._warnings),
-            "num_warnings": self._num_warnings,
+            "num_warnings": lasting["num_warnings"],
             "totals": self._metrics.totals(),
         }
 
@@ -199,7 +187,7 @@ class LiveStatus:
         if (step_s := self._step_s()) is not None:
             # A step that takes longer than others, as over a restart, brings the end no nearer.
             since_s = min(time_s - ended_s, step_s)
-            left_s = max(0.0, (facts.train_steps - step) * step_s - since_s) + (self._eval_s or 0.0)
+            left_s = max(0.0, (facts.train_steps - step) * step_s - since_s) + (self._lasting.get("eval_s") or 0.0)
             progress |= {"step_s": step_s, "eta_s": left_s}
         return progress
 
@@ -209,10 +197,6 @@ class LiveStatus:
             return self._line.get("timing/step_s")
         (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
         return (last_s - first_s) / (last - first)
-
-    def _steps(self) -> Period | None:
-        """The period of figures that whole steps have: the recent ones, or all of a run that has ended."""
-        return self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent()
 
     def _using(self, steps: Period | None) -> Period | None:
         """The period of what executors integrate: `steps`, or the step under way once it is longer than these together."""
@@ -238,21 +222,20 @@ def _under(prefix: str, figures: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _executors(snapshot: Snapshot, using: Period | None) -> list[dict[str, Any]]:
-    places = {role: place for place, role in enumerate(FLOW)}
-    reports = sorted(snapshot.reports.values(), key=lambda report: (places.get(report.role, len(FLOW)), report.name))
-    return [_executor(report, _under(f"{STATES}{report.name}/", using.figures if using else {})) for report in reports]
-
-
-def _executor(report: ExecutorReport, state_s: Mapping[str, float]) -> dict[str, Any]:
-    return {
-        "name": report.name,
-        "role": report.role,
-        "state": report.state.value,
-        "waiting_for": report.waiting_for,
-        # A restart's overlap with the new process is taken back from one state: never below nothing.
-        "state_s": {state: max(0.0, round(seconds, 3)) for state, seconds in state_s.items()},
-        "gauges": dict(report.gauges),
-    }
+    """In the order of the flow."""
+    figures = using.figures if using else {}
+    return [
+        {
+            "name": report.name,
+            "role": report.role,
+            "state": report.state.value,
+            "waiting_for": report.waiting_for,
+            # A restart's overlap with the new process is taken back from one state: never below nothing.
+            "state_s": {state: max(0.0, round(s, 3)) for state, s in _under(f"{STATES}{report.name}/", figures).items()},
+            "gauges": dict(report.gauges),
+        }
+        for report in sorted(snapshot.reports.values(), key=lambda report: (FLOW.index(report.role), report.name))
+    ]
 
 
 def _admission(snapshot: Snapshot) -> dict[str, Any]:

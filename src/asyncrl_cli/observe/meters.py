@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.engines.port import NO_COUNTERS, EngineCounters
+from asyncrl_cli.envs.port import Rewards
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
@@ -105,15 +107,11 @@ class RolloutMeter:
             self._on_change()
 
 
-class Scorer(Protocol):
-    async def score(self, item: Any, response_text: str) -> float: ...
-
-
 class MeteredRewards:
     """Rewards with a clock of their own: busy while at least one is being computed. Passes errors through."""
 
-    def __init__(self, name: str, scorer: Scorer, now: Callable[[], float]) -> None:
-        self._scorer = scorer
+    def __init__(self, name: str, rewards: Rewards, now: Callable[[], float]) -> None:
+        self._rewards = rewards
         self._pending = 0
         self._clock = StateClock(name, "reward", now)
         self._clock.waiting_for = "responses"
@@ -121,7 +119,7 @@ class MeteredRewards:
     async def score(self, item: Any, response_text: str) -> float:
         self._change(+1)
         try:
-            return await self._scorer.score(item, response_text)
+            return await self._rewards.score(item, response_text)
         finally:
             self._clock.add("rewards", 1)
             self._change(-1)
@@ -140,46 +138,37 @@ class MeteredRewards:
 
 class LongPoll:
     """Counts changes, and answers a poll at the next one: `rest_s` after the last answer at the earliest, `poll_s` after the
-    question at the latest."""
+    question at the latest. One caller at a time."""
 
     def __init__(self, rest_s: float = DEBOUNCE_S, poll_s: float = POLL_S) -> None:
         self.count = 0
         self._rest_s = rest_s
         self._poll_s = poll_s
         self._answered_s = float("-inf")
-        self._sleeping: asyncio.Future[None] | None = None
-        self._is_resting = False
-        self._is_urgent = False
+        self._changed = asyncio.Event()
+        self._urgent = asyncio.Event()
 
     def note(self, *, is_urgent: bool = False) -> None:
-        """`is_urgent`: nothing else is to be expected that could be told along with it."""
+        """`is_urgent`: nothing else is to be expected that could be told along with it, so that no rest is kept."""
         self.count += 1
-        self._is_urgent |= is_urgent
-        if is_urgent or not self._is_resting:
-            self._wake()
+        self._changed.set()
+        if is_urgent:
+            self._urgent.set()
 
     async def after(self, seen: int) -> int:
-        """The count, once there is something to say. One caller at a time."""
+        """The count, once there is something to say."""
         loop = asyncio.get_running_loop()
         if self.count == seen:
-            await self._sleep(self._poll_s, is_resting=False)
-        if (rest_s := self._answered_s + self._rest_s - loop.time()) > 0 and not self._is_urgent:
-            await self._sleep(rest_s, is_resting=True)
-        self._is_urgent = False
+            self._changed.clear()
+            await _wait(self._changed, self._poll_s)
+        if (rest_s := self._answered_s + self._rest_s - loop.time()) > 0:
+            await _wait(self._urgent, rest_s)
+        self._urgent.clear()
         self._answered_s = loop.time()
         return self.count
 
-    async def _sleep(self, seconds: float, *, is_resting: bool) -> None:
-        """`is_resting`: only an urgent change ends it earlier."""
-        loop = asyncio.get_running_loop()
-        self._sleeping, self._is_resting = loop.create_future(), is_resting
-        timer = loop.call_later(seconds, self._wake)
-        try:
-            await self._sleeping
-        finally:
-            timer.cancel()
-            self._sleeping = None
 
-    def _wake(self) -> None:
-        if self._sleeping is not None and not self._sleeping.done():
-            self._sleeping.set_result(None)
+async def _wait(event: asyncio.Event, at_most_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(at_most_s):
+            await event.wait()

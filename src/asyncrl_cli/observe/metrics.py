@@ -33,7 +33,8 @@ from asyncrl_cli.loop.values import (
 )
 from asyncrl_cli.loop.watching import StepRecord
 from asyncrl_cli.observe.executors import STATES, overlap, stretches, utilization
-from asyncrl_cli.observe.periods import Period, RecentSteps, step_so_far, whole_run
+from asyncrl_cli.observe.format import clock
+from asyncrl_cli.observe.periods import Period, RecentSteps, lasted
 from asyncrl_cli.safe_files import Count
 
 PARTIAL = "fully_async/partial/"
@@ -61,7 +62,8 @@ class StepMetrics:
         self._reports: Mapping[str, ExecutorReport] = {}
         self._window: int | None = None
         self._in_window: dict[str, Value] = {}
-        self._recent = RecentSteps()
+        self.recent = RecentSteps()
+        """The last steps of this attempt."""
 
     def update(self, record: StepRecord) -> dict[str, Scalar]:
         """The step's line. Call once per record, in order."""
@@ -71,7 +73,7 @@ class StepMetrics:
         merge_into(self._in_window, values)
         merge_into(self.run, values)
         self._time_s = record.ended_s + self.ahead_s
-        self._recent.add(self._time_s - record.timing_s["step"], self._time_s, values)
+        self.recent.add(self._time_s - record.timing_s["step"], self._time_s, values)
         line = values | {"time_s": Last(self._time_s)}
         line |= {key: value for key, value in self._in_window.items() if key.startswith(PARTIAL)}
         line |= {key: value for key, value in self.run.items() if key.startswith(STALE)}
@@ -81,19 +83,20 @@ class StepMetrics:
         """The same keys over the whole run: every value joined by its own rule."""
         return _without_states(shown(self.run))
 
-    def recent(self) -> Period | None:
-        """The last steps of this attempt; None before the first has ended."""
-        return self._recent.period()
-
     def whole_run(self) -> Period | None:
         """All steps, over resumes too; None before the first has ended."""
-        return whole_run(self._time_s, self.run["step"].value, self.run) if self.run else None
+        if not self.run:
+            return None
+        figures, to_s = shown(self.run), self._time_s
+        words = f"whole run, {figures['step']} steps, {clock(to_s)}"
+        return Period(words=words, from_s=0.0, to_s=to_s, steps=figures["step"], figures=figures)
 
     def step_so_far(self, reports: Mapping[str, ExecutorReport], from_s: float, time_s: float) -> Period | None:
         """The step under way, begun at `from_s`, without what is counted when a step ends; None if nothing was measured."""
         values = utilization(stretches(self._reports, reports))
         values.pop("trainer/tokens_per_s", None)
-        return step_so_far(from_s, time_s, values) if values else None
+        words = f"this step so far, {lasted(time_s - from_s)}"
+        return Period(words=words, from_s=from_s, to_s=time_s, steps=0, figures=shown(values)) if values else None
 
     def state(self) -> MetricsState:
         in_window, run = to_json(self._in_window), to_json(self.run)

@@ -54,7 +54,9 @@ class Observers(Observer):
 
     def event(self, event: Event) -> None:
         self._align(event.time_s)
-        self._tell(_event_line(event))
+        key = {} if event.key is None else {"group": str(event.key), **event.key._asdict()}
+        where = {name: value for name, value in (("version", event.version), ("step", event.step)) if value is not None}
+        self._tell({"time_s": event.time_s, "event": event.name, **key, **where, **event.fields})
 
     def step(self, record: StepRecord) -> None:
         line = self.metrics.update(record)
@@ -124,10 +126,3 @@ def read_state(content: Mapping[str, Any]) -> ObserversState:
     except (TypeError, ValueError) as error:
         raise RefusedError(f"the checkpoint's figures are malformed: {error}", hint="take another checkpoint") from None
     return state
-
-
-def _event_line(event: Event) -> dict[str, Any]:
-    """As in events.jsonl: absent is what does not apply."""
-    key = {} if event.key is None else {"group": str(event.key), **event.key._asdict()}
-    where = {name: value for name, value in (("version", event.version), ("step", event.step)) if value is not None}
-    return {"time_s": event.time_s, "event": event.name, **key, **where, **event.fields}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.loop.values import Value, merge_into, shown
-from asyncrl_cli.observe.format import clock, duration
+from asyncrl_cli.observe.format import duration
 
 RECENT_S = 60.0
 RECENT_STEPS = 120
@@ -55,19 +55,11 @@ class RecentSteps:
             for _, _, values in self._steps:
                 merge_into(joined, values)
             from_s, to_s, steps = self._steps[0][0], self._steps[-1][1], len(self._steps)
-            words = f"{'last step' if steps == 1 else f'last {steps} steps'}, {_long(to_s - from_s)}"
+            words = f"{'last step' if steps == 1 else f'last {steps} steps'}, {lasted(to_s - from_s)}"
             self._joined = Period(words=words, from_s=from_s, to_s=to_s, steps=steps, figures=shown(joined))
         return self._joined
 
 
-def step_so_far(from_s: float, to_s: float, values: Mapping[str, Value]) -> Period:
-    return Period(words=f"this step so far, {_long(to_s - from_s)}", from_s=from_s, to_s=to_s, steps=0, figures=shown(values))
-
-
-def whole_run(to_s: float, steps: int, values: Mapping[str, Value]) -> Period:
-    return Period(words=f"whole run, {steps} steps, {clock(to_s)}", from_s=0.0, to_s=to_s, steps=steps, figures=shown(values))
-
-
-def _long(seconds: float) -> str:
+def lasted(seconds: float) -> str:
     """About a minute is told in seconds."""
     return f"{seconds:.0f} s" if 60 <= seconds < 180 else duration(seconds)

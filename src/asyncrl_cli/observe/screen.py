@@ -1,4 +1,4 @@
-"""The live screen. A thread of its own draws the newest status, so that a slow terminal never holds up the loop."""
+"""The live screen. Rich draws the newest status in a thread of its own, so that a slow terminal never holds up the loop."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from asyncrl_cli.observe.plain import Plain
 from asyncrl_cli.observe.render import render, render_summary
@@ -17,53 +18,41 @@ from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.status import RunStatus, StillStarting
 from asyncrl_cli.observe.terminal import SafeConsole
 
-REDRAW_S = 0.25
+REDRAWS_PER_S = 2
+"""A status is made every second."""
 CLOSE_TIMEOUT_S = 5.0
 
 
 class Screen(Sink):
-    """Draws each new status, at most four times a second. `close` leaves the last picture and the run's totals."""
+    """Draws the newest status. `close` leaves the last picture and the run's totals."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or SafeConsole(stderr=True)
-        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
         self._status: Mapping[str, Any] | None = None
-        self._news = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="screen", daemon=True)
+        self._live = Live(
+            console=self._console, get_renderable=self._picture, refresh_per_second=REDRAWS_PER_S, vertical_overflow="crop"
+        )
         self._live.start()
-        self._thread.start()
 
     def status(self, status: Mapping[str, Any]) -> None:
         self._status = status
-        self._news.set()
 
     def close(self, status: Mapping[str, Any]) -> None:
-        """Waits for the drawing thread, within a limit: a stuck terminal is left as it is."""
+        """Waits for the last picture, within a limit: a stuck terminal is left as it is."""
         self._status = status
-        self._closing.set()
-        self._news.set()
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._live.stop()
+        closing = threading.Thread(target=self._live.stop, name="screen", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT_S)
+        if not closing.is_alive():
             self._console.print(render_summary({**status, "error": ""}))  # the command's last line says it
 
-    def _work(self) -> None:
-        while not self._closing.is_set():
-            self._news.wait()
-            self._news.clear()
-            self._draw()
-            self._closing.wait(REDRAW_S)
-        self._draw()
-
-    def _draw(self) -> None:
-        if self._status is not None:
-            _show(self._live, self._status)
+    def _picture(self) -> Text:
+        return Text() if self._status is None else _on(self._console, self._status)
 
 
-def _show(live: Live, status: Mapping[str, Any], remark: str = "") -> None:
-    width, height = live.console.size
-    live.update(render(status, width=width, height=height - 1, remark=remark), refresh=True)
+def _on(console: Console, status: Mapping[str, Any], remark: str = "") -> Text:
+    width, height = console.size
+    return render(status, width=width, height=height - 1, remark=remark)
 
 
 def make_ui(ui: str, console: Console | None = None) -> Sink | None:
@@ -96,7 +85,7 @@ def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: fl
             except StillStarting as not_yet:
                 live.update(not_yet.message, refresh=True)
             else:
-                _show(live, found.status, found.remark)
+                live.update(_on(console, found.status, found.remark), refresh=True)
                 if found.liveness in ("ended", "dead"):
                     return found
             time.sleep(every_s)

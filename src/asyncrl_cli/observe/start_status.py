@@ -34,7 +34,9 @@ class StartStatus:
         self._path = path
         self._before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
         metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=0.0)
-        self._base = _known(self._before) or LiveStatus(facts, metrics).picture()
+        self._base = LiveStatus(facts, metrics).picture()
+        with contextlib.suppress(ValueError):  # one that no reader would take is not kept
+            self._base = {**parse_status(self._before or "")}
         self._started_at = time.time()
         self._doing = ""
         self._ended = threading.Event()
@@ -87,10 +89,3 @@ class StartStatus:
             "updated_at": time.time(),
         }
         replace_text(self._path, to_json({**self._base, **now}), durable=False)
-
-
-def _known(text: str | None) -> dict[str, Any] | None:
-    """The status of an earlier attempt, if a reader would take it."""
-    with contextlib.suppress(ValueError):
-        return {**parse_status(text or "")}
-    return None

@@ -65,13 +65,11 @@ class UnreadableStatus(RefusedError):
     """status.json is there, but no driver has written it like this."""
 
 
-def read_status(run: str | None, runs_dir: Path) -> RunStatus:
-    """Status of a run, given by name or directory; if not given, of the newest one that has one.
+def read_status(run: str, runs_dir: Path) -> RunStatus:
+    """Status of a run, given by name or directory.
 
     Raises ConfigError if there is no such run, StillStarting before its first status, RefusedError if that cannot be read.
     """
-    if run is None:
-        return newest_status(runs_dir)[0]
     directory = find_run(run, runs_dir)
     path, log = directory / "status.json", f"asyncrl logs {directory.name}"
     try:

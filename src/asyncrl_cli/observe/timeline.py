@@ -17,6 +17,8 @@ from asyncrl_cli.observe.sinks import StepFile
 
 Spans = dict[str, list[tuple[str, float, float]]]
 Counts = dict[str, list[tuple[float, float]]]
+DIGITS = 4
+"""A tenth of a millisecond: a run's file stays small."""
 
 
 class TimelineFile(StepFile):
@@ -34,14 +36,14 @@ class TimelineFile(StepFile):
         """Remember how many sequences run now."""
         for executor in status.get("executors", ()):
             if executor["role"] == "rollout" and "running_sequences" in executor["gauges"]:
-                sample = (_rounded(status["progress"]["time_s"]), executor["gauges"]["running_sequences"])
+                sample = (round(status["progress"]["time_s"], DIGITS), executor["gauges"]["running_sequences"])
                 self._running.setdefault(executor["name"], []).append(sample)
 
 
 def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
     """A step's spans as JSON; `ahead_s` is what the run's time is ahead of the driver's clock."""
     spans = {
-        name: [(str(span.state), _rounded(span.start_s + ahead_s), _rounded(span.end_s + ahead_s)) for span in stays]
+        name: [(str(span.state), round(span.start_s + ahead_s, DIGITS), round(span.end_s + ahead_s, DIGITS)) for span in stays]
         for name, stays in record.spans.items()
     }
     return {"step": record.step, "spans": spans}
@@ -69,8 +71,3 @@ def add_span(spans: list[tuple[str, float, float]], state: str, start_s: float, 
         spans[-1] = (state, spans[-1][1], max(end_s, spans[-1][2]))
     else:
         spans.append((state, start_s, end_s))
-
-
-def _rounded(seconds: float) -> float:
-    """To a tenth of a millisecond: a run's file stays small."""
-    return round(seconds, 4)

@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,16 +45,16 @@ class Wandb(Sink):
         self._settings |= {"dir": str(run_dir), "config": dict(config)}
         self._whole_run: dict[str, Any] = {}
         self._queue: queue.Queue[Mapping[str, Any] | None] = queue.Queue(maxsize=QUEUED_LINES)
-        self._started = threading.Event()
-        self._error: Exception | None = None
+        self._started: Future[None] = Future()
         self._dropped = 0
         self._is_left = False
         self._thread = threading.Thread(target=self._work, name="wandb", daemon=True)
         self._thread.start()
-        if not self._started.wait(START_TIMEOUT_S):
-            raise PreflightError(f"W&B did not start within {START_TIMEOUT_S:g} s", hint=_OTHER_MODES)
-        if self._error is not None:
-            raise PreflightError(f"W&B did not start: {self._error}", hint=_OTHER_MODES)
+        try:
+            self._started.result(START_TIMEOUT_S)
+        except Exception as error:  # whatever W&B raises; or the limit, whose error says nothing
+            why = str(error) or f"it takes longer than {START_TIMEOUT_S:g} s"
+            raise PreflightError(f"W&B did not start: {why}", hint=_OTHER_MODES) from None
 
     def line(self, line: Mapping[str, Any]) -> None:
         try:
@@ -78,11 +79,10 @@ class Wandb(Sink):
     def _work(self) -> None:
         try:
             run = self._start()
-        except Exception as error:  # whatever W&B raises, the constructor tells the user
-            self._error = error
+        except Exception as error:  # the constructor tells it
+            self._started.set_exception(error)
             return
-        finally:
-            self._started.set()
+        self._started.set_result(None)
         try:
             while (line := self._queue.get()) is not None:
                 run.log({key: _chart(key, value) for key, value in line.items()})

@@ -66,7 +66,9 @@ def _name_of(process: psutil.Process) -> str:
 def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_path: Path) -> None:
     program = tmp_path / "hold.py"
     program.write_text(HOLD_AN_ENGINE)
-    owner = subprocess.Popen([sys.executable, str(program), str(model_dir)], stdout=subprocess.PIPE, text=True)
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    words = [sys.executable, str(program), str(model_dir)]
+    owner = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
     try:
         assert owner.stdout is not None
         assert "generating\n" in owner.stdout  # vLLM writes its warnings there too
