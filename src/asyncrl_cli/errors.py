@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NAMES_SHOWN = 3
-
 
 class AsyncrlError(Exception):
     """A failure with a message for people: what failed and why, and a `hint` that says what to do."""
@@ -39,10 +37,10 @@ def first_line(error: BaseException) -> str:
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
-def first_names(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str], shown: int = 3) -> str:
     """The first few, and how many more there are."""
-    more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
-    return f"{', '.join(names[:NAMES_SHOWN])}{more}"
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:

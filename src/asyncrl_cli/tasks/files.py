@@ -6,14 +6,14 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, first_names
 from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.parquet import num_parquet_rows, parquet_rows
@@ -183,20 +183,9 @@ def _whole_text(value: str, column: str, place: str) -> str:
 
 
 def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
-    if column not in row:
-        raise ConfigError(
-            f'{place}: no column "{column}"; it has: {_listed(row)}',
-            hint=f"set {key}{_nearest(column, row)}",
-        )
-    return row[column]
-
-
-def _nearest(column: str, columns: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(column, list(columns), n=1)
-    return f' = "{nearest[0]}"' if nearest else " to one of them"
-
-
-def _listed(columns: Iterable[str]) -> str:
-    names = [f"{name:.80}" for name in columns]
-    more = f", and {len(names) - MAX_COLUMNS_NAMED} more" if len(names) > MAX_COLUMNS_NAMED else ""
-    return (", ".join(names[:MAX_COLUMNS_NAMED]) or "none") + more
+    if column in row:
+        return row[column]
+    listed = first_names([f"{name:.80}" for name in row], MAX_COLUMNS_NAMED) or "none"
+    nearest = difflib.get_close_matches(column, row, n=1)
+    hint = f'set {key} = "{nearest[0]}"' if nearest else f"set {key} to one of them"
+    raise ConfigError(f'{place}: no column "{column}"; it has: {listed}', hint=hint)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
@@ -19,10 +19,9 @@ from asyncrl_cli.tasks.gym_entries import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_reward
 from asyncrl_cli.tasks.reward_module import recorded_module
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 from asyncrl_cli.tasks.worked import WORKED, Entry
 
-Adapter = Literal["plain", "worked"]
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096
 """Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""

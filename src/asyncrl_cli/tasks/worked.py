@@ -71,7 +71,8 @@ class NumberSortingFormat:
 def _numbers(entry: Entry) -> list[int]:
     numbers = [float(number) for number in entry["metadata"]["original_numbers"]]
     if any(number != int(number) or not 0 <= number < len(DIGITS) for number in numbers):
-        raise ValueError(f"the worked form of number_sorting needs whole numbers from 0 to {len(DIGITS) - 1}")
+        limits = f"whole numbers from 0 to {len(DIGITS) - 1}"
+        raise ValueError(f'the worked form of number_sorting needs {limits}; task.adapter = "plain" takes others')
     return [int(number) for number in numbers]
 
 
