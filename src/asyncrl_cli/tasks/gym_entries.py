@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.gym import Entry, make_dataset, refused_params
+from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.scoring import Adapter
 from asyncrl_cli.tasks.worked import WORKED
 
@@ -24,8 +25,8 @@ GENERATE_TIMEOUT_S = 600.0
 MAX_TRIES_PER_PROMPT = 50
 MIN_TRIES = 500
 
-Made = list[tuple[str, Entry]]
-"""Prompts and the entries they were made from."""
+Made = list[Item]
+"""With the entry that an item was made from as its metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ def _distinct(order: Order, stream: str, taken: set[str]) -> Made:
             num_tries += 1
             if prompt not in taken:
                 taken.add(prompt)
-                found.append((prompt, entry))
+                found.append(make_item(prompt, entry["answer"], {"entry": entry}))
                 if len(found) == num:
                     return found
         if len(found) == num_found_before or num_tries > MAX_TRIES_PER_PROMPT * num:
