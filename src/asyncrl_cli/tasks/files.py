@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl_cli.errors import ConfigError, first_names
-from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
+from asyncrl_cli.safe_files import UnsafeFile, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.parquet import num_parquet_rows, parquet_rows
 
@@ -43,37 +43,31 @@ def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, 
     """
     items: dict[str, Item] = {}
     num_rows = num_behind = 0
-    for place, row in _rows(path, key):
-        num_rows += 1
-        prompt = _text(row, prompt_column, place, "task.prompt_column")
-        answer = _answer(row, answer_column, place, needs_answer)
-        if prompt in items:
-            continue
-        others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
-        items[prompt] = make_item(prompt, answer, others)
-        if len(items) == limit:
-            num_behind = _num_rows(path, key) - num_rows
-            break
+    with _readable(path, key):
+        for place, row in _rows(path):
+            num_rows += 1
+            prompt = _text(row, prompt_column, place, "task.prompt_column")
+            answer = _answer(row, answer_column, place, needs_answer)
+            if prompt in items:
+                continue
+            others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
+            items[prompt] = make_item(prompt, answer, others)
+            if len(items) == limit:
+                num_behind = _num_rows(path) - num_rows
+                break
     if not items:
         raise ConfigError(f"{key}: {path} holds no rows")
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
-def _rows(path: Path, key: str) -> Iterator[Row]:
-    with _readable(path, key):
-        if path.suffix == ".parquet":
-            with open_regular(path) as file:
-                yield from parquet_rows(file, str(path))
-        else:
-            yield from _jsonl_rows(path)
+def _rows(path: Path) -> Iterator[Row]:
+    return parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
 
 
-def _num_rows(path: Path, key: str) -> int:
-    with _readable(path, key):
-        if path.suffix == ".parquet":
-            with open_regular(path) as file:
-                return num_parquet_rows(file, str(path))
-        return sum(1 for line in read_lines(path) if line.strip())
+def _num_rows(path: Path) -> int:
+    if path.suffix == ".parquet":
+        return num_parquet_rows(path)
+    return sum(1 for line in read_lines(path) if line.strip())
 
 
 @contextmanager

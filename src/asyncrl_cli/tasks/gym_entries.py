@@ -16,10 +16,10 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.gym import Entry, make_dataset, refused_params
+from asyncrl_cli.tasks.gym import make_dataset, refused_params
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.scoring import Adapter
-from asyncrl_cli.tasks.worked import WORKED
+from asyncrl_cli.tasks.worked import WORKED, Entry
 
 GENERATE_TIMEOUT_S = 600.0
 MAX_TRIES_PER_PROMPT = 50
