@@ -15,6 +15,8 @@ AsyncrlError             exit 1   the run failed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class AsyncrlError(Exception):
     """A failure with a message for people: what failed and why, and a `hint` that says what to do."""
@@ -33,6 +35,12 @@ class AsyncrlError(Exception):
 def first_line(error: BaseException) -> str:
     """What a library's error says, without the rest of it; its type if it says nothing."""
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
+
+
+def first_names(names: Sequence[str], shown: int = 3) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:

@@ -44,7 +44,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    import_module("asyncrl_cli.models.skeleton")  # seconds, which are no case's own
+    import_module("asyncrl_cli.models.saved_form")  # seconds, which are no case's own
     return make_place(tmp_path_factory.mktemp("made"))
 
 

@@ -20,7 +20,7 @@ from asyncrl_cli.profile.schema import (
     TrainerSection,
     WeightsSection,
 )
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import RewardSpec
 
 CHARACTERS = "0123456789+=#., "
 REWARD = RewardSpec(kind="exact-match")

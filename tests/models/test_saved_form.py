@@ -11,9 +11,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncrl_cli.models.saved_form import SavedForm
+from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.models.skeleton import skeleton
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

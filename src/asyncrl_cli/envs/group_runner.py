@@ -39,9 +39,18 @@ class _Running:
     """A group, or one call of `evaluate`. `waits` are the environments' own work, cancelled where it is aborted."""
 
     episodes: list[Episode]
+    sampling: Sampling
+    on_sequence: Callable[[int], None] = lambda num_finished: None
     aborted: bool = False
     num_finished: int = 0
     waits: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    def release(self, episode: Episode) -> None:
+        """It needs its slot no more."""
+        if episode.needs_slot:
+            episode.needs_slot = False
+            self.num_finished += 1
+            self.on_sequence(self.num_finished)
 
 
 class GroupRunner:
@@ -70,11 +79,12 @@ class GroupRunner:
 
     async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
         """`on_sequence(number of trajectories that need no slot any more)` is called at the last response of each."""
-        numbered = enumerate(seeds(request.seed, request.n))
-        group = _Running([Episode(f"{request.key}/{index}", request.item, seed) for index, seed in numbered])
+        generator = random.Random(request.seed)
+        episodes = [Episode(f"{request.key}/{index}", request.item, generator.getrandbits(63)) for index in range(request.n)]
+        group = _Running(episodes, self._sampling, on_sequence)
         self._groups[request.key] = group
         try:
-            await _together(self._play(group, episode, self._sampling, on_sequence) for episode in group.episodes)
+            await _together(self._play(group, episode) for episode in episodes)
         finally:
             del self._groups[request.key]
         return _result(request.key, group)
@@ -105,67 +115,60 @@ class GroupRunner:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._engine.version}")
         places = asyncio.Semaphore(self._engine.slots)
         prefix = f"eval-{request.version}-{request.seed}"
-        running = _Running(
-            [
-                Episode(f"{prefix}/{index}-{item['uid']}", item, derived_seed(request.seed, item["uid"]))
-                for index, item in enumerate(request.items)
-            ]
-        )
+        episodes = [
+            Episode(f"{prefix}/{index}-{item['uid']}", item, derived_seed(request.seed, item["uid"]))
+            for index, item in enumerate(request.items)
+        ]
+        running = _Running(episodes, sampling)
 
         async def play(episode: Episode) -> None:
             async with places:
-                await self._play(running, episode, sampling, lambda num_finished: None)
+                await self._play(running, episode)
 
         self._evals.add(running)
         try:
-            await _together(map(play, running.episodes))
+            await _together(map(play, episodes))
         finally:
             self._evals.discard(running)
-        scored = [(episode.reward, episode.num_sampled) for episode in running.episodes if episode.reward is not None]
+        scored = [(episode.reward, episode.num_sampled) for episode in episodes if episode.reward is not None]
         return EvalResult(
             version=request.version,
             rewards=tuple(reward for reward, _ in scored),
             response_tokens=tuple(length for _, length in scored),
-            failures=tuple(episode.failure or "aborted" for episode in running.episodes if episode.reward is None),
+            failures=tuple(episode.failure or "aborted" for episode in episodes if episode.reward is None),
         )
 
-    async def _play(self, group: _Running, episode: Episode, sampling: Sampling, on_sequence: Callable[[int], None]) -> None:
+    async def _play(self, group: _Running, episode: Episode) -> None:
         """One trajectory, from its environment's start to its end."""
-
-        def release() -> None:
-            if episode.needs_slot:
-                episode.needs_slot = False
-                group.num_finished += 1
-                on_sequence(group.num_finished)
-
         try:
-            episode.reward = await self._reward_of(group, episode, sampling, release)
+            episode.reward = await self._reward_of(group, episode)
         except EpisodeFailed as failed:
             episode.failure = str(failed)
         except _Aborted:
             assert episode.reward is None
         finally:
-            release()
+            group.release(episode)
 
-    async def _reward_of(self, group: _Running, episode: Episode, sampling: Sampling, release: Callable[[], None]) -> float:
+    async def _reward_of(self, group: _Running, episode: Episode) -> float:
         environment = self._make_environment()
         turn = await _answer(group, episode, environment.start(episode.item))
         episode.open(self._tokenizer, turn, self._max_prompt_tokens)
         while True:
-            response = await self._respond(group, episode, sampling)
+            response = await self._respond(group, episode)
             if turn.is_last:
-                release()
+                group.release(episode)
             turn = await _answer(group, episode, environment.step(response))
             if isinstance(turn, End):
                 return turn.reward
-            episode.go_on(self._tokenizer, response, turn, sampling.max_response_tokens)
+            episode.go_on(self._tokenizer, response, turn, group.sampling.max_response_tokens)
 
-    async def _respond(self, group: _Running, episode: Episode, sampling: Sampling) -> str:
+    async def _respond(self, group: _Running, episode: Episode) -> str:
         """The next response's text. Later ones go on after all tokens so far, within `max_response_tokens` together."""
         if group.aborted:
             raise _Aborted
         tokens = episode.prompt_tokens + episode.completion.tokens
-        left = replace(sampling, max_response_tokens=sampling.max_response_tokens - len(episode.completion.tokens))
+        num_left = group.sampling.max_response_tokens - len(episode.completion.tokens)
+        left = replace(group.sampling, max_response_tokens=num_left)
         answer = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
         episode.add(answer)
         if group.aborted or answer.finish_reason == "abort":
@@ -202,12 +205,6 @@ async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
                 tasks.create_task(coroutine)
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
-
-
-def seeds(seed: int, count: int) -> list[int]:
-    """One seed per trajectory, a function of the group's."""
-    generator = random.Random(seed)
-    return [generator.getrandbits(63) for _ in range(count)]
 
 
 def _result(key: AttemptKey, group: _Running) -> tuple[GroupResult, GroupPayload]:

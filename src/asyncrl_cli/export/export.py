@@ -88,8 +88,7 @@ def export(
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
     check_config(model_files)
-    from asyncrl_cli.models.saved_form import SavedForm  # imports transformers: seconds that an error above does not cost
-    from asyncrl_cli.models.skeleton import skeleton
+    from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers: seconds that an error above does not cost
 
     form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
     tensors, is_as_in_files = check_fit(form, source.weights.shapes, model_files)

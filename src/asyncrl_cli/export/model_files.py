@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError, first_line
-from asyncrl_cli.models.names import first_names
+from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError, first_line, first_names
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand

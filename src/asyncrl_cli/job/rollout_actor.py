@@ -28,7 +28,7 @@ from asyncrl_cli.observe.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples.trajectory import GroupPayload
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import RewardSpec
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Manifest

@@ -23,7 +23,7 @@ from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, Train
 from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import RewardSpec
 
 START_TIMEOUT_S = 600.0
 """Imports, a large model's weights from a slow disk, an engine's memory profiling."""

@@ -9,6 +9,6 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
             muon.py                              by an optimizer that computes in float32
 
 attention.choose_attention(model)                which attention function computes what the model means
-skeleton.skeleton(directory)                     a model without memory: the names and shapes of its tensors
+saved_form.skeleton(directory)                   a model without memory: the names and shapes of its tensors
 saved_form.SavedForm                             those names and shapes as the model's own files have them
 """

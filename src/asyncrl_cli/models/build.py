@@ -12,6 +12,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+import transformers
+
 from asyncrl_cli.checkpoint.files import naming, storage_error, unfinished_directory
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.lessons import Course, Lesson, characters_of, make_lessons
@@ -58,9 +61,6 @@ def cache_directory(profile: Profile) -> Path:
 
 def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
     """All that the weights depend on. Library versions too: another torch may start from other random numbers."""
-    import torch
-    import transformers
-
     return {
         "recipe_version": RECIPE_VERSION,
         "config": tiny_config(len(characters)).to_diff_dict(),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.models.shape import tensor_shapes
 from asyncrl_cli.profile.schema import MOST, Profile
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ SIZES = (
 
 def check_model(profile: Profile, directory: Path) -> int:
     """Returns its vocabulary's size. Raises PreflightError, or ConfigError for responses that are longer than its positions."""
-    from asyncrl_cli.models.skeleton import skeleton
+    from asyncrl_cli.models.saved_form import skeleton
 
     _check_config(directory, trust_remote_code=profile.model.trust_remote_code)
     try:
@@ -90,15 +91,11 @@ def _positions(config: Any) -> int | None:
 
 def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
     """PreflightError if a tensor has another shape in its file than in the model: the files are of a model of another size."""
-    from safetensors import safe_open
-
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as weights:
-            for name in list(weights.keys()):
-                found = tuple(weights.get_slice(name).get_shape())
-                if wanted.get(name, found) != found:
-                    raise PreflightError(
-                        f"model.path: {path}: {name} has shape {found}; by config.json it is {wanted[name]}",
-                        hint="weights and config.json are of different models: copy or download both again",
-                    )
+        for name, found in tensor_shapes(path).items():
+            if wanted.get(name, found) != found:
+                raise PreflightError(
+                    f"model.path: {path}: {name} has shape {found}; by config.json it is {wanted[name]}",
+                    hint="weights and config.json are of different models: copy or download both again",
+                )

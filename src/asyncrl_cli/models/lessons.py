@@ -7,31 +7,27 @@ begin at 0, where no reward tells a good response from a bad one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncrl_cli.errors import ConfigError
 
 Demonstration = Callable[[Mapping[str, Any], Random], str] | None
 
 
-class Course(Protocol):
-    """What a task has to teach: its prompts, and responses to them. See `tasks.task.Task`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What a task has to teach: the prompts of both splits, and responses to them.
 
-    @property
-    def name(self) -> str: ...
+    `demonstration` is a correct response to an item, `flawed_demonstration` one with a slip in it; None where the task knows none.
+    """
 
-    @property
-    def train(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def eval(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def demonstration(self) -> Demonstration: ...
-
-    @property
-    def flawed_demonstration(self) -> Demonstration: ...
+    name: str
+    train: Sequence[Mapping[str, Any]]
+    eval: Sequence[Mapping[str, Any]]
+    demonstration: Demonstration
+    flawed_demonstration: Demonstration = None
 
 
 class Lesson(NamedTuple):

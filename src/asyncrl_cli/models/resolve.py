@@ -12,6 +12,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.check import check_positions
 from asyncrl_cli.models.lessons import Course
+from asyncrl_cli.models.shape import tensor_shapes
 from asyncrl_cli.models.tiny import MAX_POSITIONS
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand, load_json
@@ -110,20 +111,8 @@ def _check_weights(directory: Path) -> None:
             hint="asyncrl reads safetensors: model.save_pretrained(directory) writes them",
         )
     for name in wanted:
-        _check_safetensors(directory / name)
-
-
-def _check_safetensors(path: Path) -> None:
-    """A header that can be read and the length that it promises; not the numbers themselves."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(str(path), framework="pt") as weights:
-            num_tensors = len(list(weights.keys()))
-    except (SafetensorError, OSError) as error:
-        raise PreflightError(f"model.path: {path} is damaged: {error}", hint="copy or download it again") from error
-    if not num_tensors:
-        raise PreflightError(f"model.path: {path} holds no tensors", hint="copy or download it again")
+        if not tensor_shapes(directory / name):
+            raise PreflightError(f"model.path: {directory / name} holds no tensors", hint="copy or download it again")
 
 
 def _read_json(path: Path, kind: type[T]) -> T:

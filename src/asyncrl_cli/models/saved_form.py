@@ -8,22 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from asyncrl_cli.models.names import first_names
+from asyncrl_cli.errors import first_names
 
 Tensors = dict[str, torch.Tensor]
+
+
+def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedModel:
+    """The model that a configuration describes, without memory for its weights: names and shapes."""
+    config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    return model
 
 
 class SavedForm:
     """`converts`: whether files differ from memory at all. Where they do not, nothing is copied or looked at."""
 
     def __init__(self, empty: PreTrainedModel) -> None:
-        """`empty`: `models.skeleton` of it. (A loaded model converts as its own files were; this is what all files are.)"""
+        """`empty`: its `skeleton`. (A loaded model converts as its own files were; this is what all files are.)"""
         empty.tie_weights()
         self._empty = empty
         mapping = get_model_conversion_mapping(empty, add_legacy=False)

@@ -16,10 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.errors import PreflightError, RefusedError
 from asyncrl_cli.models.tiny import TINY
 from asyncrl_cli.profile.schema import MOST
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, expand, load_json, open_regular, parse_json
+from asyncrl_cli.safe_files import UnsafeFile, expand, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose parameters follow from the configuration; others are counted in their weights' files."""
@@ -137,7 +137,11 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
     """Any other model: parameters from the headers of its safetensors files."""
     kind = str(config.get("model_type"))
-    counts = _parameters_in_files(directory)
+    try:
+        files = [tensor_shapes(path) for path in sorted(directory.glob("*.safetensors"))]
+    except PreflightError as error:
+        raise ShapeUnknown(error.message) from None
+    counts = {name: prod(shape) for shapes in files for name, shape in shapes.items()}
     if not counts:
         raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, whose headers would tell its parameters")
     layers: dict[str, int] = {}
@@ -157,18 +161,19 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
     )
 
 
-def _parameters_in_files(directory: Path) -> dict[str, int]:
-    """Elements by tensor name. A safetensors file begins with the length of its JSON header, 8 bytes little-endian."""
-    counts: dict[str, int] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with open_regular(path) as file:
-                num_bytes = int.from_bytes(file.read(8), "little")
-                header = parse_json(file.read(min(num_bytes, MAX_JSON_BYTES)), dict[str, Any])
-            counts.update({name: prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"})
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ShapeUnknown(f"{path} cannot be read: {error}") from error
-    return counts
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """By name, of a safetensors file: its header and the length that this promises, not the numbers themselves.
+
+    Raises PreflightError if it is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        open_regular(path).close()
+        with safe_open(path, framework="numpy") as weights:
+            return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError, UnsafeFile) as error:
+        raise PreflightError(f"model.path: {path} is damaged: {error}", hint="copy or download it again") from error
 
 
 def _cached_on_disk(name: str) -> Path:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
+import torch
+from transformers import PreTrainedModel
+
+from asyncrl_cli.models.muon import Muon
 
 IGNORED = -100
 
@@ -52,17 +52,15 @@ def warm_start(
 
     `progress` is called after each step with the losses so far.
     """
-    import torch
-
     if len(pairs) < recipe.steps * recipe.batch_size:
         raise ValueError(f"{recipe.steps} steps of {recipe.batch_size} pairs need more than the {len(pairs)} given")
     optimizers = _optimizers(model, recipe)
-    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in groups]
     losses: list[float] = []
     model.train()
     with _one_thread():
         for step, batch in enumerate(_batches(pairs, recipe, Random(seed))):
-            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
             for group, peak in zip(groups, peaks, strict=True):
                 group["lr"] = peak * _schedule(step, recipe)
             loss = _loss(model, batch)
@@ -81,8 +79,6 @@ def warm_start(
 def _one_thread() -> Iterator[None]:
     """A second one makes matrices this small a tenth faster on idle cores, and ten times slower beside one busy process: the two
     spin while they wait for each other. How they wait is settled when torch is loaded, which may have been long ago."""
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -92,14 +88,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    import torch
-
-    from asyncrl_cli.models.muon import Muon
-
-    named = list(model.named_parameters())
-    matrices = [weight for name, weight in named if weight.ndim == 2 and ".layers." in name]
-    taken = {id(weight) for weight in matrices}
-    others = [weight for _, weight in named if id(weight) not in taken]
+    matrices, others = [], []
+    for name, weight in model.named_parameters():
+        (matrices if weight.ndim == 2 and ".layers." in name else others).append(weight)
     return [
         Muon(matrices, lr=recipe.matrix_lr),
         torch.optim.AdamW(others, lr=recipe.lr, betas=recipe.betas, weight_decay=0.0),
@@ -117,20 +108,14 @@ def _batches(pairs: Sequence[Pair], recipe: Recipe, rng: Random) -> Iterator[lis
     size = recipe.batch_size
     wanted = pairs[: recipe.steps * size]
     for start in range(0, len(wanted), size * recipe.bucket_batches):
-        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=_length)
+        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=lambda pair: len(pair[0]) + len(pair[1]))
         batches = [bucket[first : first + size] for first in range(0, len(bucket), size)]
         rng.shuffle(batches)
         yield from batches
 
 
-def _length(pair: Pair) -> int:
-    return len(pair[0]) + len(pair[1])
-
-
 def _loss(model: PreTrainedModel, batch: Sequence[Pair]) -> torch.Tensor:
     """Mean cross entropy of the response tokens. Padding is on the right, so causal attention needs no mask."""
-    import torch
-
     width = max(len(prompt) + len(response) for prompt, response in batch)
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.long)
     labels_BT = torch.full((len(batch), width), IGNORED)

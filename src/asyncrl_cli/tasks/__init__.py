@@ -3,7 +3,7 @@
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
         gym.py, gym_entries.py             where items come from: a reasoning-gym dataset,
         files.py, parquet.py               or a jsonl or parquet file
-        reward_choice.py, reward_spec.py   what the reward is, tried in a child process
+        reward_choice.py                   which reward it is, tried in a child process
         reward_module.py                   where a function of the user's lies
         worked.py                          compact prompts with worked answers, for builtin:tiny
     feed.PromptFeed(task.train, seed=...)  the endless order of prompts; resumes exactly

@@ -6,15 +6,15 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
+from asyncrl_cli.errors import ConfigError, first_names
+from asyncrl_cli.safe_files import UnsafeFile, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.parquet import num_parquet_rows, parquet_rows
 
@@ -43,37 +43,31 @@ def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, 
     """
     items: dict[str, Item] = {}
     num_rows = num_behind = 0
-    for place, row in _rows(path, key):
-        num_rows += 1
-        prompt = _text(row, prompt_column, place, "task.prompt_column")
-        answer = _answer(row, answer_column, place, needs_answer)
-        if prompt in items:
-            continue
-        others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
-        items[prompt] = make_item(prompt, answer, others)
-        if len(items) == limit:
-            num_behind = _num_rows(path, key) - num_rows
-            break
+    with _readable(path, key):
+        for place, row in _rows(path):
+            num_rows += 1
+            prompt = _text(row, prompt_column, place, "task.prompt_column")
+            answer = _answer(row, answer_column, place, needs_answer)
+            if prompt in items:
+                continue
+            others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
+            items[prompt] = make_item(prompt, answer, others)
+            if len(items) == limit:
+                num_behind = _num_rows(path) - num_rows
+                break
     if not items:
         raise ConfigError(f"{key}: {path} holds no rows")
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 
-def _rows(path: Path, key: str) -> Iterator[Row]:
-    with _readable(path, key):
-        if path.suffix == ".parquet":
-            with open_regular(path) as file:
-                yield from parquet_rows(file, str(path))
-        else:
-            yield from _jsonl_rows(path)
+def _rows(path: Path) -> Iterator[Row]:
+    return parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
 
 
-def _num_rows(path: Path, key: str) -> int:
-    with _readable(path, key):
-        if path.suffix == ".parquet":
-            with open_regular(path) as file:
-                return num_parquet_rows(file, str(path))
-        return sum(1 for line in read_lines(path) if line.strip())
+def _num_rows(path: Path) -> int:
+    if path.suffix == ".parquet":
+        return num_parquet_rows(path)
+    return sum(1 for line in read_lines(path) if line.strip())
 
 
 @contextmanager
@@ -183,20 +177,9 @@ def _whole_text(value: str, column: str, place: str) -> str:
 
 
 def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
-    if column not in row:
-        raise ConfigError(
-            f'{place}: no column "{column}"; it has: {_listed(row)}',
-            hint=f"set {key}{_nearest(column, row)}",
-        )
-    return row[column]
-
-
-def _nearest(column: str, columns: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(column, list(columns), n=1)
-    return f' = "{nearest[0]}"' if nearest else " to one of them"
-
-
-def _listed(columns: Iterable[str]) -> str:
-    names = [f"{name:.80}" for name in columns]
-    more = f", and {len(names) - MAX_COLUMNS_NAMED} more" if len(names) > MAX_COLUMNS_NAMED else ""
-    return (", ".join(names[:MAX_COLUMNS_NAMED]) or "none") + more
+    if column in row:
+        return row[column]
+    listed = first_names([f"{name:.80}" for name in row], MAX_COLUMNS_NAMED) or "none"
+    nearest = difflib.get_close_matches(column, row, n=1)
+    hint = f'set {key} = "{nearest[0]}"' if nearest else f"set {key} to one of them"
+    raise ConfigError(f'{place}: no column "{column}"; it has: {listed}', hint=hint)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -28,31 +28,27 @@ from asyncrl_cli.errors import ConfigError, PreflightError
 PACKAGE = "reasoning_gym"
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}
 
-Entry = Mapping[str, Any]
-
-
-class Dataset(Protocol):
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def score_answer(self, answer: str | None, entry: Entry) -> float: ...
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
     """A dataset's two classes, and its parameters with their types."""
 
-    dataset_class: Callable[..., Dataset]
+    dataset_class: Callable[..., Any]
     config_class: Callable[..., Any]
     param_types: Mapping[str, Any]
+
+
+def _root() -> Path:
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        raise PreflightError("reasoning-gym is not installed", hint="pip install reasoning-gym")
+    return Path(spec.submodule_search_locations[0])
 
 
 @cache
 def dataset_modules() -> Mapping[str, str]:
     """Module of each dataset name, without importing any."""
-    spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise PreflightError("reasoning-gym is not installed", hint="pip install reasoning-gym")
-    root = Path(spec.submodule_search_locations[0])
+    root = _root()
     modules: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -100,10 +96,7 @@ def _bare_packages_around(module: str) -> Iterator[None]:
     if PACKAGE in sys.modules or module.count(".") < 2:
         yield
         return
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None
-    assert spec.submodule_search_locations
-    root = Path(spec.submodule_search_locations[0])
+    root = _root()
     for name, path in ((PACKAGE, root), (f"{PACKAGE}.{category}", root / category)):
         bare = types.ModuleType(name)
         bare.__path__ = [str(path)]
@@ -115,8 +108,11 @@ def _bare_packages_around(module: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Dataset:
-    """The dataset with these parameters; ConfigError names the parameter that is wrong, and why."""
+def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
+    """The dataset with these parameters: entries by index, and `score_answer(answer, entry)`.
+
+    ConfigError names the parameter that is wrong, and why.
+    """
     registered = registered_dataset(name)
     checked = {key: _checked_param(name, registered, key, value) for key, value in params.items()}
     own = {key: value for key, value in (("seed", seed), ("size", size)) if key in registered.param_types}

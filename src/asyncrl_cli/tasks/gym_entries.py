@@ -10,21 +10,23 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.gym import Dataset, Entry, make_dataset, refused_params
-from asyncrl_cli.tasks.worked import WORKED
+from asyncrl_cli.tasks.gym import make_dataset, refused_params
+from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.scoring import Adapter
+from asyncrl_cli.tasks.worked import WORKED, Entry
 
 GENERATE_TIMEOUT_S = 600.0
 MAX_TRIES_PER_PROMPT = 50
 MIN_TRIES = 500
 
-Made = list[tuple[str, Entry]]
-"""Prompts and the entries they were made from."""
+Made = list[Item]
+"""With the entry that an item was made from as its metadata."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class Order:
 
     dataset: str
     params: Mapping[str, Any]
-    adapter: Literal["plain", "worked"]
+    adapter: Adapter
     num_prompts: Mapping[str, int]
 
 
@@ -51,43 +53,32 @@ def make_entries(order: Order) -> dict[str, Made]:
 def _made(order: Order) -> dict[str, Made] | AsyncrlError:
     """In the child."""
     random.seed(0)  # some draw from the global generator
-    prompt_of = _question if order.adapter == "plain" else WORKED[order.dataset].prompt
     taken: set[str] = set()
     try:
-        return {
-            stream: distinct_entries(order.dataset, order.params, num=num, stream=stream, prompt_of=prompt_of, taken=taken)
-            for stream, num in order.num_prompts.items()
-        }
+        return {stream: _distinct(order, stream, taken) for stream in order.num_prompts}
     except AsyncrlError as error:
         return error
 
 
-def _question(entry: Entry) -> str:
-    return str(entry["question"])
-
-
-def distinct_entries(
-    name: str, params: Mapping[str, Any], *, num: int, stream: str, prompt_of: Callable[[Entry], str], taken: set[str]
-) -> Made:
-    """`num` entries whose prompts differ from each other and from `taken`, which grows by them.
+def _distinct(order: Order, stream: str, taken: set[str]) -> Made:
+    """Entries whose prompts differ from each other and from `taken`, which grows by them.
 
     ConfigError with the numbers if the dataset keeps repeating itself.
     """
     found: Made = []
+    num = order.num_prompts[stream]
     num_tries, chunk, chunk_size = 0, 0, max(num, MIN_TRIES)
     while len(found) < num:
         num_found_before = len(found)
-        dataset = make_dataset(name, params, seed=stream_seed(name, params, f"{stream}/{chunk}"), size=chunk_size)
-        for entry in _entries(dataset, chunk_size, name, params):
+        for prompt, entry in _entries(order, stream_seed(order.dataset, order.params, f"{stream}/{chunk}"), chunk_size):
             num_tries += 1
-            prompt = _prompt(prompt_of, entry, name)
             if prompt not in taken:
                 taken.add(prompt)
-                found.append((prompt, entry))
+                found.append(make_item(prompt, entry["answer"], {"entry": entry}))
                 if len(found) == num:
                     return found
         if len(found) == num_found_before or num_tries > MAX_TRIES_PER_PROMPT * num:
-            raise _too_few(name, stream, num, len(found), len(taken), num_tries)
+            raise _too_few(order.dataset, stream, num, len(found), len(taken), num_tries)
         chunk += 1
     return found
 
@@ -98,24 +89,17 @@ def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") % 2**31
 
 
-def _entries(dataset: Dataset, num: int, name: str, params: Mapping[str, Any]) -> Iterator[Entry]:
-    for index in range(num):
+def _entries(order: Order, seed: int, size: int) -> Iterator[tuple[str, Entry]]:
+    dataset = make_dataset(order.dataset, order.params, seed=seed, size=size)
+    for index in range(size):
         try:
-            yield dataset[index]
+            entry = dataset[index]
+            prompt = str(entry["question"]) if order.adapter == "plain" else WORKED[order.dataset].prompt(entry)
         except IndexError:  # fewer than its size, as some datasets of a finite stock have
             return
         except Exception as error:
-            raise refused_params(name, params, error) from error
-
-
-def _prompt(prompt_of: Callable[[Entry], str], entry: Entry, name: str) -> str:
-    try:
-        return prompt_of(entry)
-    except Exception as error:
-        raise ConfigError(
-            f'dataset "{name}" made an item that has no prompt in this form: {error}',
-            hint='change task.params, or use task.adapter = "plain"',
-        ) from error
+            raise refused_params(order.dataset, order.params, error) from error
+        yield prompt, entry
 
 
 def _too_few(name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int) -> ConfigError:

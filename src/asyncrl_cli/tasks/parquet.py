@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.safe_files import open_regular
 
 ROWS_PER_BATCH = 1024
 
 
-def parquet_rows(file: BinaryIO, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`name:row`, its columns). Times keep microseconds: Python has no finer ones. ConfigError for what cannot be read."""
-    with _reader(file, name) as parquet:
+def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(`path:row`, its columns). Times keep microseconds: Python has no finer ones. ConfigError for what cannot be read."""
+    with open_regular(path) as file, _reader(file, path) as parquet:
         number = 0
-        for batch in _batches(parquet, name):
-            columns = {column: _values(values, f'{name}: column "{column}"') for column, values in _named(batch)}
+        for batch in _batches(parquet, path):
+            named = zip(batch.schema.names, batch.columns, strict=True)
+            columns = {column: _values(values, f'{path}: column "{column}"') for column, values in named}
             for row in zip(*columns.values(), strict=True):
                 number += 1
-                yield f"{name}:{number}", dict(zip(columns, row, strict=True))
+                yield f"{path}:{number}", dict(zip(columns, row, strict=True))
 
 
-def num_parquet_rows(file: BinaryIO, name: str) -> int:
-    with _reader(file, name) as parquet:
+def num_parquet_rows(path: Path) -> int:
+    with open_regular(path) as file, _reader(file, path) as parquet:
         return int(parquet.metadata.num_rows)
 
 
-def _reader(file: BinaryIO, name: str) -> Any:
+def _reader(file: BinaryIO, name: Path) -> Any:
     if find_spec("pyarrow") is None:
         raise PreflightError("parquet files need a package that is not installed", hint="pip install pyarrow")
     import pyarrow
@@ -44,17 +47,13 @@ def _reader(file: BinaryIO, name: str) -> Any:
     return parquet
 
 
-def _batches(parquet: Any, name: str) -> Iterator[Any]:
+def _batches(parquet: Any, name: Path) -> Iterator[Any]:
     import pyarrow
 
     try:
         yield from parquet.iter_batches(batch_size=ROWS_PER_BATCH)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{name} is damaged: {first_line(error)}", hint="write or download it again") from error
-
-
-def _named(batch: Any) -> Iterator[tuple[str, Any]]:
-    return zip(batch.schema.names, batch.columns, strict=True)
 
 
 def _values(column: Any, where: str) -> list[Any]:

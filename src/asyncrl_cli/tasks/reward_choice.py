@@ -6,13 +6,13 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, cast
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.tasks.reward_module import import_root
-from asyncrl_cli.tasks.reward_spec import Ready, RewardSpec
-from asyncrl_cli.tasks.reward_worker import try_out
+from asyncrl_cli.tasks.reward_worker import Ready, try_out
+from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 
 START_LIMIT_S = 10.0
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify")
@@ -23,7 +23,7 @@ def resolve_reward(
     *,
     dataset: str,
     params: Mapping[str, Any],
-    adapter: Literal["plain", "worked"],
+    adapter: Adapter,
     timeout_s: float = START_LIMIT_S,
     only_file: str | None = None,
 ) -> RewardSpec:
@@ -39,12 +39,10 @@ def resolve_reward(
             'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and a file has none',
             hint='task.reward = "exact-match", "math-verify" or "module:function"',
         )
-    if reward == "dataset" or reward == "exact-match":
-        return RewardSpec(kind=reward, dataset=dataset, params=params, adapter=adapter)
-    if reward == "math-verify":
-        if importlib.util.find_spec("math_verify") is None:
-            raise PreflightError(f'task.reward = "{reward}": the package is missing', hint="pip install math-verify")
-        return RewardSpec(kind="math-verify", dataset=dataset, params=params, adapter=adapter)
+    if reward == "math-verify" and importlib.util.find_spec("math_verify") is None:
+        raise PreflightError(f'task.reward = "{reward}": the package is missing', hint="pip install math-verify")
+    if reward in BUILT_IN:
+        return RewardSpec(kind=cast(Any, reward), dataset=dataset, params=params, adapter=adapter)
     module, colon, function = reward.partition(":")
     if not (colon and module and function):
         raise ConfigError(

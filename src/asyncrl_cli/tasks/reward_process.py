@@ -12,8 +12,8 @@ from pickle import PicklingError
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group, pack, read_frame_async
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_spec import Ready, RewardSpec
-from asyncrl_cli.tasks.reward_worker import IDLE, Board, Outcome, serve
+from asyncrl_cli.tasks.reward_worker import IDLE, Board, Outcome, Ready, serve
+from asyncrl_cli.tasks.scoring import RewardSpec
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0

@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 from asyncrl_cli.tasks.child import read_frame, read_frame_async, write_frame
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_spec import Ready, RewardSpec
-from asyncrl_cli.tasks.scoring import Scorer, build_scorer, checked_reward, is_async, module_file
+from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async, module_file
 
 MAX_AWAITING = 128
 MAX_REASON_CHARS = 400
@@ -30,6 +29,16 @@ _ENTRY = struct.Struct("<Qd")
 
 Outcome = float | str
 """A reward, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What a reward process says first; `failure` is why it cannot score ("" if it can). `module_file` is where it found a function
+    of the user's; `at_once`: how many rewards it takes together."""
+
+    failure: str
+    module_file: str = ""
+    at_once: int = 1
 
 
 class Board:

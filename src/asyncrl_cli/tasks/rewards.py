@@ -19,7 +19,7 @@ from itertools import count
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_process import CannotScore, Request, RewardFailed, RewardProcess
-from asyncrl_cli.tasks.reward_spec import RewardSpec
+from asyncrl_cli.tasks.scoring import RewardSpec
 
 __all__ = ["RewardFailed", "RewardPool", "default_workers"]
 

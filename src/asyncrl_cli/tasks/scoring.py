@@ -14,16 +14,36 @@ import math
 import numbers
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_spec import RewardSpec
 from asyncrl_cli.tasks.worked import WORKED
 
 Scorer = Callable[[Item, str], Any]
+Adapter = Literal["plain", "worked"]
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """What a task's reward is, small and picklable.
+
+    `dataset` and `params` say which verifier and whose items; `adapter` how the answer is found in a response.
+    `import_path` is the directory that a `module:function` is looked up in first: where the command was started.
+    `module_file` is where it was found; `only_there`: it is imported from that file or not at all.
+    """
+
+    kind: Literal["dataset", "exact-match", "math-verify", "function"]
+    dataset: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter = "plain"
+    function: str = ""
+    import_path: str = ""
+    module_file: str = ""
+    only_there: bool = False
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:

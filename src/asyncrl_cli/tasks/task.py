@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.models.lessons import Course
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
 from asyncrl_cli.tasks.gym_entries import Made, Order, make_entries
-from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_reward
 from asyncrl_cli.tasks.reward_module import recorded_module
-from asyncrl_cli.tasks.reward_spec import RewardSpec
-from asyncrl_cli.tasks.worked import WORKED, Entry
+from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
+from asyncrl_cli.tasks.worked import WORKED
 
-Adapter = Literal["plain", "worked"]
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096
 """Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""
@@ -30,22 +29,19 @@ HELD_OUT_AT_LEAST = 512
 """Of a dataset in its worked form, however few prompts an eval uses. builtin:tiny is taught the training prompts, and these are
 what is not held out: with one number of eval prompts or another it is the same model."""
 
+Splits = tuple[list[Item], list[Item], list[str]]
+"""Of a file: training items, eval items, and notes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Task(Course):
     """No prompt of `eval` is among those of `train`, and no prompt is there twice.
 
-    `eval` does not depend on the run's seed, so runs of different seeds compare. `demonstration` is a correct response
-    to an item, `flawed_demonstration` one with a slip in it; None where the task knows none. `notes` are for the user:
-    what was left out of the source, and why.
+    `eval` does not depend on the run's seed, so runs of different seeds compare. `notes` are for the user: what was left out of the
+    source, and why.
     """
 
-    name: str
-    train: Sequence[Item]
-    eval: Sequence[Item]
     reward: RewardSpec
-    demonstration: Callable[[Item, Random], str] | None
-    flawed_demonstration: Callable[[Item, Random], str] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -94,17 +90,13 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
     made = _made(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
     return Task(
         name=profile.task.source,
-        train=_gym_items(made[train]),
-        eval=_gym_items(made["eval"][: profile.eval.prompts]),
+        train=tuple(made[train]),
+        eval=tuple(made["eval"][: profile.eval.prompts]),
         reward=reward,
-        demonstration=partial(_of_entry, WORKED[dataset].demonstration) if adapter == "worked" else None,
-        flawed_demonstration=partial(_of_entry, WORKED[dataset].flawed_demonstration) if adapter == "worked" else None,
+        demonstration=WORKED[dataset].demonstration if adapter == "worked" else None,
+        flawed_demonstration=WORKED[dataset].flawed_demonstration if adapter == "worked" else None,
         notes=notes,
     )
-
-
-def _of_entry(demonstration: Callable[[Entry, Random], str], item: Item, rng: Random) -> str:
-    return demonstration(item["metadata"]["entry"], rng)
 
 
 def _made(order: Order) -> dict[str, Made]:
@@ -113,10 +105,6 @@ def _made(order: Order) -> dict[str, Made]:
         with suppress(ConfigError):
             return make_entries(replace(order, num_prompts={**order.num_prompts, "eval": HELD_OUT_AT_LEAST}))
     return make_entries(order)
-
-
-def _gym_items(made: Made) -> tuple[Item, ...]:
-    return tuple(make_item(prompt, entry["answer"], {"entry": entry}) for prompt, entry in made)
 
 
 def _adapter(profile: Profile, dataset: str) -> Adapter:
@@ -139,22 +127,17 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
             hint="parquet files end in .parquet, and only they do",
         )
     reward, said = _reward(profile, run_dir, "", {}, _adapter(profile, ""))
-    if profile.task.eval_path is None:
-        train, held_out, notes = _one_file(profile, path, reward)
-    else:
-        train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), reward)
-    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=(*said, *notes))
-
-
-def _read(profile: Profile, path: Path, key: str, limit: int | None, reward: RewardSpec) -> Read:
-    return read_items(
-        path,
-        key=key,
+    read = partial(
+        read_items,
         prompt_column=profile.task.prompt_column,
         answer_column=profile.task.answer_column,
         needs_answer=reward.kind != "function",
-        limit=limit,
     )
+    if profile.task.eval_path is None:
+        train, held_out, notes = _one_file(profile, path, read)
+    else:
+        train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), read)
+    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=(*said, *notes))
 
 
 def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:
@@ -167,15 +150,10 @@ def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> lis
     return notes
 
 
-def _train_limit(profile: Profile, num_eval: int) -> int | None:
-    wanted = profile.task.train_prompts
-    return None if wanted is None else wanted + num_eval
-
-
-def _one_file(profile: Profile, path: Path, reward: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
+def _one_file(profile: Profile, path: Path, read_file: Callable[..., Read]) -> Splits:
     """Held out are the items with the smallest uids: a random choice that no seed and no order of rows changes."""
-    num_eval = profile.eval.prompts
-    read = _read(profile, path, "task.source", _train_limit(profile, num_eval), reward)
+    num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
+    read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
     if len(read.items) <= num_eval:
         raise ConfigError(
             f"task.source: {path} has {len(read.items)} distinct prompts, and eval.prompts = {num_eval} of them are held "
@@ -185,22 +163,21 @@ def _one_file(profile: Profile, path: Path, reward: RewardSpec) -> tuple[list[It
     held_out = sorted(read.items, key=lambda item: item["uid"])[:num_eval]
     held_out_uids = {item["uid"] for item in held_out}
     train = [item for item in read.items if item["uid"] not in held_out_uids]
-    limits = f"task.train_prompts = {profile.task.train_prompts}, and eval.prompts = {num_eval}"
-    return train, held_out, _left_out(path, read, limits)
+    return train, held_out, _left_out(path, read, f"task.train_prompts = {wanted}, and eval.prompts = {num_eval}")
 
 
-def _two_files(profile: Profile, path: Path, eval_path: Path, reward: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
+def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: Callable[..., Read]) -> Splits:
     num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
     notes: list[str] = []
     held_out: list[Item] = []
     if num_eval:
-        read = _read(profile, eval_path, "task.eval_path", num_eval, reward)
+        read = read_file(eval_path, key="task.eval_path", limit=num_eval)
         held_out = read.items
         notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
     if len(held_out) < num_eval:
         notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
     eval_prompts = {item["prompt"] for item in held_out}
-    read = _read(profile, path, "task.source", _train_limit(profile, len(held_out)), reward)
+    read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
     train = [item for item in read.items if item["prompt"] not in eval_prompts]
     if len(train) < len(read.items):
         notes.append(f"{path}: left out {len(read.items) - len(train):,} rows whose prompt is among the eval prompts")

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
+from asyncrl_cli.tasks.item import Item
+
 DIGITS = "0123456789ab"
 
 Entry = Mapping[str, Any]
@@ -43,12 +45,14 @@ class NumberSortingFormat:
         direction = "<" if _sign(entry) > 0 else ">"
         return direction + _text(_numbers(entry)) + "="
 
-    def demonstration(self, entry: Entry, rng: Random) -> str:
+    def demonstration(self, item: Item, rng: Random) -> str:
         """A correct response, working and answer."""
+        entry = item["metadata"]["entry"]
         return _written(_bubble(_numbers(entry), sign=_sign(entry)))
 
-    def flawed_demonstration(self, entry: Entry, rng: Random) -> str:
+    def flawed_demonstration(self, item: Item, rng: Random) -> str:
         """Stops before the list is sorted; one that is sorted already gets a wrong number in it."""
+        entry = item["metadata"]["entry"]
         lists = _bubble(_numbers(entry), sign=_sign(entry))
         if len(lists) > 1:
             return _written(lists[: rng.randrange(1, len(lists))])
@@ -71,7 +75,8 @@ class NumberSortingFormat:
 def _numbers(entry: Entry) -> list[int]:
     numbers = [float(number) for number in entry["metadata"]["original_numbers"]]
     if any(number != int(number) or not 0 <= number < len(DIGITS) for number in numbers):
-        raise ValueError(f"the worked form of number_sorting needs whole numbers from 0 to {len(DIGITS) - 1}")
+        limits = f"whole numbers from 0 to {len(DIGITS) - 1}"
+        raise ValueError(f'the worked form of number_sorting needs {limits}; task.adapter = "plain" takes others')
     return [int(number) for number in numbers]
 
 

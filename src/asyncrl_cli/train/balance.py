@@ -36,7 +36,6 @@ class OptimizerStepPlan:
 class RankPlan:
     """What one rank does in a train step."""
 
-    rank: int
     optimizer_steps: tuple[OptimizerStepPlan, ...]
 
     @property
@@ -69,7 +68,7 @@ def plan_train_step(groups: Sequence[GroupResult], *, ranks: int, num_minibatche
         raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
     size = len(groups) // num_minibatches
     per_step = [_plan_optimizer_step(groups, range(start, start + size), ranks, normalize) for start in range(0, len(groups), size)]
-    return [RankPlan(rank=rank, optimizer_steps=tuple(step[rank] for step in per_step)) for rank in range(ranks)]
+    return [RankPlan(optimizer_steps=tuple(step[rank] for step in per_step)) for rank in range(ranks)]
 
 
 def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:

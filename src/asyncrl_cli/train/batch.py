@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +16,7 @@ from asyncrl_cli.samples.trajectory import GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(NamedTuple):
     """One segment to be trained with its trajectory's advantage."""
 
     segment: Segment
@@ -49,7 +49,7 @@ def rows_of(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> li
     ]
 
 
-def build_microbatches(rows: Sequence[Row], *, max_tokens: int, split_cost_tokens: int, device: torch.device) -> list[Microbatch]:
+def build_microbatches(rows: Sequence[Row], max_tokens: int, split_cost_tokens: int, device: torch.device) -> list[Microbatch]:
     lengths = [len(row.segment.tokens_T) - 1 for row in rows]
     parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
     return [build_microbatch([rows[i] for i in part], device) for part in parts]

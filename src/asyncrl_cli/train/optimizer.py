@@ -64,7 +64,9 @@ class PolicyOptimizer:
         A norm that is not finite (all ranks see the same one) skips the step: weights, moments and counters stay as they are.
         """
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
-        norm = self._global_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self._ranks.world_size > 1:  # one rank keeps the plain norm: the detour over squares would change its last bit
+            norm = self._ranks.sum(norm.square()).sqrt()
         norm_value = norm.item()
         rate = learning_rate(self._section, self.steps_made, self._total_steps)
         if not math.isfinite(norm_value):
@@ -93,11 +95,6 @@ class PolicyOptimizer:
         self.steps_made = steps_made
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(steps_made))
-
-    def _global_norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        local = torch.nn.utils.get_total_norm(gradients)
-        # One rank keeps the plain norm: the detour over squares would change its last bit.
-        return local if self._ranks.world_size == 1 else self._ranks.sum(local.square()).sqrt()
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:

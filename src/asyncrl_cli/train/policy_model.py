@@ -21,9 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.models.attention import choose_attention
-from asyncrl_cli.models.saved_form import SavedForm
+from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.models.shape import LAYER
-from asyncrl_cli.models.skeleton import skeleton
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.ranks import Ranks
@@ -34,7 +33,11 @@ ENTROPY_CHUNK_ELEMENTS = 2**25
 
 
 class PolicyModel:
-    """One rank's part of the model. `parameters` are the sharded float32 master weights by first name."""
+    """One rank's part of the model. `parameters` are the sharded float32 master weights by first name.
+
+    `specs` are what travels at a publish, by the names that the model's own files have: every parameter once, in the engine's
+    dtype; then persistent buffers as they are.
+    """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
         transformers.logging.disable_progress_bar()
@@ -65,7 +68,7 @@ class PolicyModel:
         self._wire_dtype = torch_dtype(profile.model.dtype)
         self.form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
         self._parts = self._whole_parts()
-        self._specs = self._make_specs()
+        self.specs = self._make_specs()
 
     def logits_NV(self, microbatch: Microbatch) -> torch.Tensor:
         """Temperature-scaled float32 logits of the positions that predict a sampled token."""
@@ -94,11 +97,6 @@ class PolicyModel:
     def locals(self) -> dict[str, torch.Tensor]:
         """This rank's shards; writing to them in place changes the weights."""
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
-
-    def specs(self) -> list[Spec]:
-        """What travels at a publish, by the names that the model's own files have: every parameter once, in the engine's dtype;
-        then persistent buffers as they are."""
-        return self._specs
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
         """Whole tensors on the device, by their names in memory, a part of the model at a time: `form.to_files` of the parts has

@@ -65,7 +65,7 @@ class PolicyTrainer:
         self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer)
         self._publication: Publication | None = None
         self._bucket_size_bytes = profile.weights.gather_bucket_size_mb * BYTES_PER_MB
-        self._layout = plan_layout(self.model.specs(), self._bucket_size_bytes)
+        self._layout = plan_layout(self.model.specs, self._bucket_size_bytes)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._snapshots: dict[int, tuple[HostState, Publication | None]] = {}
 
@@ -106,17 +106,19 @@ class PolicyTrainer:
                 for name, tensor in self.model.form.to_files(part).items():
                     if (index := packing.put(name, tensor)) is not None:
                         on_full(packing, index)
-        probe_logprobs = tuple(tuple(row) for row in self.score(self._probes))
+        probe_logprobs = tuple(map(tuple, self.score(self._probes)))
         if packing is not None:
-            before = self._publication
-            self._publication = Publication(
+            before = self._publication.manifest if self._publication is not None else None
+            manifest = Manifest(
                 version=version,
-                packing=packing,
+                num_bytes=packing.num_bytes,
+                fingerprints=(),
                 temperature=self.profile.rollout.temperature,
                 probe_tokens=self._probes,
                 probe_logprobs=probe_logprobs,
                 previous_logprobs=before.probe_logprobs if before is not None and before.version < version else (),
             )
+            self._publication = Publication(manifest, packing)
         return time.monotonic() - started_s
 
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
@@ -126,8 +128,8 @@ class PolicyTrainer:
             ValueError: if `version` is not the one held.
         """
         publication = self._publication
-        if publication is None or publication.version != version:
-            held = "none" if publication is None else publication.version
+        if publication is None or publication.manifest.version != version:
+            held = "none" if publication is None else publication.manifest.version
             raise ValueError(f"version {version} is not held by rank {self.ranks.rank} (held: {held})")
         return publication.sealed()
 
@@ -184,7 +186,7 @@ class PolicyTrainer:
         self.step = counters["step"]
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
-            self._publication = load_publication(directory, self.model.specs(), self._bucket_size_bytes)
+            self._publication = load_publication(directory, self.model.specs, self._bucket_size_bytes)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""

@@ -111,20 +111,15 @@ class PolicyUpdate:
         )
 
     def _microbatches(self, batch: RankBatch) -> list[list[Microbatch]]:
-        device = self._ranks.device
-        own = [self._own_microbatches(plan, batch.payloads) for plan in batch.plan.optimizer_steps]
+        device, max_tokens = self._ranks.device, self._profile.trainer.max_tokens_per_microbatch
+        own = [
+            build_microbatches(rows_of(plan, batch.payloads), max_tokens, SPLIT_COST_TOKENS[device.type], device)
+            for plan in batch.plan.optimizer_steps
+        ]
         counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
         return [
             part + [empty_microbatch(device) for _ in range(count - len(part))] for part, count in zip(own, counts, strict=True)
         ]
-
-    def _own_microbatches(self, plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[Microbatch]:
-        return build_microbatches(
-            rows_of(plan, payloads),
-            max_tokens=self._profile.trainer.max_tokens_per_microbatch,
-            split_cost_tokens=SPLIT_COST_TOKENS[self._ranks.device.type],
-            device=self._ranks.device,
-        )
 
     def _with_prox(self, batch: RankBatch, work: list[list[Microbatch]]) -> list[_OptimizerStep]:
         prox: list[list[torch.Tensor | None]]
@@ -132,7 +127,7 @@ class PolicyUpdate:
             prox = [[m.logp_mu_N for m in part] for part in work]
         elif batch.step_in_window == 0:
             if self.needs_window_first:
-                self.window_first = {name: _host_copy(local) for name, local in self._model.locals().items()}
+                self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
             # The first optimizer step trains the very weights that define prox: its own forward yields both.
             prox = [[None] * len(work[0])]
             prox += [[self._model.logprobs_N(m) for m in part] for part in work[1:]]
@@ -179,10 +174,6 @@ class PolicyUpdate:
             entropy = Metric(kind="mean", amount=entropy_sum(logprobs_NV), weight=len(logprobs_NV))
             sums.add({"train/loss": sum_of(loss_sum / num_tokens), "train/entropy": entropy, **metrics})
         return self._optimizer.step()
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu").copy_(tensor)
 
 
 def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:

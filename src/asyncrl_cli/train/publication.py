@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -23,15 +22,12 @@ PUBLISHED_FILE = "published.safetensors"
 class Publication:
     """One version. `packing` is never written to once it is filled, so any thread may read it.
 
-    `previous_logprobs`: of the probes by the version before; empty for the first one of a process, and not in checkpoints.
+    `manifest` has no fingerprints: `sealed` adds them. Its `previous_logprobs` are empty for the first version of a process, and
+    not in checkpoints.
     """
 
-    version: int
+    manifest: Manifest
     packing: Packing
-    temperature: float
-    probe_tokens: tuple[tuple[int, ...], ...]
-    probe_logprobs: tuple[tuple[float, ...], ...]
-    previous_logprobs: tuple[tuple[float, ...], ...] = ()
     _sealed: tuple[Manifest, list[Bucket]] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -40,30 +36,20 @@ class Publication:
         with self._lock:
             if self._sealed is None:
                 buckets = self.packing.seal()
-                self._sealed = (self._manifest(buckets), buckets)
+                fingerprints = tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None)
+                self._sealed = (replace(self.manifest, fingerprints=fingerprints), buckets)
             return self._sealed
 
     def save(self, directory: Path) -> None:
-        probes = {"tokens": self.probe_tokens, "logprobs": self.probe_logprobs}
+        manifest = self.manifest
         header = {
             "format": "pt",
-            "version": str(self.version),
-            "temperature": repr(self.temperature),
-            "probes": json.dumps(probes),
+            "version": str(manifest.version),
+            "temperature": repr(manifest.temperature),
+            "probes": json.dumps({"tokens": manifest.probe_tokens, "logprobs": manifest.probe_logprobs}),
         }
         save_file(self.packing.tensors(), directory / PUBLISHED_FILE, metadata=header)
         sync_files(directory)
-
-    def _manifest(self, buckets: Sequence[Bucket]) -> Manifest:
-        return Manifest(
-            version=self.version,
-            num_bytes=self.packing.num_bytes,
-            fingerprints=tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None),
-            temperature=self.temperature,
-            probe_tokens=self.probe_tokens,
-            probe_logprobs=self.probe_logprobs,
-            previous_logprobs=self.previous_logprobs,
-        )
 
 
 def load_publication(directory: Path, specs: Sequence[Spec], bucket_size_bytes: int) -> Publication | None:
@@ -81,13 +67,14 @@ def load_publication(directory: Path, specs: Sequence[Spec], bucket_size_bytes: 
             raise RefusedError(f"{path}: published weights are of another model")
         header = saved.metadata()
         for spec in specs:
-            tensor: torch.Tensor = saved.get_tensor(spec.name)
-            packing.put(spec.name, tensor)
+            packing.put(spec.name, saved.get_tensor(spec.name))
     probes = json.loads(header["probes"])
-    return Publication(
+    manifest = Manifest(
         version=int(header["version"]),
-        packing=packing,
+        num_bytes=packing.num_bytes,
+        fingerprints=(),
         temperature=float(header["temperature"]),
-        probe_tokens=tuple(tuple(tokens) for tokens in probes["tokens"]),
-        probe_logprobs=tuple(tuple(logprobs) for logprobs in probes["logprobs"]),
+        probe_tokens=tuple(map(tuple, probes["tokens"])),
+        probe_logprobs=tuple(map(tuple, probes["logprobs"])),
     )
+    return Publication(manifest, packing)

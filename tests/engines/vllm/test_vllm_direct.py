@@ -25,8 +25,7 @@ from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update_info
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.models.saved_form import SavedForm
-from asyncrl_cli.models.skeleton import skeleton
+from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import Manifest, pack
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting

@@ -39,8 +39,7 @@ from asyncrl_cli.engines.vllm.settings import is_truncated, set_environment, sle
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.models.saved_form import SavedForm
-from asyncrl_cli.models.skeleton import skeleton
+from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.weights.buckets import Bucket
