@@ -53,10 +53,9 @@ def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) 
     except ShapeUnknown as reason:
         return MemoryReport(estimate=None, unknown=str(reason))
     estimate = estimate_memory(profile, plan, shape, available_bytes)
-    needs = device_needs(estimate, plan, available_bytes)
-    refusal = cannot_fit(profile, estimate, plan, available_bytes)
-    warnings = () if refusal else tuple(memory_warnings(profile, estimate, plan, needs))
-    return MemoryReport(estimate=estimate, needs=tuple(needs), warnings=warnings, refusal=refusal)
+    refusal = cannot_fit(estimate)
+    warnings = () if refusal else tuple(memory_warnings(estimate))
+    return MemoryReport(estimate=estimate, needs=tuple(device_needs(estimate)), warnings=warnings, refusal=refusal)
 
 
 def memory_document(report: MemoryReport) -> dict[str, Any]:
