@@ -16,9 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import create_model
-from pydantic_settings import BaseSettings, EnvSettingsSource
-
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.check import MOST_PROBLEMS, check, combine
 from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
@@ -144,21 +141,13 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     unknown = (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}."))
     if problems := [_unknown_name(key, names[key]) for key in islice(unknown, MOST_PROBLEMS + 1)]:
         raise combine(problems)
-    tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
-    source = EnvSettingsSource(
-        create_model("Environment", __base__=BaseSettings, **tables), env_prefix=ENV_PREFIX, env_nested_delimiter="__"
-    )
-    source.env_vars = {name.lower(): environ[name] for name in names.values()}
-    values = flatten(_parsed(source()), "environment")
-    origins = {key: f"environment {names.get(key, _env_name(PARAMS))}" for key in values}
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for key, name in names.items():
+        given = _assigned(f"{key}={environ[name]}", f"environment {name}")
+        values |= given
+        origins |= dict.fromkeys(given, f"environment {name}")
     return Layer(origin="environment", values=_anchored(values, Path.cwd()), origins=origins)
-
-
-def _parsed(value: Any) -> Any:
-    """The texts of nested tables as what they say in TOML."""
-    if isinstance(value, dict):
-        return {key: _parsed(item) for key, item in value.items()}
-    return parse_value(value) if isinstance(value, str) else value
 
 
 def _unknown_name(key: str, name: str) -> ConfigError:
@@ -179,19 +168,22 @@ def set_layer(sets: Sequence[str]) -> Layer:
     """`--set a.b=c`; of several for one key the last one counts."""
     values: dict[str, Any] = {}
     for text in sets:
-        key, equals, value = text.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
-            raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
-        if len(parts) == 1 and parts[0] not in sections():
-            raise _unknown(parts[0], "--set", keys())
-        if len(parts) > MAX_DEPTH:
-            raise ConfigError(f"--set {shortened(text)}: more than {MAX_DEPTH} parts", hint="--set run.train_steps=20")
-        nested: Any = parse_value(value.strip())
-        for part in reversed(parts):
-            nested = {part: nested}
-        values |= flatten(nested, "--set")
+        values |= _assigned(text, "--set")
     return Layer(origin="--set", values=_anchored(values, Path.cwd()))
+
+
+def _assigned(text: str, where: str) -> dict[str, Any]:
+    """What `a.b=c` says, by dotted keys; c is TOML, else a string."""
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts) or len(parts) > MAX_DEPTH:
+        raise ConfigError(f"{where} {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
+    if len(parts) == 1 and parts[0] not in sections():
+        raise _unknown(parts[0], where, keys())
+    nested: Any = parse_value(value.strip())
+    for part in reversed(parts):
+        nested = {part: nested}
+    return flatten(nested, where)
 
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
