@@ -22,6 +22,7 @@ from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.settings import set_environment, weight_backend
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import direct, ports, trainer_actor
+from asyncrl_cli.job.calls import Limit
 from asyncrl_cli.job.direct import RayRankZero
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
@@ -138,7 +139,7 @@ class Driver:
         )
         profile = direct_profile(transport)
         self.trainer = RayTrainer([self.trainer_actor], profile, samples_dir=Path("samples"))
-        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile, restart_timeout_s=WAIT_S)
+        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile)
 
     def _make_actor(self) -> Any:
         self.calls.append("made")
@@ -186,8 +187,8 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
     timeout_s = 20.0  # direct_profile
     limits: dict[str, float] = {}
 
-    async def answer(ref: Any, *, call: str, timeout_s: float, **_: Any) -> Any:
-        limits[call.partition(" of ")[0]] = timeout_s
+    async def answer(ref: Any, *, call: str, limit: Limit, **_: Any) -> Any:
+        limits[call.partition(" of ")[0]] = limit.seconds or 0.0
         return "tcp://10.0.0.7:2345"
 
     for module in (direct, ports):
@@ -203,7 +204,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
         await link.broadcast(1, {})
         await link.join(Meeting(host="10.0.0.7", port=2345, world_size=2, wire_bytes=1))
         await link.leave()
-        worker = RayRolloutWorker(WORKER, lambda: actor, profile, WAIT_S, workers)
+        worker = RayRolloutWorker(WORKER, lambda: actor, profile, workers)
         await worker.connect(actor)
         await worker.load(1, interrupt)
 
