@@ -26,7 +26,6 @@ from asyncrl_cli.job.calls import Limit
 from asyncrl_cli.job.direct import RayRankZero
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
-from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.models.shape import shape_of_directory
@@ -265,7 +264,7 @@ def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(monkeyp
 # --- a worker's actor
 
 
-def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(tmp_path: Path) -> None:
+def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load() -> None:
     profile = direct_profile("nccl", trainer_workers=1)
     asked: list[Any] = []
     rank_zero = SimpleNamespace(
@@ -285,13 +284,10 @@ def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_th
     manifest = Manifest(version=3, num_bytes=16, fingerprints=(fingerprint(bucket.data),), temperature=1.0)
 
     async def body() -> Any:
-        actor: Any = object.__new__(RolloutActor)
-        actor._name, actor._profile, actor._place = WORKER, profile, Place(model_dir=str(tmp_path))
-        actor._engine = SimpleNamespace(connect=connect)
-        actor._loader = Loader(actor._engine, profile.weights, RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None), 2)
-        await actor.connect(rank_zero)
-        await actor.prefetch(manifest, [bucket.entries])
-        return actor._loader._received
+        await connect(RayRankZero(rank_zero, WORKER, profile.weights.timeout_s, 1))
+        loader = Loader(SimpleNamespace(), profile.weights, RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None), 2)
+        await loader.prefetch(manifest, [bucket.entries])
+        return loader._received
 
     received = asyncio.run(body())
     named = (WORKER, 7, {"a": "b"})

@@ -41,8 +41,7 @@ class RayRankZero:
         await self._direct("broadcast", self._timeout_s, version, names)
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        update_info: dict[str, Any] | None = await self._direct("export", self._timeout_s, version, names, part)
-        return update_info
+        return await self._direct("export", self._timeout_s, version, names, part)
 
     async def leave(self) -> None:
         await leave(self._actor, self._worker)

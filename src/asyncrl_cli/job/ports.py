@@ -93,13 +93,10 @@ class RayRolloutWorker:
         sends the bytes within the load, the waits for it end by themselves before this one does."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
-        report: LoadReport = await self._answer(ref, what, self._load, since)
-        return report
+        return await self._answer(ref, what, self._load, since)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        ref = self.actor.evaluate.remote(request)
-        result: EvalResult = await self._answer(ref, f"the eval of version {request.version}", Limit(None))
-        return result
+        return await self._answer(self.actor.evaluate.remote(request), f"the eval of version {request.version}", Limit(None))
 
     async def abort_evals(self) -> None:
         await self._call(self.actor.abort_evals.remote(), "the abort of its evals")
@@ -214,9 +211,7 @@ class RayTrainer:
         await self._collective("write", step, str(directory.absolute()), list(payloads), with_published, call=call)
 
     async def report(self) -> ExecutorReport:
-        ref = self.actors[0].report.remote()
-        report: ExecutorReport = await self._answer(0, ref, "a report", self._calls)
-        return report
+        return await self._answer(0, self.actors[0].report.remote(), "a report", self._calls)
 
     async def start(self) -> None:
         init_method = await self._answer(0, self.actors[0].meeting_point.remote(), "its start", START_LIMIT)

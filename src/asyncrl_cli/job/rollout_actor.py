@@ -119,8 +119,7 @@ class RolloutActor:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         self._meter.evals(+1)
         try:
-            result: EvalResult = await self._runner.evaluate(request, self._sampling(self._profile.eval.temperature))
-            return result
+            return await self._runner.evaluate(request, self._sampling(self._profile.eval.temperature))
         finally:
             self._meter.evals(-1)
 

@@ -18,9 +18,9 @@ from asyncrl_cli.checkpoint.find import Checkpoint, load_checkpoint, refuse_ende
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.assembling import make_observers, make_pipeline
-from asyncrl_cli.job.attempt_log import logged_to
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
 from asyncrl_cli.job.preparing import Say, prepare
+from asyncrl_cli.job.process import logged_to
 from asyncrl_cli.job.resuming import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.session import object_store_bytes_for, ray_session
 from asyncrl_cli.job.stopping import StopRequests, end_descendants, hangups_blocked, leave, leave_soon, tell

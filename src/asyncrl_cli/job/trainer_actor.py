@@ -36,7 +36,6 @@ from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.samples.trajectory import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.policy_trainer import RankReport

@@ -57,8 +57,7 @@ def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]
 
 
 def _get(ref: Any) -> Bucket:
-    bucket: Bucket = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
-    return bucket
+    return ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
 
 
 def clear(weights_dir: Path) -> None:
