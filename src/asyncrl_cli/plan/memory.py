@@ -141,16 +141,10 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
     return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
 
 
-def microbatch_tokens(profile: Profile) -> int:
-    """Positions of the largest microbatch: the budget, or one trajectory of full length, which goes alone if it is longer."""
-    return max(
-        profile.trainer.max_tokens_per_microbatch, profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens - 1
-    )
-
-
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
-    shard, tokens = -(-shape.parameters // ranks), microbatch_tokens(profile)
+    shard, longest = -(-shape.parameters // ranks), profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+    tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory goes alone
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     per_token = shape.num_layers * activation_bytes_per_token(shape, e)
     item = partial(MemoryItem, TRAINER, ranks, "device")

@@ -23,12 +23,12 @@ DEFAULT_SHARE = 0.92
 def memory(profile: Profile, device: str) -> EngineMemory:
     arguments = engine_arguments(profile, Place(model_dir=profile.model.path, device=device))
     shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
-    processes, are = (
-        (1, "EngineCore, a process") if shared_by == 1 else (1 + shared_by, f"EngineCore and {shared_by} Workers, processes")
-    )
+    processes, are = 1, "EngineCore, a process"
+    if shared_by > 1:
+        processes, are = 1 + shared_by, f"EngineCore and {shared_by} Workers, processes"
     return EngineMemory(
         name="vLLM",
-        batch_tokens=arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, arguments["max_model_len"])),
+        batch_tokens=int(arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, arguments["max_model_len"]))),
         own_bytes=processes * PROCESS_BYTES,
         own_processes=f"{are} of its own, with nothing loaded",
         num_caches=shared_by if device == "cpu" else 1,
