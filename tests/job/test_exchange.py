@@ -71,7 +71,7 @@ class Actor(RolloutActor):
         self._name = "rollout-0"
         self._runner = runner
         self._changes = LongPoll()
-        self._desk = GroupDesk(runner.run, self._changes.note)
+        self._desk = GroupDesk(runner.run, self._changes)
 
     def _progress(self, seen: int) -> Progress:
         return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=())

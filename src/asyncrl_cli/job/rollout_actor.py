@@ -64,7 +64,7 @@ class RolloutActor:
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
         self._runner = self._make_runner()
-        self._desk = GroupDesk(self._runner.run, self._changes.note)
+        self._desk = GroupDesk(self._runner.run, self._changes)
         logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
