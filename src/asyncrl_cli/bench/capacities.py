@@ -41,11 +41,11 @@ def with_capacities(
     def say(text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
         watcher.note(text, done, total)
 
-    prepared = asyncio.run(prepare(entries[0].profile, say))
-    sides = {entry.name: side_of(entry.profile, entry.plan, prepared.model_dir, prepared.task) for entry in entries}
+    task, model_dir = asyncio.run(prepare(entries[0].profile, say))
+    sides = {entry.name: side_of(entry.profile, entry.plan, model_dir, task) for entry in entries}
     lengths = measured_lengths(entries, runs)
     repeats = math.ceil(REPEATS * share)
-    measured = measure_all(sides, prepared.task.train, lengths, repeats=repeats, progress=watcher.note)
+    measured = measure_all(sides, task.train, lengths, repeats=repeats, progress=watcher.note)
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
 
