@@ -171,10 +171,10 @@ def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, named: str, meaning: str
 ) -> None:
     from asyncrl_cli.cli.doctor import _cpu
-    from asyncrl_cli.plan import cpu
+    from asyncrl_cli.plan import cluster
 
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cluster, "CPUINFO", tmp_path / "cpuinfo")
     assert named in _cpu().found
     assert meaning in _cpu().found
 

@@ -65,9 +65,9 @@ def actor(session: None) -> Iterator[Any]:
 
 
 def called(ref: Any, timeout_s: float = 30.0) -> Any:
-    from asyncrl_cli.job.calls import answer
+    from asyncrl_cli.job.calls import Limit, answer
 
-    return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", timeout_s=timeout_s, key="rollout.call_timeout_s"))
+    return asyncio.run(answer(ref, executor="rollout-0", call="group p@0.0", limit=Limit(timeout_s, "rollout.call_timeout_s")))
 
 
 def test_an_actors_own_error_is_quoted_and_its_traceback_logged(actor: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -94,10 +94,10 @@ def test_a_call_that_takes_too_long_names_the_call_and_the_key(actor: Any) -> No
 
 
 def test_a_start_that_takes_too_long_names_no_key_for_none_would_help() -> None:
-    from asyncrl_cli.job.calls import answer
+    from asyncrl_cli.job.calls import Limit, answer
 
     async def main() -> None:
-        await answer(asyncio.sleep(60), executor="rollout-0", call="its start", timeout_s=0.05)
+        await answer(asyncio.sleep(60), executor="rollout-0", call="its start", limit=Limit(0.05))
 
     with pytest.raises(ExecutorFailed) as failed:
         asyncio.run(main())
@@ -114,13 +114,13 @@ def test_an_actor_that_dies_is_named_with_what_ray_knows(actor: Any) -> None:
 def test_arrays_that_went_with_their_node_are_not_called_a_dead_process() -> None:
     from ray.exceptions import ObjectLostError
 
-    from asyncrl_cli.job.calls import answer
+    from asyncrl_cli.job.calls import Limit, answer
 
     async def fetch() -> None:
         raise ObjectLostError("ab" * 28, None, "")
 
     with pytest.raises(ExecutorLost, match="trainer-0 failed: arrays were lost during train step 5: ") as failed:
-        asyncio.run(answer(fetch(), executor="trainer-0", call="train step 5", timeout_s=5.0))
+        asyncio.run(answer(fetch(), executor="trainer-0", call="train step 5", limit=Limit(5.0)))
     assert "\n" not in str(failed.value)
 
 
@@ -135,12 +135,12 @@ def test_refusals_keep_their_kind_and_hint(actor: Any) -> None:
 
 
 def test_the_first_failure_of_several_calls_ends_the_wait_for_all(actor: Any) -> None:
-    from asyncrl_cli.job.calls import all_of, answer
+    from asyncrl_cli.job.calls import Limit, all_of, answer
 
     async def main() -> None:
         refs = [actor.hangs.remote(), actor.raises.remote()]
         await all_of(
-            answer(ref, executor=f"trainer-{rank}", call="train step 1", timeout_s=30.0, key="rollout.call_timeout_s")
+            answer(ref, executor=f"trainer-{rank}", call="train step 1", limit=Limit(30.0, "rollout.call_timeout_s"))
             for rank, ref in enumerate(refs)
         )
 

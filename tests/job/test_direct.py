@@ -22,10 +22,10 @@ from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.settings import set_environment, weight_backend
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import direct, ports, trainer_actor
+from asyncrl_cli.job.calls import Limit
 from asyncrl_cli.job.direct import RayRankZero
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
-from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.models.shape import shape_of_directory
@@ -138,7 +138,7 @@ class Driver:
         )
         profile = direct_profile(transport)
         self.trainer = RayTrainer([self.trainer_actor], profile, samples_dir=Path("samples"))
-        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile, restart_timeout_s=WAIT_S)
+        self.worker = RayRolloutWorker(WORKER, self._make_actor, profile)
 
     def _make_actor(self) -> Any:
         self.calls.append("made")
@@ -186,8 +186,8 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
     timeout_s = 20.0  # direct_profile
     limits: dict[str, float] = {}
 
-    async def answer(ref: Any, *, call: str, timeout_s: float, **_: Any) -> Any:
-        limits[call.partition(" of ")[0]] = timeout_s
+    async def answer(ref: Any, *, call: str, limit: Limit, **_: Any) -> Any:
+        limits[call.partition(" of ")[0]] = limit.seconds or 0.0
         return "tcp://10.0.0.7:2345"
 
     for module in (direct, ports):
@@ -203,7 +203,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
         await link.broadcast(1, {})
         await link.join(Meeting(host="10.0.0.7", port=2345, world_size=2, wire_bytes=1))
         await link.leave()
-        worker = RayRolloutWorker(WORKER, lambda: actor, profile, WAIT_S, workers)
+        worker = RayRolloutWorker(WORKER, lambda: actor, profile, workers)
         await worker.connect(actor)
         await worker.load(1, interrupt)
 
@@ -264,7 +264,7 @@ def test_each_gather_tells_rank_zero_which_versions_somebody_still_holds(monkeyp
 # --- a worker's actor
 
 
-def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_the_load(tmp_path: Path) -> None:
+def test_a_worker_notes_a_version_and_its_engine_asks_rank_zero_within_the_load() -> None:
     profile = direct_profile("nccl", trainer_workers=1)
     asked: list[Any] = []
     rank_zero = SimpleNamespace(
@@ -284,13 +284,10 @@ def test_a_workers_actor_notes_a_version_and_its_engine_asks_rank_zero_within_th
     manifest = Manifest(version=3, num_bytes=16, fingerprints=(fingerprint(bucket.data),), temperature=1.0)
 
     async def body() -> Any:
-        actor: Any = object.__new__(RolloutActor)
-        actor._name, actor._profile, actor._place = WORKER, profile, Place(model_dir=str(tmp_path))
-        actor._engine = SimpleNamespace(connect=connect)
-        actor._loader = Loader(actor._engine, profile.weights, RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None), 2)
-        await actor.connect(rank_zero)
-        await actor.prefetch(manifest, [bucket.entries])
-        return actor._loader._received
+        await connect(RayRankZero(rank_zero, WORKER, profile.weights.timeout_s, 1))
+        loader = Loader(SimpleNamespace(), profile.weights, RolloutMeter(WORKER, 1, lambda: 0.0, lambda: None), 2)
+        await loader.prefetch(manifest, [bucket.entries])
+        return loader._received
 
     received = asyncio.run(body())
     named = (WORKER, 7, {"a": "b"})

@@ -11,10 +11,10 @@ import torch
 
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job.loading import Loader
-from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack
+from asyncrl_cli.weights.disk import DiskSender
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
 from tests.engines.made import made_for
@@ -72,4 +72,4 @@ def _send(
         probe_tokens=(tuple(PROBE),),
         probe_logprobs=(tuple(logprobs),),
     )
-    return manifest, send(sender_for(root, model_dir), manifest, buckets)
+    return manifest, send(DiskSender(root, model_dir), manifest, buckets)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.job.checkpoints import RunCheckpoints
+from asyncrl_cli.job.assembling import RunCheckpoints
 from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
 from asyncrl_cli.job.stopping import StopRequests

@@ -14,7 +14,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.calls import answer
+from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, GroupExchange
 from asyncrl_cli.job.ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
@@ -71,7 +71,7 @@ class Actor(RolloutActor):
         self._name = "rollout-0"
         self._runner = runner
         self._changes = LongPoll()
-        self._desk = GroupDesk(runner.run, self._changes.note)
+        self._desk = GroupDesk(runner.run, self._changes)
 
     def _progress(self, seen: int) -> Progress:
         return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=())
@@ -164,7 +164,7 @@ def exchange_with(takes_s: Takes) -> tuple[GroupExchange, Handle, Runner]:
 
 def exchange_of(actor: Actor) -> tuple[GroupExchange, Handle]:
     handle = Handle(actor)
-    bounded = partial(answer, executor="rollout-0", timeout_s=CALL_TIMEOUT_S, key="rollout.call_timeout_s")
+    bounded = partial(answer, executor="rollout-0", limit=Limit(CALL_TIMEOUT_S, "rollout.call_timeout_s"))
     return GroupExchange(handle, lambda pending, call: bounded(pending, call=call)), handle
 
 
@@ -326,7 +326,7 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
 
         actor._progress, actor.load = progress, never_ends  # type: ignore[method-assign, assignment]
         profile = small_profile(weights={"timeout_s": 100.0})
-        worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile, restart_timeout_s=1.0)
+        worker = RayRolloutWorker("rollout-0", lambda: Handle(actor), profile)
         async with followed(worker):
             with pytest.raises(ExecutorLost) as lost:
                 await worker.load(4, "drain")
@@ -372,7 +372,7 @@ def test_an_abort_never_overtakes_the_request_of_its_group() -> None:
     async def main() -> list[str]:
         runner = Runner(lambda request: 1.0)
         handle = Handle(Actor(runner))
-        worker = RayRolloutWorker("rollout-0", lambda: handle, small_profile(), restart_timeout_s=1.0)
+        worker = RayRolloutWorker("rollout-0", lambda: handle, small_profile())
         async with followed(worker):
             for index, wait_s in enumerate((0.0, 0.0005, 0.05)):  # before, in and after the first exchange
                 group = asyncio.create_task(worker.generate(request(index)))

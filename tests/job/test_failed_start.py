@@ -15,7 +15,6 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import run as run_module
 from asyncrl_cli.job import workers
 from asyncrl_cli.job.ports import RayTrainer
-from asyncrl_cli.job.preparing import Prepared
 from asyncrl_cli.job.run import Run
 
 from .crew import small_profile
@@ -25,7 +24,7 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
     seen: list[list[str]] = []
 
     async def prepare(*args: Any) -> Any:
-        return Prepared(task=SimpleNamespace(reward=SimpleNamespace(function="", module_file="")), model_dir=tmp_path)
+        return SimpleNamespace(reward=SimpleNamespace(function="", module_file="")), tmp_path
 
     @contextlib.contextmanager
     def ray_session(*args: Any, **kwargs: Any) -> Iterator[None]:

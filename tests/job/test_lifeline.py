@@ -14,7 +14,7 @@ import pytest
 
 from asyncrl_cli.errors import SessionLost
 from asyncrl_cli.job import lifeline as module
-from asyncrl_cli.job.calls import answer
+from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.lifeline import lifeline, lost_session
 from asyncrl_cli.job.local_ray import ending
 
@@ -39,7 +39,7 @@ async def ask(*, patient: bool) -> float:
     never = asyncio.get_running_loop().create_future()
     began_s = time.monotonic()
     with pytest.raises(SessionLost) as lost:
-        await answer(never, executor="trainer-0", call="a step", timeout_s=30.0, patient=patient)
+        await answer(never, executor="trainer-0", call="a step", limit=Limit(30.0), patient=patient)
     assert "SIGKILL" in str(lost.value)
     return time.monotonic() - began_s
 
@@ -75,7 +75,7 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
     async def main() -> str:
         future = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().call_later(2 * module.LOOK_EVERY_S, future.set_result, "done")
-        return str(await answer(future, executor="trainer-0", call="a step", timeout_s=30.0))
+        return str(await answer(future, executor="trainer-0", call="a step", limit=Limit(30.0)))
 
     mended: list[float] = []
     with watched(daemons, lambda: mended.append(time.monotonic())):

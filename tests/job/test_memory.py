@@ -183,26 +183,26 @@ def test_a_peak_is_what_always_stays_and_the_most_expensive_phase() -> None:
 
 
 def test_gpus_that_are_too_small_are_named_with_the_key_that_helps() -> None:
-    profile, plan, estimate = planned("builtin:tiny", "trainer.max_tokens_per_microbatch=4194304", gpus=2)
-    needs = device_needs(estimate, plan, 80 * GIB)
+    estimate = replace(planned("builtin:tiny", "trainer.max_tokens_per_microbatch=4194304", gpus=2)[2], available_bytes=80 * GIB)
+    needs = device_needs(estimate)
     assert [(need.roles, need.fits) for need in needs] == [((TRAINER,), False), ((ROLLOUT,), True)]
-    (warning,) = memory_warnings(profile, estimate, plan, needs)
+    (warning,) = memory_warnings(estimate)
     assert "trainer needs about" in warning
     assert "lower trainer.max_tokens_per_microbatch" in warning
-    assert memory_warnings(profile, estimate, plan, device_needs(estimate, plan, None)) == []
+    assert memory_warnings(replace(estimate, available_bytes=None)) == []
 
 
 def test_a_cache_that_the_engine_would_cut_is_warned_of() -> None:
-    profile, plan, estimate = planned("builtin:tiny", "rollout.slots=64", gpus=2)
+    estimate = planned("builtin:tiny", "rollout.slots=64", gpus=2)[2]
     cache, weights = sizes(estimate, ROLLOUT)["KV cache"], sizes(estimate, ROLLOUT)["weights"]
     available = weights + int(cache * 1.5)
-    warnings = memory_warnings(profile, estimate, plan, device_needs(estimate, plan, available))
+    warnings = memory_warnings(replace(estimate, available_bytes=available))
     assert any("rollout.slots = 48 fits" in warning for warning in warnings)
 
 
 def test_colocated_sides_share_a_gpu() -> None:
-    _, plan, estimate = planned("builtin:tiny", "placement.colocate=true", gpus=2)
-    (need,) = device_needs(estimate, plan, None)
+    estimate = planned("builtin:tiny", "placement.colocate=true", gpus=2)[2]
+    (need,) = device_needs(estimate)
     assert need.roles == (TRAINER, ROLLOUT)
     assert need.num_bytes == estimate.peak_bytes(TRAINER, "device") + estimate.peak_bytes(ROLLOUT, "device")
     assert need.fits is None

@@ -27,7 +27,7 @@ def planned(*sets, model="builtin:tiny", gpus=0, gpu_gib=None):
     profile = load("base", [VLLM, f'model.path="{model}"', *sets], environ={}).profile
     plan = compile_job(profile, ClusterResources(nodes=(NodeResources(name="one", cpus=64, gpus=gpus),), elastic_cpus=True))
     available = None if gpu_gib is None else int(gpu_gib * GIB)
-    return profile, plan, estimate_memory(profile, plan, shape_of(model), available), available
+    return estimate_memory(profile, plan, shape_of(model), available)
 
 
 def items_of(estimate, role=ROLLOUT):
@@ -35,14 +35,14 @@ def items_of(estimate, role=ROLLOUT):
 
 
 def test_a_cpu_worker_has_one_more_process_and_the_cache_that_vllm_is_told_to_allocate():
-    _, plan, estimate, _ = planned()
+    estimate = planned(gpu_gib=8)
     items = items_of(estimate)
-    assert str(plan).startswith("1 trainer + 1 rollout with vllm (apart)")
+    assert str(estimate.plan).startswith("1 trainer + 1 rollout with vllm (apart)")
     assert items["vLLM"].how.startswith("EngineCore, a process of its own")
     assert 390 * MIB < items["vLLM"].num_bytes < 500 * MIB  # as measured: 396 to 464 MiB
     # 64 slots of 352 tokens in pages of 128, and 64 pages for cached prefixes; float32.
     assert items["KV cache"].num_bytes == (64 * math.ceil(352 / 128) + 64) * 128 * TINY_KV_VALUES * 4
-    (need,) = device_needs(estimate, plan, 8 * GIB)
+    (need,) = device_needs(estimate)
     assert need.num_bytes > items["vLLM"].num_bytes
 
 
@@ -51,33 +51,33 @@ def test_processes_that_share_a_model_on_cpus_are_counted_and_so_are_their_threa
     laptop = ClusterResources(nodes=(NodeResources(name="one", cpus=2),), elastic_cpus=True)
     plan = compile_job(profile, laptop)
     items = items_of(estimate_memory(profile, plan, shape_of("builtin:tiny")))
-    alone = items_of(planned()[2])
+    alone = items_of(planned())
     assert items["vLLM"].num_bytes == 4 * alone["vLLM"].num_bytes  # 4 processes, not 1
     assert items["KV cache"].num_bytes == 3 * alone["KV cache"].num_bytes
     assert plan.warnings == ("the job's workers compute with 4 threads on 2 cores and slow each other down",)
 
 
 def test_a_users_own_cache_is_believed():
-    items = items_of(planned("rollout.engine_args={kv_cache_memory_bytes=123456}")[2])
+    items = items_of(planned("rollout.engine_args={kv_cache_memory_bytes=123456}"))
     assert items["KV cache"].num_bytes == 123456
 
 
 @pytest.mark.parametrize(("sets", "share"), [((), 0.92), (("rollout.gpu_memory_utilization=0.5",), 0.5)])
 def test_vllm_fills_its_share_of_a_gpu_whatever_the_slots_need(sets, share):
-    _, plan, estimate, available = planned(*sets, gpus=2, gpu_gib=80)
-    need = next(need for need in device_needs(estimate, plan, available) if need.roles == (ROLLOUT,))
+    estimate = planned(*sets, gpus=2, gpu_gib=80)
+    need = next(need for need in device_needs(estimate) if need.roles == (ROLLOUT,))
     assert need.num_bytes == pytest.approx(share * 80 * GIB, rel=1e-6)
     assert items_of(estimate)["vLLM"].place == "host"
 
 
 def test_where_a_gpus_memory_is_not_known_the_slots_need_is_shown():
-    items = items_of(planned(gpus=2)[2])
+    items = items_of(planned(gpus=2))
     assert items["KV cache"].num_bytes == 64 * 352 * TINY_KV_VALUES * 4
 
 
 def test_a_colocated_rank_keeps_its_weights_beside_vllm_and_its_gradients_never_meet_it():
-    _, plan, estimate, available = planned("placement.colocate=true", gpus=2, gpu_gib=80)
-    (need,) = device_needs(estimate, plan, available)
+    estimate = planned("placement.colocate=true", gpus=2, gpu_gib=80)
+    (need,) = device_needs(estimate)
     assert need.num_bytes == pytest.approx(0.5 * 80 * GIB + estimate.always_bytes(TRAINER), rel=1e-6)
     assert need.num_bytes < estimate.peak_bytes(TRAINER, "device") + estimate.peak_bytes(ROLLOUT, "device")
 
@@ -90,21 +90,21 @@ def seven_billion(tmp_path: Path) -> str:
 
 def test_a_share_that_is_too_small_for_the_weights_is_refused_with_one_that_is_not(seven_billion):
     bf16 = ("model.dtype=bfloat16", "rollout.gpu_memory_utilization=0.2", "placement.trainer_workers=7")
-    profile, plan, estimate, available = planned(*bf16, model=seven_billion, gpus=8, gpu_gib=40)
-    refusal = cannot_fit(profile, estimate, plan, available)
+    estimate = planned(*bf16, model=seven_billion, gpus=8, gpu_gib=40)
+    refusal = cannot_fit(estimate)
     assert refusal is not None
     assert "weights take 12.6 GiB of a GPU" in refusal.message
     assert "rollout.gpu_memory_utilization = 0.2 gives vLLM 8.0 GiB" in refusal.message
     assert refusal.hint == "--set rollout.gpu_memory_utilization=0.92"
     wider = ("model.dtype=bfloat16", "rollout.gpu_memory_utilization=0.92", "placement.trainer_workers=7")
-    profile, plan, estimate, available = planned(*wider, model=seven_billion, gpus=8, gpu_gib=40)
-    assert cannot_fit(profile, estimate, plan, available) is None
+    estimate = planned(*wider, model=seven_billion, gpus=8, gpu_gib=40)
+    assert cannot_fit(estimate) is None
 
 
 def test_slots_that_the_share_has_no_room_for_are_warned_of_with_the_number_that_fits(seven_billion):
     sets = ("model.dtype=bfloat16", "placement.trainer_workers=7", "rollout.slots=256", "rollout.max_response_tokens=1792")
-    profile, plan, estimate, available = planned(*sets, model=seven_billion, gpus=8, gpu_gib=80)
-    (warning,) = memory_warnings(profile, estimate, plan, device_needs(estimate, plan, available))
+    estimate = planned(*sets, model=seven_billion, gpus=8, gpu_gib=80)
+    (warning,) = memory_warnings(estimate)
     # 2048 tokens of 512 KiB each are 1 GiB per slot.
     assert "a KV cache for 256 slots at full length is 256.0 GiB, and vLLM's share of the GPU leaves less" in warning
     fitting = int(warning.partition("rollout.slots = ")[2].partition(" ")[0])

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.job.transports import arriving, clear, sender_for
+from asyncrl_cli.job.transports import arriving, clear
 from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack, unpack
+from asyncrl_cli.weights.disk import DiskSender
 from asyncrl_cli.weights.transports import send
 from tests.train.train_samples import save_tiny_model
 
@@ -50,7 +51,7 @@ def published(model_dir: Path, version: int, bucket_bytes: int = BUCKET_BYTES):
 @pytest.mark.parametrize("bucket_bytes", [BUCKET_BYTES, 10**9], ids=["several files", "one file"])
 def test_a_version_arrives_as_it_was_and_opens_with_transformers(tmp_path, model_dir, bucket_bytes):
     tensors, buckets, manifest = published(model_dir, 12, bucket_bytes)
-    refs = send(sender_for(tmp_path, model_dir), manifest, buckets)
+    refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
     assert len(refs) == len(buckets)
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "version-000012").iterdir()}
     assert modes == {tmp_path.joinpath("version-000012").stat().st_mode & 0o666}, "readable for whoever may read the directory"
@@ -66,7 +67,7 @@ def test_a_version_arrives_as_it_was_and_opens_with_transformers(tmp_path, model
 
 def test_a_version_appears_whole_or_not_at_all(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 3)
-    sender = sender_for(tmp_path, model_dir)
+    sender = DiskSender(tmp_path, model_dir)
     sender.begin(3, len(buckets))
     refs = []
     for bucket in buckets:
@@ -80,11 +81,11 @@ def test_a_version_appears_whole_or_not_at_all(tmp_path, model_dir):
 
 def test_a_publish_that_was_cut_off_is_forgotten_by_the_next(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 3)
-    sender = sender_for(tmp_path, model_dir)
+    sender = DiskSender(tmp_path, model_dir)
     sender.begin(3, len(buckets))
     sender.put(buckets[0])
     send(sender, manifest, buckets)
-    send(sender_for(tmp_path, model_dir), manifest, buckets)
+    send(DiskSender(tmp_path, model_dir), manifest, buckets)
     assert [path.name for path in tmp_path.iterdir()] == ["version-000003"]
     receive(manifest, send(sender, manifest, buckets))
 
@@ -115,7 +116,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, model_dir, damage):
     _, buckets, manifest = published(model_dir, 7)
-    refs = send(sender_for(tmp_path, model_dir), manifest, buckets)
+    refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
     receive(manifest, refs)
     damage(tmp_path / "version-000007")
     with pytest.raises(DamagedWeights, match=DAMAGES[damage]):
@@ -124,9 +125,9 @@ def test_a_damaged_version_is_refused_with_the_old_one_still_loaded(tmp_path, mo
 
 def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):
     _, buckets, manifest = published(model_dir, 7)
-    refs = send(sender_for(tmp_path, model_dir), manifest, buckets)
+    refs = send(DiskSender(tmp_path, model_dir), manifest, buckets)
     _, others, other = published(model_dir, 8)
-    send(sender_for(tmp_path / "other", model_dir), other, others)
+    send(DiskSender(tmp_path / "other", model_dir), other, others)
     shutil.rmtree(tmp_path / "version-000007")
     (tmp_path / "other" / "version-000008").rename(tmp_path / "version-000007")
     with pytest.raises(DamagedWeights, match=r"bucket 0 of \d+ .* arrived damaged"):
@@ -134,7 +135,7 @@ def test_another_version_in_a_versions_place_is_refused(tmp_path, model_dir):
 
 
 def test_versions_live_until_the_driver_wants_them_no_more(tmp_path, model_dir):
-    sender = sender_for(tmp_path, model_dir)
+    sender = DiskSender(tmp_path, model_dir)
     for version in (1, 2, 3):
         _, buckets, manifest = published(model_dir, version)
         send(sender, manifest, buckets)
@@ -151,5 +152,5 @@ def test_a_disk_that_cannot_be_written_is_told_with_a_way_out(tmp_path, model_di
     _, buckets, manifest = published(model_dir, 1)
     (tmp_path / "weights").write_text("a file in the way")
     with pytest.raises(AsyncrlError, match="a version cannot be written") as told:
-        send(sender_for(tmp_path / "weights", model_dir), manifest, buckets)
+        send(DiskSender(tmp_path / "weights", model_dir), manifest, buckets)
     assert "weights.transport=object-store" in told.value.hint

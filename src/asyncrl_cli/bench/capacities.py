@@ -33,11 +33,11 @@ def with_capacities(
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
-    prepared = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
-    sides = {entry.name: phases.side_of(entry.profile, entry.plan, prepared.model_dir) for entry in entries}
+    task, model_dir = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
+    sides = {entry.name: phases.side_of(entry.profile, entry.plan, model_dir) for entry in entries}
     lengths = measured_lengths(entries, runs)
     repeats = math.ceil(phases.REPEATS * share)
-    measured = phases.measure_all(sides, prepared.task.train, lengths, repeats=repeats, progress=bars.note)
+    measured = phases.measure_all(sides, task.train, lengths, repeats=repeats, progress=bars.note)
     return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
 
 

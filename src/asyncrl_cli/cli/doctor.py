@@ -118,7 +118,7 @@ def _machine() -> Finding:
 
 
 def _cpu() -> Finding:
-    from asyncrl_cli.plan.cpu import computes_bfloat16, cpu_facts, matrix_features
+    from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_facts, matrix_features
 
     features = matrix_features()
     if features is None:

@@ -154,10 +154,10 @@ def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) 
     except ShapeUnknown as reason:
         return MemoryReport(estimate=None, unknown=str(reason))
     estimate = estimate_memory(profile, plan, shape, available_bytes)
-    needs = memory_fit.device_needs(estimate, plan, available_bytes)
-    refusal = memory_fit.cannot_fit(profile, estimate, plan, available_bytes)
-    warnings = () if refusal else tuple(memory_fit.memory_warnings(profile, estimate, plan, needs))
-    return MemoryReport(estimate=estimate, needs=tuple(needs), warnings=warnings, refusal=refusal)
+    refusal = memory_fit.cannot_fit(estimate)
+    warnings = () if refusal else tuple(memory_fit.memory_warnings(estimate))
+    needs = tuple(memory_fit.device_needs(estimate))
+    return MemoryReport(estimate=estimate, needs=needs, warnings=warnings, refusal=refusal)
 
 
 def memory_document(report: MemoryReport) -> dict[str, Any]:

@@ -165,6 +165,26 @@ class Engine(Protocol):
         """The device is back, with the weights that were there before."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMemory:
+    """Of one worker of an engine that takes memory in a way of its own, and lends all of it to the trainer on a shared GPU."""
+
+    name: str
+    batch_tokens: int
+    """Of one forward pass, at most."""
+    own_bytes: int
+    """Host memory of processes of its own, with nothing loaded."""
+    own_processes: str
+    """Which these are."""
+    num_caches: int
+    """Processes on one device that have a KV cache each."""
+    cache_bytes: int | None
+    """Of one cache, where the engine is told; it then ignores `share`."""
+    share: float
+    """Of a device's memory, for all that the engine has there: the cache takes what the rest leaves."""
+    default_share: float
+
+
 def _fine(*args: object) -> None:
     """Nothing to refuse."""
 
@@ -186,6 +206,8 @@ class EngineKind:
     """Of a direct transport: what serves the calls of `RankZero` on rank 0, each with the worker's name before its arguments."""
     loads_in_place: bool = False
     """Whether it does without a second buffer (`Engine.load_in_place`)."""
+    memory: Callable[[Profile, str], EngineMemory | None] = lambda profile, device: None
+    """What a worker takes on that device; None: the cache has half of what is free, as with the transformers engine."""
     conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
     """What in a profile it cannot do."""
     check_arguments: Callable[[Profile, str], None] = _fine

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.checkpoint.files import telling_storage
 from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.job.checkpoints import RunCheckpoints
+from asyncrl_cli.errors import StorageError
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.ports import Cut, Trainer
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
@@ -20,6 +23,24 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.limits import all_loads_s
+
+
+class RunCheckpoints:
+    """Implements `loop.ports.CheckpointWriter`: the store's directory, the trainer's part written by the trainer."""
+
+    def __init__(self, store: CheckpointStore, trainer: Trainer) -> None:
+        self._store = store
+        self._trainer = trainer
+
+    async def write(self, cut: Cut) -> Path:
+        def write_trainer(directory: Path) -> Awaitable[Any]:
+            return self._trainer.write(cut.step, directory, cut.payloads, not cut.at_window_boundary)
+
+        try:
+            with telling_storage():
+                return await self._store.write(cut, write_trainer)
+        except StorageError as error:
+            raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
 
 
 def make_pipeline(

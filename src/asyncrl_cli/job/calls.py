@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
@@ -18,20 +19,26 @@ T = TypeVar("T")
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of one call; `seconds` None: something else bounds it. `key`: of the profile, where the limit comes from; `key_s`: its value,
+    where the limit is longer than that."""
+
+    seconds: float | None
+    key: str = ""
+    key_s: float | None = None
+
+    def __str__(self) -> str:
+        if self.key_s is not None:
+            return f"{self.seconds:g} s (by {self.key} = {self.key_s:g} s)"
+        return f"{self.key} = {self.seconds:g} s" if self.key else f"{self.seconds:g} s"
+
+
 async def answer(
-    ref: Any,
-    *,
-    executor: str,
-    call: str,
-    timeout_s: float | None,
-    key: str | None = None,
-    key_s: float | None = None,
-    since: Callable[[], float] | None = None,
-    patient: bool = False,
+    ref: Any, *, executor: str, call: str, limit: Limit, since: Callable[[], float] | None = None, patient: bool = False
 ) -> Any:
-    """Await an ObjectRef. `timeout_s` None: something else bounds it. `key` names the profile key that `timeout_s` came from; None
-    if it is fixed. `key_s`: the key's value, where the limit is longer than that. `since()`: when the limit began, on the event
-    loop's clock, if that was later than the call. `patient`: go on without a gcs_server for a while (lifeline.py).
+    """Await an ObjectRef. `since()`: when the limit began, on the event loop's clock, if that was later than the call.
+    `patient`: go on without a gcs_server for a while (lifeline.py).
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
@@ -39,21 +46,18 @@ async def answer(
         ConfigError, PreflightError, RefusedError: as the actor raised them.
         SessionLost: a daemon of the local session died.
     """
+    timeout_s = limit.seconds
     try:
-        async with asyncio.timeout(timeout_s if since is None else None) as limit:
-            with session_wait(limit, patient=patient):
+        async with asyncio.timeout(timeout_s if since is None else None) as timeout:
+            with session_wait(timeout, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
     except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
         raise lost_session(patient=patient) or _failure(executor, call, error) from error
     except TimeoutError:
         if (lost := lost_session(patient=patient)) is not None:
             raise lost from None
-        longest = f"{key} = {timeout_s:g} s" if key and key_s is None else f"{timeout_s:g} s"
-        raise ExecutorLost(
-            f"{call} took longer than {longest}" + (f" (by {key} = {key_s:g} s)" if key_s is not None else ""),
-            hint=f"its log may say why; if it only needs longer, --set {key}=..." if key else "",
-            executor=executor,
-        ) from None
+        hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
+        raise ExecutorLost(f"{call} took longer than {limit}", hint=hint, executor=executor) from None
 
 
 async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:

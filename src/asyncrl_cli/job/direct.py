@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.job.calls import answer
+from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.weights.limits import AT_ONCE_S, CALL_MARGIN_S, KEY, turn_s
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class RayRankZero:
 
     async def meeting_point(self) -> tuple[str, int]:
         ref = self._actor.meeting_point.remote()
-        address = await answer(ref, executor="trainer-0", call="an address", timeout_s=AT_ONCE_S)
+        address = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         return host, int(port)
 
@@ -41,8 +41,7 @@ class RayRankZero:
         await self._direct("broadcast", self._timeout_s, version, names)
 
     async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        update_info: dict[str, Any] | None = await self._direct("export", self._timeout_s, version, names, part)
-        return update_info
+        return await self._direct("export", self._timeout_s, version, names, part)
 
     async def leave(self) -> None:
         await leave(self._actor, self._worker)
@@ -50,11 +49,11 @@ class RayRankZero:
     async def _direct(self, call: str, limit_s: float, *args: Any) -> Any:
         """`limit_s`: rank 0's own."""
         ref = self._actor.direct.remote(call, self._worker, *args)
-        what, timeout_s = f"{call} for {self._worker}", limit_s + CALL_MARGIN_S
-        return await answer(ref, executor="trainer-0", call=what, timeout_s=timeout_s, key=KEY, key_s=self._timeout_s)
+        limit = Limit(limit_s + CALL_MARGIN_S, KEY, self._timeout_s)
+        return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)
 
 
 async def leave(rank_zero_actor: Any, worker: str) -> None:
     """Rank 0 ends what it does for this worker."""
     ref = rank_zero_actor.leave.remote(worker)
-    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", timeout_s=AT_ONCE_S)
+    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", limit=Limit(AT_ONCE_S))

@@ -38,6 +38,8 @@ async def run_to_the_end(
     pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers, requests: StopRequests
 ) -> RunResult:
     """Run the loop; a stop ends it in order, a second one cancels it. Cancelled from outside, it raises CancelledError."""
+    this = asyncio.current_task()
+    assert this is not None
     running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
     in_loop = asyncio.get_running_loop().call_soon_threadsafe
     requests.mean(partial(in_loop, pipeline.request_stop), partial(in_loop, running.cancel), _out)
@@ -45,7 +47,7 @@ async def run_to_the_end(
     try:
         await running
     except asyncio.CancelledError:
-        if _cancelled_from_outside():
+        if this.cancelling():  # from outside: this task itself, and not only the loop that it waits for
             running.cancel()
             observers.close("stopped")
             raise
@@ -74,12 +76,6 @@ async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
 def _out() -> None:
     tell("out at once: checkpoints that are whole stay, what the run has started is ended by its reaper")
     leave()
-
-
-def _cancelled_from_outside() -> bool:
-    """Whether this task itself is being cancelled, and not only the loop that it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:

@@ -20,11 +20,12 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import GroupRequest, Progress
+from asyncrl_cli.observe.meters import LongPoll
 from asyncrl_cli.samples.trajectory import GroupPayload
 
 GROUPS_PER_ANSWER = 4
@@ -40,10 +41,6 @@ Ended = tuple[GroupResult, GroupPayload]
 Answer = Callable[[Any, str], Awaitable[Any]]
 
 
-class Note(Protocol):
-    def __call__(self, *, is_urgent: bool) -> None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
     """An answer's first object; the others are the payloads of `results`, in their order, and None for the rest."""
@@ -55,13 +52,12 @@ class Exchanged:
 class GroupDesk:
     """The actor's side. Call it from the event loop.
 
-    `run(request, on_sequence)` runs a group; `note(is_urgent)` is called whenever there is something new to tell, urgent once no
-    group runs.
+    `run(request, on_sequence)` runs a group; `changes` notes whatever is new to tell, as urgent once no group runs.
     """
 
-    def __init__(self, run: Run, note: Note) -> None:
+    def __init__(self, run: Run, changes: LongPoll) -> None:
         self._run = run
-        self._note = note
+        self._changes = changes
         self._finished: dict[AttemptKey, int] = {}
         self._ended: deque[Ended] = deque()
         self._failure: Exception | None = None
@@ -94,7 +90,7 @@ class GroupDesk:
 
         def on_sequence(finished: int) -> None:
             self._finished[request.key] = finished
-            self._note(is_urgent=False)
+            self._changes.note()
 
         try:
             self._ended.append(await self._run(request, on_sequence))
@@ -104,7 +100,7 @@ class GroupDesk:
             self._failure = self._failure or (error if isinstance(error, Exception) else cancelled)
         finally:
             del self._finished[request.key]
-            self._note(is_urgent=not self._finished)
+            self._changes.note(is_urgent=not self._finished)
 
 
 class GroupExchange:

@@ -136,13 +136,6 @@ def _session_environment(token: Path) -> Iterator[None]:
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
         "VLLM_HOST_IP": LOOPBACK,
     }
-    with _environment(variables):
-        yield
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables of this process and of those it starts meanwhile, also where Ray has read them before. None: not set."""
     before = {name: os.environ.get(name) for name in variables}
     _set(variables)
     try:
@@ -152,6 +145,7 @@ def _environment(variables: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
+    """In this process and those it starts from now on, also where Ray has read them before. None: not set."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

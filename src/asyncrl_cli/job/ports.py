@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from weakref import WeakValueDictionary
 import ray
 
 from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.job.calls import all_of, answer
+from asyncrl_cli.job.calls import Limit, all_of, answer
 from asyncrl_cli.job.direct import leave
 from asyncrl_cli.job.dumps import SampleDumps
 from asyncrl_cli.job.exchange import GroupExchange
@@ -42,7 +40,6 @@ from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last, Value
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.samples.dump import is_dump_step
-from asyncrl_cli.samples.trajectory import GroupPayload
 from asyncrl_cli.train.balance import plan_train_step, training_order
 from asyncrl_cli.weights.limits import DRIVER_MARGIN_S, load_s
 from asyncrl_cli.weights.limits import KEY as WEIGHTS_KEY
@@ -52,13 +49,8 @@ logger = logging.getLogger(__name__)
 CALL_KEY = "rollout.call_timeout_s"
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """Of one call: `key` of the profile that `seconds` came from, and its value where the limit is longer than that."""
-
-    seconds: float | None
-    key: str | None = None
-    key_s: float | None = None
+START_LIMIT = Limit(600.0)
+"""Imports, a large model's weights from a slow disk, an engine's memory profiling."""
 
 
 class RayRolloutWorker:
@@ -67,9 +59,7 @@ class RayRolloutWorker:
     Groups travel with `progress` (exchange.py).
     """
 
-    def __init__(
-        self, name: str, make_actor: Callable[[], Any], profile: Profile, restart_timeout_s: float, workers: int = 1
-    ) -> None:
+    def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, workers: int = 1) -> None:
         """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: of the job."""
         weights_s = profile.weights.timeout_s
         is_direct = profile.weights.transport in DIRECT_TRANSPORTS
@@ -77,7 +67,6 @@ class RayRolloutWorker:
         self.slots = profile.rollout.slots
         self.actor = make_actor()
         self._make_actor = make_actor
-        self._restart_timeout_s = restart_timeout_s
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._weights = Limit(weights_s, WEIGHTS_KEY)
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
@@ -104,13 +93,10 @@ class RayRolloutWorker:
         sends the bytes within the load, the waits for it end by themselves before this one does."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
-        report: LoadReport = await self._answer(ref, what, self._load, since)
-        return report
+        return await self._answer(ref, what, self._load, since)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
-        ref = self.actor.evaluate.remote(request)
-        result: EvalResult = await self._answer(ref, f"the eval of version {request.version}", Limit(None))
-        return result
+        return await self._answer(self.actor.evaluate.remote(request), f"the eval of version {request.version}", Limit(None))
 
     async def abort_evals(self) -> None:
         await self._call(self.actor.abort_evals.remote(), "the abort of its evals")
@@ -132,12 +118,12 @@ class RayRolloutWorker:
             await leave(self._rank_zero, self.name)
         self.actor = self._make_actor()
         self._groups = GroupExchange(self.actor, self._call)
-        await self.start(self._restart_timeout_s)
+        await self.start()
         if self._rank_zero is not None:
             await self.connect(self._rank_zero)
 
-    async def start(self, timeout_s: float) -> None:
-        await self._answer(self.actor.start.remote(), "its start", Limit(timeout_s))
+    async def start(self) -> None:
+        await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
 
     async def connect(self, rank_zero: Any) -> None:
         """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
@@ -153,9 +139,7 @@ class RayRolloutWorker:
 
     async def _answer(self, ref: Any, call: str, limit: Limit, since: Callable[[], float] | None = None) -> Any:
         try:
-            return await answer(
-                ref, executor=self.name, call=call, timeout_s=limit.seconds, key=limit.key, key_s=limit.key_s, since=since
-            )
+            return await answer(ref, executor=self.name, call=call, limit=limit, since=since)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
                 self._rank_zero.leave.remote(self.name)
@@ -201,7 +185,7 @@ class RayTrainer:
     async def _dump(self, batch: TrainBatch) -> None:
         """Rank 0 writes samples beside training, for `weights.timeout_s` at most."""
         refs = [group.payload for group in batch.groups]
-        ref = self.actors[0].dump.remote(_absolute(self._samples_dir), batch.step, batch.window, refs)
+        ref = self.actors[0].dump.remote(str(self._samples_dir.absolute()), batch.step, batch.window, refs)
         await self._answer(0, ref, f"the dump of the samples of step {batch.step}", self._weights)
 
     def _failed_dumps(self) -> dict[str, Value]:
@@ -224,21 +208,18 @@ class RayTrainer:
 
     async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
         call = f"the checkpoint of step {step}"
-        await self._collective("write", step, _absolute(directory), list(payloads), with_published, call=call)
+        await self._collective("write", step, str(directory.absolute()), list(payloads), with_published, call=call)
 
     async def report(self) -> ExecutorReport:
-        ref = self.actors[0].report.remote()
-        report: ExecutorReport = await self._answer(0, ref, "a report", self._calls)
-        return report
+        return await self._answer(0, self.actors[0].report.remote(), "a report", self._calls)
 
-    async def start(self, timeout_s: float) -> None:
-        meeting_ref = self.actors[0].meeting_point.remote()
-        init_method = await self._answer(0, meeting_ref, "its start", Limit(timeout_s))
-        await self._collective("start", init_method, call="its start", limit=Limit(timeout_s))
+    async def start(self) -> None:
+        init_method = await self._answer(0, self.actors[0].meeting_point.remote(), "its start", START_LIMIT)
+        await self._collective("start", init_method, call="its start", limit=START_LIMIT)
 
     async def load(self, directory: Path) -> None:
         """Restore a checkpoint."""
-        await self._collective("load", _absolute(directory), call=f"the load of {directory}")
+        await self._collective("load", str(directory.absolute()), call=f"the load of {directory}")
 
     async def stop(self, timeout_s: float) -> None:
         try:
@@ -253,14 +234,4 @@ class RayTrainer:
         return await all_of(self._answer(rank, ref, call, limit or self._weights) for rank, ref in enumerate(refs))
 
     async def _answer(self, rank: int, ref: Any, call: str, limit: Limit) -> Any:
-        return await answer(ref, executor=f"trainer-{rank}", call=call, timeout_s=limit.seconds, key=limit.key, patient=True)
-
-
-def _absolute(path: Path) -> str:
-    """An actor's working directory is not the driver's."""
-    return os.path.abspath(path)
-
-
-def put_payloads(payloads: Sequence[GroupPayload]) -> list[Any]:
-    """Payloads of a checkpoint's finished groups, back in the object store: what `GroupResult.payload` holds."""
-    return [ray.put(payload) for payload in payloads]
+        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit, patient=True)

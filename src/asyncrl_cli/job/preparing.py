@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -29,14 +28,9 @@ class Say(Protocol):
     def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    task: Task
-    model_dir: Path
-
-
-async def prepare(profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None) -> Prepared:
-    """Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will not do.
+async def prepare(profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None) -> tuple[Task, Path]:
+    """The task and the model's directory. Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will
+    not do.
 
     With `address` the engine runs on the nodes of that cluster, where this process cannot look. `resumed`: the directory of the
     run that goes on.
@@ -59,7 +53,7 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
         check_opened(profile, task, model_dir)
         return model_dir
 
-    return Prepared(task=task, model_dir=await interruptible(resolve))
+    return task, await interruptible(resolve)
 
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:

@@ -7,7 +7,8 @@ import gc
 import logging
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -15,6 +16,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MMAP_THRESHOLD_BYTES = 32 * 2**20
 """The largest that glibc takes: blocks above it still come from the kernel and go back at once."""
 KEPT_BYTES = 2**30
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
 
 
@@ -70,5 +72,26 @@ def _log_to(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr, force=True)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr, force=True)
     logging.captureWarnings(True)
+
+
+class _LogFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """On a full disk lines are lost in silence: Python would print a traceback for each. A run's own files report the disk."""
+
+
+@contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """The driver's log of one attempt: everything that asyncrl and its libraries log goes into the file."""
+    handler = _LogFile(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.getLogger("asyncrl").setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        with suppress(OSError):  # its last line, on a full disk
+            handler.close()

@@ -13,7 +13,6 @@ Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PI
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import select
 import shutil
@@ -104,17 +103,8 @@ def heard(seconds: float) -> bytes | None:
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
-@dataclasses.dataclass
-class Watched:
-    """`said_goodbye`: the driver did; `seen`: what lives on; `memory`: all shared memory seen."""
-
-    said_goodbye: bool
-    seen: Seen
-    memory: set[str]
-
-
-def watch(driver_pid: int, since: int = 0) -> Watched:
-    """Look until the driver ends.
+def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
+    """Look until the driver ends: whether it said goodbye, what lives on, and all shared memory seen.
 
     We, or the first of us, which started at `since`, are the session's first process: what the driver had before (Python's resource
     tracker, say) is not the session's, and a driver that lives on needs it.
@@ -129,7 +119,7 @@ def watch(driver_pid: int, since: int = 0) -> Watched:
     if started_at(driver_pid) is not None:
         look(driver_pid, seen, since)
     memory.update(*map(shared_memory_of, seen))
-    return Watched(word == GOODBYE, living(seen), memory)
+    return word == GOODBYE, living(seen), memory
 
 
 def reap(seen: Seen) -> None:
@@ -160,15 +150,15 @@ def remove_shared_memory(names: set[str]) -> None:
 def main(driver_pid: int, directory: str, since: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    watched = watch(driver_pid, since)
-    if watched.said_goodbye:
+    said_goodbye, seen, memory = watch(driver_pid, since)
+    if said_goodbye:
         heard(GRACE_S)  # it closes the pipe, or ends
     else:
         with contextlib.suppress(OSError):  # nobody reads it any more
             sys.stderr.write(LAST_WORD)
             sys.stderr.flush()
-    reap(watched.seen)
-    remove_shared_memory(watched.memory)
+    reap(seen)
+    remove_shared_memory(memory)
     shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -64,7 +64,7 @@ class RolloutActor:
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
         self._runner = self._make_runner()
-        self._desk = GroupDesk(self._runner.run, self._changes.note)
+        self._desk = GroupDesk(self._runner.run, self._changes)
         logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
@@ -119,8 +119,7 @@ class RolloutActor:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         self._meter.evals(+1)
         try:
-            result: EvalResult = await self._runner.evaluate(request, self._sampling(self._profile.eval.temperature))
-            return result
+            return await self._runner.evaluate(request, self._sampling(self._profile.eval.temperature))
         finally:
             self._meter.evals(-1)
 

@@ -18,9 +18,9 @@ from asyncrl_cli.checkpoint.find import Checkpoint, load_checkpoint, refuse_ende
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.assembling import make_observers, make_pipeline
-from asyncrl_cli.job.attempt_log import logged_to
 from asyncrl_cli.job.ending import RunResult, run_to_the_end
 from asyncrl_cli.job.preparing import Say, prepare
+from asyncrl_cli.job.process import logged_to
 from asyncrl_cli.job.resuming import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.session import object_store_bytes_for, ray_session
 from asyncrl_cli.job.stopping import StopRequests, end_descendants, hangups_blocked, leave, leave_soon, tell
@@ -113,29 +113,29 @@ class Run:
         self, stack: AsyncExitStack, directory: RunDirectory, attempt_dir: Path, say: Say
     ) -> tuple[JobPlan, Task, Crew]:
         """Up to the loop's first turn; what has been started ends with `stack`."""
-        prepared = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
+        task, model_dir = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
         if self.checkpoint is not None:
-            refuse_other_prompts(self.checkpoint, prepared.task, self.profile.run.seed)
+            refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
         say("starting Ray")
-        store_bytes = object_store_bytes_for(prepared.model_dir)
+        store_bytes = object_store_bytes_for(model_dir)
         with hangups_blocked():
             plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
-        reward = prepared.task.reward
-        keep_model_files(prepared.model_dir, directory.path)
+        reward = task.reward
+        keep_model_files(model_dir, directory.path)
         keep_reward_module(directory.path, reward.function, reward.module_file)
         from asyncrl_cli.job.workers import started_workers
 
         crew = started_workers(
             plan,
             self.profile,
-            prepared.model_dir,
+            model_dir,
             reward,
             log_dir=attempt_dir,
             run_dir=directory.path,
             checkpoint=self.checkpoint,
             progress=say,
         )
-        return plan, prepared.task, await stack.enter_async_context(crew)
+        return plan, task, await stack.enter_async_context(crew)
 
     async def _to_the_end(self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]) -> RunResult:
         trainer, workers, payloads = crew

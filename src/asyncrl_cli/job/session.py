@@ -75,7 +75,9 @@ def ray_session(
 
 def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: int, object_store_bytes: int) -> None:
     """Daemons, connected to; they end with `stack`, and with this process."""
-    directory = Path(_short_directory())
+    base = tempfile.gettempdir()
+    short_base = base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp"
+    directory = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=short_base))
     reaping = Reaper(directory)
     stack.callback(reaping.end)
     try:
@@ -86,7 +88,7 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: in
                 directory,
                 num_cpus=max(cpus, cluster.cpus),
                 num_gpus=cluster.gpus,
-                object_store_bytes=max(object_store_bytes, 80 * 2**20),
+                object_store_bytes=object_store_bytes,
             )
         )
         stack.enter_context(lifeline(daemons(node), reaping.mend))
@@ -158,12 +160,6 @@ def object_store_bytes_for(model_dir: Path) -> int:
     """Shared memory for a local session: two published versions of the model in float32, and payloads."""
     weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
     return OBJECT_STORE_BYTES + 2 * 2 * weights
-
-
-def _short_directory() -> str:
-    """A new private directory whose path leaves room for Ray's socket names."""
-    base = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="asyncrl-", dir=base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp")
 
 
 class Reaper:

@@ -27,16 +27,15 @@ import ray
 from asyncrl_cli.checkpoint.files import telling_storage
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
-from asyncrl_cli.job.transports import sender_for
+from asyncrl_cli.job.transports import ObjectStoreSender
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import Profile
 
 if TYPE_CHECKING:
-    from asyncrl_cli.profile.schema import Profile
     from asyncrl_cli.samples.trajectory import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.policy_trainer import RankReport
@@ -54,15 +53,7 @@ logger = logging.getLogger(__name__)
 class TrainerActor:
     """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks."""
 
-    def __init__(
-        self,
-        rank: int,
-        profile: Profile,
-        place: Place,
-        *,
-        run_dir: Path,
-        log_path: Path | None = None,
-    ) -> None:
+    def __init__(self, rank: int, profile: Profile, place: Place, *, run_dir: Path, log_path: Path | None = None) -> None:
         """`run_dir`: where versions go that are kept, or that travel as files."""
         set_up_process(threads=place.threads, log_path=log_path)
         self._rank = rank
@@ -162,9 +153,12 @@ class TrainerActor:
 
     def _make_sender(self) -> Sender:
         weights = self._profile.weights
-        if weights.transport not in DIRECT_TRANSPORTS or self._rank > 0:
-            to_files = weights.transport == "disk" and self._rank == 0
-            return sender_for(self._run_dir / WEIGHTS_DIR if to_files else None, Path(self._place.model_dir))
+        if self._rank > 0 or weights.transport == "object-store":
+            return ObjectStoreSender()
+        if weights.transport == "disk":
+            from asyncrl_cli.weights.disk import DiskSender
+
+            return DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
         from asyncrl_cli.weights.direct import HeldVersions
 
         held = HeldVersions()

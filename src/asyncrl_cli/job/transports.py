@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -27,30 +27,12 @@ GETS_AHEAD = 2
 class ObjectStoreSender(Sender):
     """The objects live as long as somebody holds their refs: the driver does, until no worker can want the version."""
 
-    def begin(self, version: int, num_buckets: int) -> None:
-        pass
-
     def put(self, bucket: Bucket) -> Any:
         return ray.put(bucket)
-
-    def finish(self, manifest: Manifest) -> None:
-        pass
-
-    def keep(self, wanted: Collection[int]) -> None:
-        pass
 
 
 class HeldRefs(list[Any]):
     """A version's refs as the driver holds them: while they live it may be wanted, and the next gather tells rank 0 so."""
-
-
-def sender_for(weights_dir: Path | None, model_dir: Path) -> Sender:
-    """`weights_dir`: where versions go by `disk`; None is `object-store`."""
-    if weights_dir is None:
-        return ObjectStoreSender()
-    from asyncrl_cli.weights.disk import DiskSender
-
-    return DiskSender(weights_dir, model_dir)
 
 
 def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
@@ -75,8 +57,7 @@ def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]
 
 
 def _get(ref: Any) -> Bucket:
-    bucket: Bucket = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
-    return bucket
+    return ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref.read()
 
 
 def clear(weights_dir: Path) -> None:

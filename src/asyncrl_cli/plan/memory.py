@@ -11,7 +11,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: the version that waits for its load; none with weights.dual_buffer = false
-    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (memory_vllm.py)
+    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (engines/vllm/memory.py)
                    host     its own processes
 
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
@@ -24,13 +24,14 @@ A process's peak is what it always has and the most expensive of its phases. Not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from asyncrl_cli.engines.port import EngineMemory
+from asyncrl_cli.engines.registry import kind_of
 from asyncrl_cli.models.shape import ModelShape
-from asyncrl_cli.plan import memory_vllm
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
@@ -45,6 +46,9 @@ LOGIT_BYTES = 12
 """Per value: three float32 copies at the worst moment (logits, their log-softmax, a gradient)."""
 SAMPLED_LOGIT_BYTES = 24
 """Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the sampler."""
+
+SHARED_CACHE = "engine's cache"
+"""One that is as large as its engine's share of the device leaves."""
 
 Phase = Literal["always", "start", "step", "sync"]
 Place = Literal["device", "host"]
@@ -69,9 +73,16 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Of one process per role; a tensor-parallel rollout worker's device is one of its GPUs."""
+    """Of one process per role; a tensor-parallel rollout worker's device is one of its GPUs.
 
+    `available_bytes` of a device, where it is known; `engine`: one that takes memory in a way of its own.
+    """
+
+    profile: Profile
+    plan: JobPlan
     shape: ModelShape
+    available_bytes: int | None
+    engine: EngineMemory | None
     items: tuple[MemoryItem, ...]
 
     def of(self, role: str, place: Place) -> list[MemoryItem]:
@@ -79,32 +90,37 @@ class MemoryEstimate:
 
     def peak_bytes(self, role: str, place: Place) -> int:
         """Of one process, the one that holds most: what it always holds and the most expensive phase."""
-        return sum(item.num_bytes for item in _at_peak(self.of(role, place), [item.num_bytes for item in self.of(role, place)]))
+        phases: Counter[str] = Counter()
+        for item in self.of(role, place):
+            phases[item.phase] += item.num_bytes
+        return phases.pop("always", 0) + max(phases.values(), default=0)
 
     def at_peak(self, role: str) -> list[MemoryItem]:
         """Of all processes of a role that share one machine's memory: the items that meet at their peak."""
+        phases: Counter[str] = Counter()
         items = [*self.of(role, "device"), *self.of(role, "host")]
-        return _at_peak(items, [item.total_bytes for item in items])
+        for item in items:
+            phases[item.phase] += item.total_bytes
+        del phases["always"]
+        return [item for item in items if item.phase in ("always", max(phases, key=phases.__getitem__, default=""))]
 
     def always_bytes(self, role: str) -> int:
         """On the device of one process, whatever it does."""
         return sum(item.num_bytes for item in self.of(role, "device") if item.phase == "always")
 
 
-def _at_peak(items: Sequence[MemoryItem], sizes: Sequence[int]) -> list[MemoryItem]:
-    phases: Counter[str] = Counter()
-    for item, num_bytes in zip(items, sizes, strict=True):
-        phases[item.phase] += num_bytes
-    del phases["always"]
-    dearest = max(phases, key=phases.__getitem__, default="always")
-    return [item for item in items if item.phase in ("always", dearest)]
-
-
 def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None = None) -> MemoryEstimate:
-    """`available_bytes` of a device, where it is known: vLLM takes a share of it."""
+    engine = kind_of(profile).memory(profile, plan.device)
     trainer = (*_trainer_device(profile, plan, shape), *_trainer_host(profile, plan, shape))
-    items = (*trainer, *_rollout(profile, plan, shape, available_bytes))
-    return MemoryEstimate(shape=shape, items=tuple(item for item in items if item.num_bytes))
+    items = (*trainer, *_rollout(profile, plan, shape, engine, available_bytes))
+    return MemoryEstimate(
+        profile=profile,
+        plan=plan,
+        shape=shape,
+        available_bytes=available_bytes,
+        engine=engine,
+        items=tuple(item for item in items if item.num_bytes),
+    )
 
 
 def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
@@ -125,16 +141,10 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
     return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
 
 
-def microbatch_tokens(profile: Profile) -> int:
-    """Positions of the largest microbatch: the budget, or one trajectory of full length, which goes alone if it is longer."""
-    return max(
-        profile.trainer.max_tokens_per_microbatch, profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens - 1
-    )
-
-
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
-    shard, tokens = -(-shape.parameters // ranks), microbatch_tokens(profile)
+    shard, longest = -(-shape.parameters // ranks), profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+    tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory goes alone
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     per_token = shape.num_layers * activation_bytes_per_token(shape, e)
     item = partial(MemoryItem, TRAINER, ranks, "device")
@@ -197,11 +207,12 @@ def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> It
     yield MemoryItem(role, processes, "device", phase, "wire buffers", wire, f"weights.transport = {transport}: {how}")
 
 
-def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes: int | None) -> Iterator[MemoryItem]:
+def _rollout(
+    profile: Profile, plan: JobPlan, shape: ModelShape, engine: EngineMemory | None, available_bytes: int | None
+) -> Iterator[MemoryItem]:
     rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
     gpus = max(plan.counts.gpus_per_rollout_worker, 1)
-    vllm = memory_vllm.of(profile, plan) if plan.engine == "vllm" else None
-    batch_tokens = vllm.batch_tokens if vllm else rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
+    batch_tokens = engine.batch_tokens if engine else rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
     prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus
     sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
@@ -212,13 +223,27 @@ def _rollout(profile: Profile, plan: JobPlan, shape: ModelShape, available_bytes
     cache = ("KV cache", kv_cache_bytes(profile, shape) // gpus, cached)
     device, host = (partial(MemoryItem, ROLLOUT, workers, place) for place in ("device", "host"))
     yield device("always", "weights", weights // gpus, f"{profile.model.dtype}{apart}")
-    if vllm:
-        yield host("always", "vLLM", *vllm.processes())
-        cache = vllm.cache(available_bytes, weights // gpus + prefill + sampled) or cache
+    if engine:
+        yield host("always", engine.name, engine.own_bytes, engine.own_processes)
+        cache = _cache(engine, available_bytes, weights // gpus + prefill + sampled) or cache
     yield device("always", *cache)
     yield device("step", "prefill", prefill, f"{batch_tokens} tokens in one pass")
     yield device("step", "sampling", sampled, f"{rollout.slots} slots * {shape.vocab_size} of vocabulary")
     if profile.weights.transport in DIRECT_TRANSPORTS:
         yield from _wires(profile, shape, ROLLOUT, workers)
     elif profile.weights.dual_buffer:
-        yield host("sync", "load buffer", weights, "received weights" + (", which vLLM's processes map" if vllm else ""))
+        yield host(
+            "sync", "load buffer", weights, "received weights" + (f", which {engine.name}'s processes map" if engine else "")
+        )
+
+
+def _cache(engine: EngineMemory, available_bytes: int | None, other_bytes: int) -> tuple[str, int, str] | None:
+    """Its name, its bytes on one device beside `other_bytes` of the engine's, and why so many; None if that is not known."""
+    each = f", in each of {engine.num_caches} processes" if engine.num_caches > 1 else ""
+    if engine.cache_bytes is not None:
+        return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is told{each}"
+    if available_bytes is None:
+        return None
+    left = max(int(engine.share * available_bytes) - other_bytes, 0)
+    how = f"what {engine.name}'s share of {engine.share:g} leaves (rollout.gpu_memory_utilization){each}"
+    return SHARED_CACHE, engine.num_caches * left, how

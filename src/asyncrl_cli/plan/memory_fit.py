@@ -6,14 +6,11 @@ import subprocess
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan import memory_vllm
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
-from asyncrl_cli.plan.memory import CACHE_SHARE_OF_MEMORY, MemoryEstimate, kv_cache_bytes
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
+from asyncrl_cli.plan.memory import CACHE_SHARE_OF_MEMORY, SHARED_CACHE, MemoryEstimate, kv_cache_bytes
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
-CACHES = ("KV cache", memory_vllm.SHARED_CACHE)
 MACHINE = "machine"
 """The device of a job on CPUs: all its processes share one memory."""
 PROBE_TIMEOUT_S = 10.0
@@ -33,82 +30,70 @@ class DeviceNeed:
         return None if self.available_bytes is None else self.num_bytes <= self.available_bytes
 
 
-def device_needs(estimate: MemoryEstimate, plan: JobPlan, available_bytes: int | None) -> list[DeviceNeed]:
+def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
     """Per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: this machine, with all processes."""
+    plan, both = estimate.plan, (TRAINER, ROLLOUT)
     if plan.device == "cpu":
-        total = sum(item.total_bytes for role in plan.roles for item in estimate.at_peak(role.name))
-        return [DeviceNeed(device=MACHINE, roles=(TRAINER, ROLLOUT), num_bytes=total, available_bytes=available_bytes)]
-    apart = ((TRAINER,), (ROLLOUT,))
+        needs = {both: sum(item.total_bytes for role in both for item in estimate.at_peak(role))}
+    else:
+        peaks = {role: estimate.peak_bytes(role, "device") for role in both}
+        needs = {both: _shared_gpu(estimate, peaks)} if plan.colocate else {(role,): peaks[role] for role in both}
+    device = MACHINE if plan.device == "cpu" else "GPU"
     return [
-        DeviceNeed(device="GPU", roles=roles, num_bytes=_on_a_gpu(estimate, plan, roles), available_bytes=available_bytes)
-        for roles in (((TRAINER, ROLLOUT),) if plan.colocate else apart)
+        DeviceNeed(device=device, roles=roles, num_bytes=num_bytes, available_bytes=estimate.available_bytes)
+        for roles, num_bytes in needs.items()
     ]
 
 
-def _on_a_gpu(estimate: MemoryEstimate, plan: JobPlan, roles: tuple[str, ...]) -> int:
-    peaks = {role: estimate.peak_bytes(role, "device") for role in roles}
-    if plan.engine == "vllm" and len(roles) == 2:
-        # vLLM gives the GPU back while the other one trains; a rank keeps its weights and moments.
-        return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
-    return sum(peaks.values())
+def _shared_gpu(estimate: MemoryEstimate, peaks: dict[str, int]) -> int:
+    if estimate.engine is None:
+        return sum(peaks.values())
+    # The engine gives the GPU back while the other one trains; a rank keeps its weights and moments.
+    return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
 
 
-def memory_warnings(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, needs: list[DeviceNeed]) -> list[str]:
+def memory_warnings(estimate: MemoryEstimate) -> list[str]:
     """What does not fit, and the keys that would help."""
     warnings = []
-    for need in needs:
-        if need.fits is False:
-            assert need.available_bytes is not None
+    for need in device_needs(estimate):
+        if need.available_bytes is not None and not need.fits:
             needed = f"{'needs' if len(need.roles) == 1 else 'need'} about {need.num_bytes / GIB:.1f} GiB"
             warnings.append(
                 f"{' and '.join(need.roles)} {needed} of a {need.device}'s {need.available_bytes / GIB:.1f} GiB, by an estimate: "
                 f"a run would start and may fail; {_remedy(need, estimate)}"
             )
-        if ROLLOUT in need.roles and need.available_bytes is not None:
-            warnings.extend(_cache_warning(profile, estimate, plan, need.available_bytes))
-    return warnings
+    return warnings + _cache_warning(estimate)
 
 
-def cannot_fit(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, available_bytes: int | None) -> PreflightError | None:
+def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
     """What is no matter of estimation: a GPU that is too small for what one process holds on it all the time.
 
     That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller than its slots want).
     """
+    plan, available_bytes, engine = estimate.plan, estimate.available_bytes, estimate.engine
     if plan.device == "cpu" or available_bytes is None:
         return None
     moments = estimate.always_bytes(TRAINER)
     if moments > available_bytes:
         ranks = -(-moments * plan.role(TRAINER).workers // available_bytes)
         fewer = f"--set placement.trainer_workers={ranks}" if ranks < plan.gpus and not plan.colocate else SMALLER
-        return _too_small("a trainer rank's weights and moments", moments, available_bytes, fewer)
+        return _too_small("a trainer rank's weights and moments", moments, f"which has {available_bytes / GIB:.1f} GiB", fewer)
     weights = sum(item.num_bytes for item in estimate.of(ROLLOUT, "device") if item.what == "weights")
-    if plan.engine == "vllm" and (refusal := _share_too_small(profile, plan, weights, available_bytes)) is not None:
-        return refusal
     if weights > available_bytes:
-        halved = profile.model.dtype == "float32" and weights <= 2 * available_bytes
-        return _too_small(
-            "a rollout worker's weights", weights, available_bytes, "--set model.dtype=bfloat16" if halved else SMALLER
-        )
-    return None
-
-
-def _share_too_small(profile: Profile, plan: JobPlan, weights: int, available_bytes: int) -> PreflightError | None:
-    """vLLM takes its share of a GPU and no more, unless it is told how large its cache is."""
-    vllm = memory_vllm.of(profile, plan)
-    given = vllm.share * available_bytes
-    if vllm.told_cache_bytes is not None or not given < weights <= memory_vllm.VLLMS_OWN_SHARE * available_bytes:
+        halved = estimate.profile.model.dtype == "float32" and weights <= 2 * available_bytes
+        hint = "--set model.dtype=bfloat16" if halved else SMALLER
+        return _too_small("a rollout worker's weights", weights, f"which has {available_bytes / GIB:.1f} GiB", hint)
+    if engine is None or engine.cache_bytes is not None:
         return None
-    return PreflightError(
-        f"a rollout worker's weights take {weights / GIB:.1f} GiB of a GPU, and rollout.gpu_memory_utilization = {vllm.share:g} "
-        f"gives vLLM {given / GIB:.1f} GiB of it: this cannot run",
-        hint=f"--set rollout.gpu_memory_utilization={memory_vllm.VLLMS_OWN_SHARE}",
-    )
+    given = engine.share * available_bytes
+    if not given < weights <= engine.default_share * available_bytes:
+        return None
+    share = f"and rollout.gpu_memory_utilization = {engine.share:g} gives {engine.name} {given / GIB:.1f} GiB of it"
+    return _too_small("a rollout worker's weights", weights, share, f"--set rollout.gpu_memory_utilization={engine.default_share}")
 
 
-def _too_small(what: str, num_bytes: int, available_bytes: int, hint: str) -> PreflightError:
-    return PreflightError(
-        f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, which has {available_bytes / GIB:.1f} GiB: this cannot run", hint=hint
-    )
+def _too_small(what: str, num_bytes: int, but: str, hint: str) -> PreflightError:
+    return PreflightError(f"{what} take {num_bytes / GIB:.1f} GiB of a GPU, {but}: this cannot run", hint=hint)
 
 
 def known_memory_bytes(device: str) -> int | None:
@@ -129,7 +114,7 @@ REMEDIES = {
     "activations": "lower trainer.max_tokens_per_microbatch",
     "logits": "lower trainer.max_tokens_per_microbatch",
     "KV cache": "lower rollout.slots",
-    memory_vllm.SHARED_CACHE: "lower rollout.gpu_memory_utilization",
+    SHARED_CACHE: "lower rollout.gpu_memory_utilization",
     "prefill": "lower rollout.slots",
     "sampling": "lower rollout.slots",
     "window's first weights": 'algorithm.old_logprobs = "rollout" keeps none',
@@ -152,25 +137,26 @@ def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
     return f"the most is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
 
 
-def _cache_warning(profile: Profile, estimate: MemoryEstimate, plan: JobPlan, available_bytes: int) -> list[str]:
+def _cache_warning(estimate: MemoryEstimate) -> list[str]:
     """The transformers engine gives its cache half of what is free when it starts, vLLM what its share leaves; both evict then."""
-    if plan.device == "cpu":
+    plan, rollout = estimate.plan, estimate.profile.rollout
+    if plan.device == "cpu" or estimate.available_bytes is None:
         return []
-    needed = kv_cache_bytes(profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
+    needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
     held = {item.what: item.num_bytes for item in estimate.of(ROLLOUT, "device")}
-    if plan.engine == "vllm":
-        room = sum(held.get(name, 0) for name in CACHES)
-        leaves, then = "vLLM's share of the GPU leaves less", "preempted and computed again"
+    if estimate.engine is not None:
+        room = held.get("KV cache", 0) + held.get(SHARED_CACHE, 0)
+        leaves, then = f"{estimate.engine.name}'s share of the GPU leaves less", "preempted and computed again"
     else:
         # A colocated rank's weights and moments stay where they are while its GPU generates.
         taken = held["weights"] + (estimate.always_bytes(TRAINER) if plan.colocate else 0)
-        room = max(int((available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
+        room = max(int((estimate.available_bytes - taken) * CACHE_SHARE_OF_MEMORY), 0)
         leaves, then = "the engine takes at most half of what is free", "evicted and prefilled again"
     if needed <= room:
         return []
-    slots = room * profile.rollout.slots // needed
-    way_out = f"rollout.slots = {slots} fits" if slots >= profile.rollout.n else "fewer slots alone do not help"
+    slots = room * rollout.slots // needed
+    way_out = f"rollout.slots = {slots} fits" if slots >= rollout.n else "fewer slots alone do not help"
     return [
-        f"a KV cache for {profile.rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and "
+        f"a KV cache for {rollout.slots} slots at full length is {needed / GIB:.1f} GiB, and "
         f"{leaves} ({room / GIB:.1f} GiB): long responses may be {then} ({way_out})"
     ]

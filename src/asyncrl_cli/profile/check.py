@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
-from asyncrl_cli.profile.engine import engine_conflicts
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml import shortened, toml_value
@@ -128,14 +128,48 @@ CLASHES = (
 )
 
 
+ENGINE = "rollout.engine"
+ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
+"""Of [rollout]; no engine knows them but one that says so."""
+
+
+def _engine_clashes(kind: Any) -> Iterator[Clash]:
+    """What an engine cannot do, as its `EngineKind` says. Engines are known by name only: none is imported from here."""
+    for key in (f"rollout.{key}" for key in ENGINE_KEYS if key not in kind.keys):
+        knows = next(name for name in ENGINES if key.removeprefix("rollout.") in engine_kind(name).keys)
+        hint = f"--set rollout.engine={knows}, or leave {key} out"
+        yield Clash({key: _given, ENGINE: _given}, "this engine does not know the key", hint)
+    for transport in (transport for transport in DIRECT_TRANSPORTS if transport not in kind.direct_transports):
+        able = next(name for name in ENGINES if transport in engine_kind(name).direct_transports)
+        yield Clash(
+            {TRANSPORT: transport, ENGINE: _given},
+            "the bytes go into an engine's own processes on a GPU, and it has none that take them",
+            f"--set rollout.engine={able}, or --set weights.transport=object-store",
+        )
+    if not kind.loads_in_place:
+        able = next(name for name in ENGINES if engine_kind(name).loads_in_place)
+        yield Clash(
+            {DUAL_BUFFER: False, ENGINE: _given, TRANSPORT: lambda transport: not _direct(transport)},
+            "it reads new weights from memory that holds all of a version at once, so there is always a second buffer",
+            f"--set weights.dual_buffer=true, or rollout.engine={able}",
+        )
+
+
 def check(profile: Profile) -> list[str]:
     """Returns the warnings. Raises ConfigError, all conflicts in one."""
     values = values_of(profile)
-    clashes = [clash.error(values) for clash in CLASHES if clash.is_in(values)]
+    clashes, conflicts = [*CLASHES], list[ConfigError]()
+    try:
+        kind = engine_kind(profile.rollout.engine)
+        clashes += _engine_clashes(kind)
+        conflicts += kind.conflicts(profile)
+    except ConfigError as unknown:
+        conflicts.append(unknown)
     length = _raised(train_steps_of, profile)
     name = [] if profile.run.name is None else _raised(check_name, profile.run.name)
-    if conflicts := [*length, *name, *_sizes(profile), *clashes, *engine_conflicts(profile)]:
-        raise combine(conflicts)
+    wrong = [clash.error(values) for clash in clashes if clash.is_in(values)]
+    if problems := [*length, *name, *_sizes(profile), *wrong, *conflicts]:
+        raise combine(problems)
     return list(_warnings(profile))
 
 

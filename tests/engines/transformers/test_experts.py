@@ -15,11 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.job.transports import sender_for
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.weights.buckets import Bucket, Manifest
-from asyncrl_cli.weights.disk import keep_version
+from asyncrl_cli.weights.disk import DiskSender, keep_version
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
 from tests.engines.made import made_for
@@ -80,7 +79,7 @@ def test_training_has_changed_what_an_engine_computes(published):
 @pytest.mark.parametrize("way", ["disk", "kept"])
 def test_published_versions_on_disk_are_files_as_save_pretrained_writes_them(published, tmp_path, way):
     if way == "disk":
-        send(sender_for(tmp_path / "versions", published.model_dir), published.manifest, published.buckets)
+        send(DiskSender(tmp_path / "versions", published.model_dir), published.manifest, published.buckets)
     else:
         keep_version(tmp_path / "versions", published.manifest, published.buckets, published.model_dir, 1)
     directory = tmp_path / "versions" / "version-000001"

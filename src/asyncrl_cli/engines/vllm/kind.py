@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm import arguments, preflight
+from asyncrl_cli.engines.vllm.memory import memory
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile, WeightsSection
 
@@ -37,6 +38,7 @@ KIND = EngineKind(
     keys=frozenset({"tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args"}),
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     rank_zero_end=_rank_zero_end,
+    memory=memory,
     conflicts=arguments.conflicts,
     check_arguments=arguments.check_arguments,
     check_here=preflight.check_vllm,
