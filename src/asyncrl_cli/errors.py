@@ -15,7 +15,10 @@ AsyncrlError             exit 1   the run failed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class AsyncrlError(Exception):
