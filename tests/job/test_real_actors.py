@@ -52,6 +52,7 @@ async def followed(workers: list[Any]) -> AsyncIterator[None]:
 def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from asyncrl_cli.job.session import ray_session
 
+    monkeypatch.delenv("LD_PRELOAD", raising=False)  # vLLM's tests leave an OpenMP in it, which would load before any log is open
     monkeypatch.setenv("OMP_DISPLAY_ENV", "true")  # OpenMP says what it goes by, in every actor's log
     profile = small_profile(placement={"trainer_workers": 2}, rollout={"workers": 2}, weights={"keep_versions": "all"})
     model_dir = make_model(tmp_path / "model")
