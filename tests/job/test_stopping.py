@@ -18,7 +18,7 @@ from asyncrl_cli.checkpoint.files import unfinished_directory
 from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.preparing import interruptible
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.job.stopping import SIGNALS, StopRequests, hangups_blocked
+from asyncrl_cli.job.stopping import SIGNALS, StopRequests, blocked
 
 from .crew import small_profile
 
@@ -64,7 +64,7 @@ def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
 def test_what_is_started_while_hangups_are_blocked_survives_one_and_we_hear_it_afterwards() -> None:
     heard: list[int] = []
     with StopRequests(lambda: heard.append(1)).on_signals():
-        with hangups_blocked():
+        with blocked(signal.SIGHUP):
             child = subprocess.Popen(["sleep", "100"])
             # To this thread: any other that a test before has left may take a signal to the process.
             signal.pthread_kill(threading.get_ident(), signal.SIGHUP)

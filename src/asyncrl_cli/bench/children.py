@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -16,9 +17,10 @@ from typing import Any
 
 import psutil
 
-from asyncrl_cli.bench.pool import interrupts_later, spawned
+from asyncrl_cli.bench.pool import spawned
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.stopping import blocked
 
 ANSWER_TIMEOUT_S = 600.0
 """As long as the start of a job's own workers may take: a large model is loaded here, too."""
@@ -38,7 +40,7 @@ class Children:
         self._logs = {f"{name}-{index}": log_dir / f"{name}-{index}.log" for index in range(count)}
         self._pools = [spawned(1, partial(set_up_process, threads=threads, log_path=log)) for log in self._logs.values()]
         others = set(multiprocessing.active_children())
-        with interrupts_later():
+        with blocked(signal.SIGINT):
             self._starts = [pool.submit(_make, make, index, given) for index, pool in enumerate(self._pools)]
         self._processes = set(multiprocessing.active_children()) - others
 

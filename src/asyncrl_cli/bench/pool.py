@@ -41,16 +41,6 @@ def spawned(processes: int, begin: Begin) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(begin,))
 
 
-@contextmanager
-def interrupts_later() -> Iterator[None]:
-    """Processes started in the block are deaf to Ctrl-C from their first instruction on; ours is answered after it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _begin(begin: Begin) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()

@@ -10,17 +10,19 @@ Everything here is SIMULATED, and says so where it is printed.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, as_completed
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from asyncrl_cli.bench.measure import Edges, figures_of
-from asyncrl_cli.bench.pool import interrupts_later, simulators
+from asyncrl_cli.bench.pool import simulators
 from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.search import Evaluate, Found, Measured, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import Setting, space_of
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.job.stopping import blocked
 from asyncrl_cli.plan.cluster import counted, usable_cores
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
@@ -230,7 +232,7 @@ def evaluator(
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
         nonlocal done_windows
         profiles = [profile_of(setting, windows) for setting in settings]
-        with interrupts_later():
+        with blocked(signal.SIGINT):
             running = [pool.submit(measure, profile, workload, window_groups) for profile in profiles]
         for _ in as_completed(running):
             done_windows += windows

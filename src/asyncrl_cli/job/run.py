@@ -8,6 +8,7 @@ What can be refused is refused before anything is started, in that order. A run 
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from asyncrl_cli.job.preparing import Say, prepare
 from asyncrl_cli.job.process import logged_to
 from asyncrl_cli.job.resuming import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.session import object_store_bytes_for, ray_session
-from asyncrl_cli.job.stopping import StopRequests, end_descendants, hangups_blocked, leave, leave_soon, tell
+from asyncrl_cli.job.stopping import StopRequests, blocked, end_descendants, leave, leave_soon, tell
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.start_status import StartStatus
 from asyncrl_cli.observe.starting import Starting
@@ -118,7 +119,8 @@ class Run:
             refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
         say("starting Ray")
         store_bytes = object_store_bytes_for(model_dir)
-        with hangups_blocked():
+        # A terminal that closes sends SIGHUP to our whole process group, and the last checkpoint needs Ray's processes.
+        with blocked(signal.SIGHUP):
             plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
         reward = task.reward
         keep_model_files(model_dir, directory.path)

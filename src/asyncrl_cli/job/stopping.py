@@ -93,10 +93,9 @@ class StopRequests:
 
 
 @contextlib.contextmanager
-def hangups_blocked() -> Iterator[None]:
-    """Processes that are started within the block ignore SIGHUP for ever. A terminal that closes sends it to our whole process
-    group, Ray's processes included, and the run's last checkpoint needs them. We get one that comes meanwhile after the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+def blocked(number: signal.Signals) -> Iterator[None]:
+    """Processes that are started within the block never get this signal. One that is sent to us meanwhile is answered after it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
     finally:
