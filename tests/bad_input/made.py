@@ -26,7 +26,7 @@ from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.observe.timeline import TimelineFile
 from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.profile.resolved import to_document, to_toml
-from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker

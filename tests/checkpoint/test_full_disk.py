@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.files import naming, replace_text, storage_error, telling_storage
 from asyncrl_cli.checkpoint.find import verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import StorageError
 from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.observe.sinks import LineFile
+from asyncrl_cli.storage import naming, replace_text, storage_error, telling_storage
 
 MIB = 2**20
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.files import unfinished_directory
 from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.preparing import interruptible
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.job.stopping import SIGNALS, StopRequests, blocked
+from asyncrl_cli.storage import unfinished_directory
 
 from .crew import small_profile
 
@@ -149,7 +149,7 @@ def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(tmp_path
 LEAVER = """
 import sys, threading, time
 from pathlib import Path
-from asyncrl_cli.checkpoint.files import unfinished_directory
+from asyncrl_cli.storage import unfinished_directory
 from asyncrl_cli.cli import app
 
 def build():

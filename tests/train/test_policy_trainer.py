@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
-from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
+from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import microbatches, plan_train_step
 from asyncrl_cli.train.optimizer import learning_rate
 from asyncrl_cli.train.policy_trainer import RankBatch

@@ -14,7 +14,7 @@ import numpy as np
 from asyncrl_cli.bench.children import CpuTime, Worked
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
-from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
+from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
 
 if TYPE_CHECKING:

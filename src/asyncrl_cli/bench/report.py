@@ -13,9 +13,9 @@ from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.legend import long_notes
 from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
-from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
+from asyncrl_cli.storage import replace_text
 
 PICTURES = ("speedup.png", "timeline.png")
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.files import remove
 from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.manifest import Damaged, damage, read_manifest
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, load_json, parse_json, read_bytes
+from asyncrl_cli.storage import remove
 
 LOOP_STATE = "loop_state.json"
 STEP_NAME = re.compile(r"step-([0-9]{6,15})")

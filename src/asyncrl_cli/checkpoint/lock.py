@@ -12,9 +12,9 @@ from typing import IO, Any, TextIO
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.files import naming
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, UnsafeFile, load_json, open_regular, reason
+from asyncrl_cli.storage import naming
 
 LOCK = "lock"
 

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.files import fsync, replace_text
 from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, open_regular, parse_json, read_bytes, reason
+from asyncrl_cli.storage import fsync, replace_text
 
 MANIFEST = "manifest.json"
 

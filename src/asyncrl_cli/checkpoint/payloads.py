@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.files import naming
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, reason
-from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
+from asyncrl_cli.storage import naming
 
 ARRAYS = "payloads.safetensors"
 STRUCTURE = "payloads.json"

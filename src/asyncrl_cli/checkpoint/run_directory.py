@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checkpoint.files import replace_link, replace_text
 from asyncrl_cli.checkpoint.find import known_runs, last_status
 from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
+from asyncrl_cli.storage import replace_link, replace_text
 
 STOP_REQUEST = "stop"
 STARTING = "starting"

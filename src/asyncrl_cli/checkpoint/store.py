@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from asyncrl_cli.checkpoint.files import fsync, remove, remove_tree, replace_link, replace_text
 from asyncrl_cli.checkpoint.find import (
     LOOP_STATE,
     LoopStateFile,
@@ -28,6 +27,7 @@ from asyncrl_cli.checkpoint.find import (
 )
 from asyncrl_cli.checkpoint.manifest import seal
 from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
 LATEST = "latest"

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from asyncrl_cli.checkpoint.files import storage_error, system_error
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
+from asyncrl_cli.storage import storage_error, system_error
 
 STDOUT = "stdout"
 

@@ -15,7 +15,7 @@ from asyncrl_cli.engines.port import Completion, FinishReason
 from asyncrl_cli.envs.port import EpisodeFailed, Message, Turn
 from asyncrl_cli.envs.rendering import render, render_more
 from asyncrl_cli.loop.attempts import TrajectoryMeta
-from asyncrl_cli.samples.trajectory import NOT_SAMPLED, Segment, Trajectory
+from asyncrl_cli.samples import NOT_SAMPLED, Segment, Trajectory
 
 NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
 

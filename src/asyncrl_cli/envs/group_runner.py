@@ -22,7 +22,7 @@ from asyncrl_cli.envs.port import End, Environment, EpisodeFailed
 from asyncrl_cli.errors import first_line
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
-from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.rewards import RewardFailed
 
 T = TypeVar("T")

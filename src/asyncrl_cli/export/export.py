@@ -16,12 +16,12 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 
-from asyncrl_cli.checkpoint.files import appearing_directory
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.export.model_files import check_fit, find_model_files
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source, find_source
 from asyncrl_cli.models.resolve import check_config
+from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.weights.buckets import torch_dtype
 from asyncrl_cli.weights.model_files import copy_model_files, write_index, write_weights
 

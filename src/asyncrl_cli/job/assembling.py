@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checkpoint.files import telling_storage
 from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.store import CheckpointStore
@@ -20,6 +19,7 @@ from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile
 from asyncrl_cli.observe.timeline import TimelineFile
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.storage import telling_storage
 from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.limits import all_loads_s

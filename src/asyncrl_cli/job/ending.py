@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.checkpoint.files import storage_error
 from asyncrl_cli.checkpoint.find import checkpoints_in, is_sealed, step_of
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost
 from asyncrl_cli.job.stopping import StopRequests, leave, tell
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.storage import storage_error
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.ports import RayTrainer  # it needs Ray

@@ -26,7 +26,7 @@ from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.ports import GroupRequest, Progress
 from asyncrl_cli.observe.meters import LongPoll
-from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.samples import GroupPayload
 
 GROUPS_PER_ANSWER = 4
 """Groups that one answer brings at most: each has an object of its own for its arrays, which never pass the driver. Where more

@@ -27,7 +27,7 @@ from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interr
 from asyncrl_cli.observe.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 if TYPE_CHECKING:

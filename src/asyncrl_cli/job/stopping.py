@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
-from asyncrl_cli.checkpoint.files import remove_unfinished
 from asyncrl_cli.job import reaper
+from asyncrl_cli.storage import remove_unfinished
 
 log = logging.getLogger("asyncrl")
 

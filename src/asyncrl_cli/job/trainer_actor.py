@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl_cli.checkpoint.files import telling_storage
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.sending import Sending
 from asyncrl_cli.job.transports import ObjectStoreSender
@@ -34,9 +33,10 @@ from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:
-    from asyncrl_cli.samples.trajectory import GroupPayload
+    from asyncrl_cli.samples import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.train.policy_trainer import RankReport
     from asyncrl_cli.weights.buckets import Manifest
@@ -179,7 +179,7 @@ class TrainerActor:
     @ray.method(concurrency_group="write")
     def dump(self, directory: str, step: int, window: int, payload_refs: list[Any]) -> None:
         """The trajectories of a train step as text lines, beside training (rank 0)."""
-        from asyncrl_cli.samples.dump import dump_samples
+        from asyncrl_cli.samples import dump_samples
 
         with telling_storage():
             dump_samples(Path(directory), step, ray.get(payload_refs), window=window, decode=self._decode)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import transformers
 
-from asyncrl_cli.checkpoint.files import naming, storage_error, unfinished_directory
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.lessons import Course, Lesson, characters_of, make_lessons
 from asyncrl_cli.models.tiny import tiny_config, tiny_model, tiny_tokenizer
 from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
+from asyncrl_cli.storage import naming, storage_error, unfinished_directory
 
 RECIPE_VERSION = 2
 """Raised when this code would make another model from the same inputs."""

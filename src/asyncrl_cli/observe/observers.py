@@ -17,7 +17,6 @@ from typing import Any
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.files import storage_error
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.values import from_json
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
@@ -26,6 +25,7 @@ from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
 from asyncrl_cli.observe.sinks import Sink, to_json
 from asyncrl_cli.observe.timeline import span_line
 from asyncrl_cli.safe_files import parse_json
+from asyncrl_cli.storage import storage_error
 
 log = logging.getLogger("asyncrl")
 

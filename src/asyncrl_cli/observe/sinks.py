@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checkpoint.files import naming, repair_lines, replace_text
+from asyncrl_cli.storage import naming, repair_lines, replace_text
 
 
 class Sink:

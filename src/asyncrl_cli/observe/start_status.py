@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.checkpoint.run_directory import STARTING
 from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.observe.sinks import to_json
 from asyncrl_cli.observe.status_file import parse_status
+from asyncrl_cli.storage import replace_text
 
 log = logging.getLogger("asyncrl")
 

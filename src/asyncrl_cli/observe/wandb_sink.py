@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.checkpoint.files import replace_text
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.observe.executors import UTILIZATION
 from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.storage import replace_text
 
 log = logging.getLogger("asyncrl")
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from asyncrl_cli.samples.trajectory import GroupPayload, Segment
+from asyncrl_cli.samples import GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
 
 

@@ -16,7 +16,7 @@ import torch
 
 from asyncrl_cli.loop.values import Last, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.samples.trajectory import GroupPayload
+from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch, rows_of
 from asyncrl_cli.train.losses import find_loss

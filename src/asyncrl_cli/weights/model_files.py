@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.checkpoint.files import naming
+from asyncrl_cli.storage import naming
 
 if TYPE_CHECKING:
     import torch

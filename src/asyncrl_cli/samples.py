@@ -1,20 +1,62 @@
-"""The trajectories of one train step as text lines (`samples/step-000040.jsonl`), for eyes and audits."""
+"""What a rollout produces: trajectories. They travel from a rollout worker to the trainer ranks, never through the driver, and a
+run may write those of a train step as text lines (`samples/step-000040.jsonl`).
+
+Legend: T = all tokens of a segment, prompt and response together.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from asyncrl_cli.samples.trajectory import GroupPayload, Trajectory
-
-SCHEMA_VERSION = 1
+NOT_SAMPLED = -1
+"""Version of a token that no policy sampled (prompt, tool output)."""
 Decode = Callable[[list[int]], str]
 """Token ids to text, e.g. a tokenizer's `decode`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One contiguous context. All arrays have length T; a token that was not sampled has mask 0 and version -1.
+
+    `logprobs_T` are of the temperature-scaled, untruncated distribution; 0 where mask is 0.
+    """
+
+    tokens_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    versions_T: NDArray[np.int32]
+    mask_T: NDArray[np.bool_]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.tokens_T), len(self.logprobs_T), len(self.versions_T), len(self.mask_T)}
+        if len(lengths) != 1:
+            raise ValueError(f"arrays of a segment differ in length: {sorted(lengths)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One or more segments that share a reward (several: multi-turn, or a rewritten context)."""
+
+    segments: tuple[Segment, ...]
+    reward: float
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPayload:
+    """The trajectories of one prompt; same order as `GroupResult.trajectories` of the same attempt."""
+
+    uid: str
+    epoch: int
+    attempt: int
+    trajectories: tuple[Trajectory, ...]
 
 
 def is_dump_step(step: int, every_steps: int) -> bool:
@@ -37,8 +79,8 @@ def dump_samples(
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in payloads:
             for index, trajectory in enumerate(group.trajectories):
-                line = {"step": step, "window": window, **_line(group, index, trajectory, decode)}
-                file.write(json.dumps({"schema_version": SCHEMA_VERSION, **line}, ensure_ascii=False) + "\n")
+                line = {"schema_version": 1, "step": step, "window": window, **_line(group, index, trajectory, decode)}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
     temporary.replace(path)
     return path
 

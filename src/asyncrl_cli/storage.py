@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic replacement, fsync, links, append-only lines after a crash.
+"""Files and links that appear whole or not at all, and append-only lines after a crash.
 
 And the error for people where the system refuses one: its path, the reason, how much space is left, what to do.
 """

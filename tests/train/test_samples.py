@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from asyncrl_cli.samples.dump import dump_samples, is_dump_step
-from asyncrl_cli.samples.trajectory import GroupPayload, Segment, Trajectory
+from asyncrl_cli.samples import GroupPayload, Segment, Trajectory, dump_samples, is_dump_step
 
 
 def segment(tokens, logprobs, versions, mask):

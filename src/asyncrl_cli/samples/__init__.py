@@ -1,1 +1,0 @@
-"""What a rollout produces: trajectories, their arrays and how they are stored."""
