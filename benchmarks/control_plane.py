@@ -3,7 +3,7 @@
     python benchmarks/control_plane.py [--workers 64 128 256 512] [--windows 20] [--profile NUM_WORKERS]
 
 Runs the real loop in virtual time over simulated workers of 64 slots each, with W = 4 groups of 16 per worker: 512 workers have
-32,768 trajectories running at once. Workers report as often as real ones do (`observe.meters`).
+32,768 trajectories running at once. Workers report as often as real ones do (`loop.meters`).
 
 How it is measured: one run, one thread. Every stretch of executor code (each resumption of a call to a port, each timer of an
 executor) is timed with `time.thread_time`; what is left of the run's CPU time is the driver's: the loop, its observers' metrics
@@ -54,7 +54,7 @@ DECODING = DecodeTimes(step_s=0.02, step_s_per_sequence=1e-4, prefill_s_per_toke
 TRAIN_S = 3.0
 COUNTED_WINDOWS = 5
 MOST_GROWTH = 1.1
-EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.observe.meters")
+EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.loop.meters")
 PORT_CALLS = ("generate", "abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
 
 

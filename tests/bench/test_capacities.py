@@ -16,7 +16,7 @@ from asyncrl_cli.bench.compare import Request, contest_of
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
-from asyncrl_cli.observe.bound import Capacities
+from asyncrl_cli.simulate.bound import Capacities
 
 SETS = ("placement.device=cpu",)
 

@@ -9,8 +9,8 @@ import pytest
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import Contestant, Run, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.observe.bound import Bound, Capacities, Work, bound_of
 from asyncrl_cli.observe.lines import quantile
+from asyncrl_cli.simulate.bound import Bound, Capacities, Work, bound_of
 
 
 def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -> dict[str, Any]:

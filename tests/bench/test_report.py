@@ -18,7 +18,7 @@ from asyncrl_cli.bench.report import output_directory, report_text, write_report
 from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.observe.bound import Bound, Capacities
+from asyncrl_cli.simulate.bound import Bound, Capacities
 
 NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 

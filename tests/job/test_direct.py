@@ -27,9 +27,9 @@ from asyncrl_cli.job.direct import RayRankZero
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor
+from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.models.shape import shape_of_directory
-from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.plan.counts import cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.plan.memory import estimate_memory

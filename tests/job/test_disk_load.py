@@ -11,7 +11,7 @@ import torch
 
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job.loading import Loader
-from asyncrl_cli.observe.meters import RolloutMeter
+from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack
 from asyncrl_cli.weights.disk import DiskSender

@@ -19,9 +19,9 @@ from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, Gro
 from asyncrl_cli.job.ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.loop.ports import GroupRequest, Progress
 from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.simulate.clock import run_virtual
 from tests.loop.proof.shuffled import loop_of

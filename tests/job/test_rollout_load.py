@@ -21,9 +21,9 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job import transports
 from asyncrl_cli.job.loading import Loader, Received
 from asyncrl_cli.job.transports import GETS_AHEAD
+from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack
 from tests.engines import tiny

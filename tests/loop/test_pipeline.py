@@ -9,10 +9,9 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.engines.port import EngineCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.pipeline import ResumeFrom
-from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, run_world, settings
@@ -324,8 +323,8 @@ def test_at_most_two_published_versions_exist():
 
 def test_an_engine_that_preempts_is_warned_of_once_per_worker(monkeypatch):
     plain = RolloutMeter.report
-    preempting = EngineCounters(sums={"preemptions": 5}, gauges={})
-    monkeypatch.setattr(RolloutMeter, "report", lambda meter, **told: plain(meter, **told, counters=preempting))
+    preempting = {"preemptions": 5.0}
+    monkeypatch.setattr(RolloutMeter, "report", lambda meter, **told: plain(meter, **{**told, "sums": preempting}))
     ran = run_world(settings("partial-rollout"), workers=2)
     messages = [event.fields["message"] for event in ran.recorder.named("warning")]
     told = sorted(message.split(":")[0] for message in messages if "KV cache is too small" in message)

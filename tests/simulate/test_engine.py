@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import pytest
 
-from asyncrl_cli.observe.meters import RolloutMeter
+from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.decoding import DecodeTimes, SimulatedEngine
 from asyncrl_cli.simulate.sequence import SimulatedSequence

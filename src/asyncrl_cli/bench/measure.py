@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.observe.bound import Work
 from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
+from asyncrl_cli.simulate.bound import Work
 
 PARTS = {
     "wait": ("wait_data",),

@@ -24,10 +24,10 @@ from typing import Any
 from asyncrl_cli.bench.children import Children, Make, Worked
 from asyncrl_cli.bench.phase_generation import GenerationAlone, endless_model
 from asyncrl_cli.bench.phase_training import BATCHES, TrainingAlone
-from asyncrl_cli.observe.bound import Capacities
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RunSection
+from asyncrl_cli.simulate.bound import Capacities
 
 REPEATS = 3
 GENERATION_S = TRAINING_S = 2.0

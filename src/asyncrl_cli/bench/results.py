@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of, work_of
-from asyncrl_cli.observe.bound import Bound, Capacities, Work, bound_of
 from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.simulate.bound import Bound, Capacities, Work, bound_of
 
 SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03

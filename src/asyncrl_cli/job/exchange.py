@@ -24,8 +24,8 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.meters import LongPoll
 from asyncrl_cli.loop.ports import GroupRequest, Progress
-from asyncrl_cli.observe.meters import LongPoll
 from asyncrl_cli.samples import GroupPayload
 
 GROUPS_PER_ANSWER = 4

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.job.transports import arriving
+from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.ports import Interrupt, LoadReport
-from asyncrl_cli.observe.meters import RolloutMeter
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
 
 if TYPE_CHECKING:

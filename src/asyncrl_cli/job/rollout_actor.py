@@ -23,8 +23,8 @@ from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, Exchanged, GroupDesk
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interrupt, LoadReport, Progress
-from asyncrl_cli.observe.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
@@ -60,7 +60,7 @@ class RolloutActor:
         self._engine = make_engine(profile, place, self._meter.running)
         workers = profile.task.reward_workers or default_workers()
         self._pool = RewardPool(self._reward, timeout_s=profile.task.reward_timeout_s, workers=workers)
-        self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool, time.monotonic)
+        self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool.score, time.monotonic)
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
         self._runner = self._make_runner()
@@ -135,12 +135,14 @@ class RolloutActor:
         self._meter.pause(False)
 
     def _progress(self, seen: int) -> Progress:
+        counters = self._engine.counters()
         report = self._meter.report(
             version=self._engine.version,
             sampled_tokens=self._engine.sampled_tokens,
             decode_steps=self._engine.decode_steps,
             running_tokens=self._runner.running_tokens,
-            counters=self._engine.counters(),
+            sums=counters.sums,
+            gauges=counters.gauges,
         )
         return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=(report, self._rewards.report()))
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import TrainBatch
-from asyncrl_cli.observe.bound import Capacities
-from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.bound import Capacities
 from asyncrl_cli.simulate.decoding import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths, mean_tokens
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes

@@ -3,7 +3,7 @@
     generate -> engine (n sequences) --each end--> slot free, reward begins --all rewards--> GroupResult
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> on it goes
 
-Its time in states is integrated by the meter of the real rollout actor (`observe.meters`). Nothing here runs per token, and per
+Its time in states is integrated by the meter of the real rollout actor (`loop.meters`). Nothing here runs per token, and per
 trajectory no task and no timer.
 """
 
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interrupt, LoadReport, Progress, Published
-from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll, RolloutMeter
 from asyncrl_cli.simulate.decoding import DecodeTimes, SimulatedEngine
 from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.responses import Responses, fates

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from asyncrl_cli.engines.port import EngineCounters
+from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.observe.meters import DEBOUNCE_S, POLL_S, LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.simulate.clock import run_virtual
 
 
@@ -108,7 +107,7 @@ def test_rewards_are_busy_while_one_is_pending_also_if_it_raises(clock: HandCloc
             return 1.0
 
     async def main() -> ExecutorReport:
-        rewards = MeteredRewards("reward-0", Scorer(), clock)
+        rewards = MeteredRewards("reward-0", Scorer().score, clock)
         clock.now_s += 0.5
         assert await rewards.score({}, "good") == 1.0
         with pytest.raises(ValueError, match="no reward"):
@@ -139,8 +138,8 @@ def test_a_long_poll_answers_a_change_at_once_and_silence_after_a_second() -> No
 
 
 def test_an_engines_own_counters_travel_with_the_report(meter: RolloutMeter) -> None:
-    counters = EngineCounters(sums={"preemptions": 3}, gauges={"kv_cache_usage": 0.5})
-    told = meter.report(version=0, sampled_tokens=7, decode_steps=2, running_tokens=0, counters=counters)
+    figures = {"sums": {"preemptions": 3.0}, "gauges": {"kv_cache_usage": 0.5}}
+    told = meter.report(version=0, sampled_tokens=7, decode_steps=2, running_tokens=0, **figures)
     assert told.sums["preemptions"] == 3
     assert told.sums["sampled_tokens"] == 7
     assert told.gauges["kv_cache_usage"] == 0.5

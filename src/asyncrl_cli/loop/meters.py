@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.engines.port import NO_COUNTERS, EngineCounters
-from asyncrl_cli.envs.port import Rewards
 from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 
@@ -70,12 +68,14 @@ class RolloutMeter:
         sampled_tokens: int,
         decode_steps: float,
         running_tokens: int,
-        counters: EngineCounters = NO_COUNTERS,
+        sums: Mapping[str, float] | None = None,
+        gauges: Mapping[str, float] | None = None,
     ) -> ExecutorReport:
+        """`sums` and `gauges`: what the engine counts beyond that, by name."""
         self._advance()
-        self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps, **counters.sums}
+        self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps, **(sums or {})}
         self._clock.gauges |= {
-            **counters.gauges,
+            **(gauges or {}),
             "running_sequences": self._running,
             "running_tokens": running_tokens,
             "version": version,
@@ -108,10 +108,10 @@ class RolloutMeter:
 
 
 class MeteredRewards:
-    """Rewards with a clock of their own: busy while at least one is being computed. Passes errors through."""
+    """`score`, with a clock of its own: busy while at least one reward is being computed. Passes errors through."""
 
-    def __init__(self, name: str, rewards: Rewards, now: Callable[[], float]) -> None:
-        self._rewards = rewards
+    def __init__(self, name: str, score: Callable[[Any, str], Awaitable[float]], now: Callable[[], float]) -> None:
+        self._score = score
         self._pending = 0
         self._clock = StateClock(name, "reward", now)
         self._clock.waiting_for = "responses"
@@ -119,7 +119,7 @@ class MeteredRewards:
     async def score(self, item: Any, response_text: str) -> float:
         self._change(+1)
         try:
-            return await self._rewards.score(item, response_text)
+            return await self._score(item, response_text)
         finally:
             self._clock.add("rewards", 1)
             self._change(-1)
