@@ -1,18 +1,15 @@
 """What every test has: one compute thread, no hub, no telemetry, no ASYNCRL_* names and no ignored signals of whoever runs it.
 
-pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one; and a test that
-measures the machine, marked `alone`, has it to itself.
+pytest runs two processes (pyproject.toml): the slowest files come first, so that neither is left alone with one.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import pytest
@@ -54,17 +51,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs first, then the files with most of what is slow."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (item.path.parent.name != "run", -slow[item.path]))
-
-
-@pytest.fixture(autouse=True)
-def _machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Shared with the test that the other process runs, unless one of the two is marked `alone`."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        yield
-        return
-    directory: Path = tmp_path_factory.getbasetemp().parent
-    with (directory / "gate").open("w") as gate, (directory / "machine").open("w") as machine:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone keeps it meanwhile: nobody gets ahead
-        fcntl.flock(machine, fcntl.LOCK_EX if request.node.get_closest_marker("alone") else fcntl.LOCK_SH)
-        fcntl.flock(gate, fcntl.LOCK_UN)
-        yield

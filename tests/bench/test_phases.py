@@ -1,17 +1,14 @@
-"""Each phase alone, in processes of its own: what is measured, who ends, what is said when one fails; and colocate's fairness."""
+"""Each phase alone, in processes of its own: what is measured, who ends, what is said when one fails."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,7 @@ from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
 from asyncrl_cli.bench.phases import Side, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.resolve import resolve_model
-from asyncrl_cli.plan.cluster import ClusterResources, NodeResources, local_cluster
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.tasks.task import load_task
@@ -233,33 +230,3 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     assert figures.slots_used > 0.9
     assert not capacities.colocated
     assert [(done, total) for _, done, total in told] == [(0, 0), (1, 4), (2, 4), (3, 4), (4, 4)]
-
-
-NOISE = 0.03
-"""Seven repeats of the same training alone spread by 2.6% on a quiet machine. Where two cores are the threads of one, colocate's
-phases may be no faster than the split side's, and which of the two medians is larger is then chance."""
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-def test_each_phase_of_colocate_alone_is_at_least_as_fast_as_the_split_sides(tmp_path: Path) -> None:
-    """The median over repeats of the ratio to the split side's measurement that was made next to it."""
-    sets = ("model.warm_start_steps=2", f'model.cache_dir="{tmp_path}"')
-    profiles = {name: load(name, sets).profile for name in ("partial-rollout", "colocate")}
-    task = load_task(profiles["colocate"])
-    model_dir = resolve_model(profiles["colocate"], task)
-    sides = {name: side_of(profile, compile_job(profile, local_cluster()), model_dir) for name, profile in profiles.items()}
-    rng = random.Random(0)
-    lengths = [min(96, max(1, round(rng.lognormvariate(3.0, 0.75)))) for _ in range(2048)]
-    measured = measure_all(sides, task.train, lengths, repeats=3)
-    split, colocate = measured["partial-rollout"], measured["colocate"]
-    generation = median_ratio(colocate.rollout_repeats, split.rollout_repeats)
-    training = median_ratio(colocate.trainer_repeats, split.trainer_repeats)
-    if min(split.cpu_share, colocate.cpu_share) < 0.7:
-        pytest.skip(f"others use this machine: of its cores, a process got {min(split.cpu_share, colocate.cpu_share):.0%}")
-    assert generation >= 1.0 - NOISE
-    assert training >= 1.0 - NOISE
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))

@@ -27,6 +27,9 @@ LONG = (*SMALL, "run.train_steps=400")
 """Longer than any test: it is for the test to end it."""
 LIMIT_S = 180
 
+started: list[subprocess.Popen[str]] = []
+"""All commands that this test module has started."""
+
 
 def arguments(command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True) -> list[str]:
     settings = [word for setting in sets for word in ("--set", setting)]
@@ -36,8 +39,8 @@ def arguments(command: str, *words: str, sets: tuple[str, ...] = (), verbose: bo
 def start(
     directory: Path, command: str, *words: str, sets: tuple[str, ...] = (), verbose: bool = True, **environment: str
 ) -> subprocess.Popen[str]:
-    """A command in `directory`, in a process group of its own, with one compute thread."""
-    return subprocess.Popen(
+    """A command in `directory`, in a process group of its own, with one compute thread. It ends with the test (conftest.py)."""
+    process = subprocess.Popen(
         arguments(command, *words, sets=sets, verbose=verbose),
         cwd=directory,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
@@ -46,6 +49,8 @@ def start(
         text=True,
         start_new_session=True,
     )
+    started.append(process)
+    return process
 
 
 def finish(process: subprocess.Popen[str], limit_s: float = LIMIT_S) -> tuple[int, str, str]:

@@ -1,4 +1,4 @@
-"""The runs of these tests share one cache: the first builds the model, the others find it."""
+"""The runs of these tests share one cache: the first builds the model, the others find it. None outlives its test."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+from tests.run.commands import started
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -15,3 +17,12 @@ def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_run_outlives_its_test() -> Iterator[None]:
+    """Ended by SIGKILL, a driver's processes end with it."""
+    yield
+    while started:
+        with started.pop() as process:  # closes its pipes
+            process.kill()

@@ -41,15 +41,15 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     assert {host for _, host, _ in found} == {"127.0.0.1"}
     assert engine != "vllm" or any(victim in command_line(pid) for pid, _, _ in found)
 
-    worker = wait_for(process, run, busy_worker)
-    kill_process_of(process, worker, victim)
+    worker = kill_a_busy_worker(process, run, victim)
     wait_for(process, run, is_back)
     events = lines(run / "events.jsonl")
     assert_only_one_was_lost(events, worker)
     assert_its_groups_began_again(events)
     assert_the_new_process_began_with_newest_weights(events)
 
-    family = kill_process_of(process, worker, victim)
+    family = descendants(process.pid)
+    os.kill(pid_of(process, worker, victim), signal.SIGKILL)
     killed_s = time.monotonic()
     code, _, err = finish(process)
     assert code == 1
@@ -74,11 +74,16 @@ def wait_for(process, run, found):
 
 
 def busy_worker(events):
-    """The name of one that has groups to generate right now."""
+    """The name of the one with most groups to generate right now."""
+    return next((name for name, _ in busy_workers(events).most_common(1)), None)
+
+
+def busy_workers(events):
+    """By name: how many groups it has to generate."""
     open_groups = {attempt(event): event["worker"] for event in named(events, "running")}
     for event in named(events, "finished"):
         open_groups.pop(attempt(event), None)
-    return Counter(open_groups.values()).most_common(1)[0][0] if open_groups else None
+    return Counter(open_groups.values())
 
 
 def is_back(events):
@@ -104,11 +109,25 @@ def own_since_the_restart(events):
     return [event for event in events[back + 1 :] if event.get("worker") == events[back]["worker"]]
 
 
-def kill_process_of(process, worker, victim):
-    """Kills it, and returns the run's processes."""
+def kill_a_busy_worker(process, run, victim):
+    """Kills it while it generates, and returns its name. It is stopped first: else its groups may end before the signal comes."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        worker = wait_for(process, run, busy_worker)
+        pid = pid_of(process, worker, victim)
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.0)  # what it has sent arrives
+        is_busy = worker in busy_workers(lines(run / "events.jsonl"))
+        os.kill(pid, signal.SIGKILL if is_busy else signal.SIGCONT)
+        if is_busy:
+            return worker
+    raise AssertionError("no worker was ever caught at work")
+
+
+def pid_of(process, worker, victim):
+    """That of the worker's process, or of its engine's."""
     family = descendants(process.pid)
-    os.kill(next(pid for pid in family if victim in command_line(pid) and logs_to(pid) == f"{worker}.log"), signal.SIGKILL)
-    return family
+    return next(pid for pid in family if victim in command_line(pid) and logs_to(pid) == f"{worker}.log")
 
 
 def logs_to(pid):
