@@ -144,9 +144,9 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
 
 
 def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncrl_cli.cli.doctor as doctor
+    from asyncrl_cli.plan import machine
 
-    monkeypatch.setattr(doctor, "_import_fails", lambda module: "")
+    monkeypatch.setattr(machine, "_failure_of", lambda program: "")
     assert run(["doctor", "--json"]) == 0
     found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert found["transformers"]["found"] == "5.19.0"
@@ -170,8 +170,8 @@ def test_doctor_names_versions_and_engines(capsys: pytest.CaptureFixture[str], m
 def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str, named: str, meaning: str
 ) -> None:
-    from asyncrl_cli.cli.doctor import _cpu
     from asyncrl_cli.plan import cluster
+    from asyncrl_cli.plan.machine import _cpu
 
     (tmp_path / "cpuinfo").write_text(cpuinfo)
     monkeypatch.setattr(cluster, "CPUINFO", tmp_path / "cpuinfo")
@@ -180,7 +180,7 @@ def test_doctor_says_what_the_cpu_computes_with_and_what_it_means(
 
 
 def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl_cli.cli.doctor import _threads
+    from asyncrl_cli.plan.machine import _threads
 
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     for load, busy in ((0.2, False), (1.0, True)):
@@ -192,10 +192,10 @@ def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.Mon
 def test_doctor_exits_with_3_if_something_needed_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncrl_cli.cli.doctor as doctor
+    from asyncrl_cli.plan import machine
 
-    monkeypatch.setattr(doctor, "NEEDED", {"no-such-package": "1.2."})
-    monkeypatch.setattr(doctor, "_import_fails", lambda module: "")
+    monkeypatch.setattr(machine, "NEEDED", {"no-such-package": "1.2."})
+    monkeypatch.setattr(machine, "_failure_of", lambda program: "")
     assert run(["doctor"]) == 3
     assert "no-such-package==1.2.*" in " ".join(capsys.readouterr().out.split())
 
@@ -212,10 +212,10 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(
 def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     version: str | None, fails: str, found: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncrl_cli.cli.doctor as doctor
     from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+    from asyncrl_cli.plan import machine
 
-    monkeypatch.setattr(doctor, "_import_fails", lambda module: fails if "vllm" in module else "")
+    monkeypatch.setattr(machine, "_failure_of", lambda program: fails if "vllm" in program else "")
     monkeypatch.setattr(vllm_preflight, "installed_version", lambda: version)
     assert run(["doctor", "--json"]) == code
     (row,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "engine vllm"]
@@ -225,21 +225,21 @@ def test_doctor_imports_vllm_before_it_says_that_it_is_there(
 
 
 def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncrl_cli.cli.doctor as doctor
+    from asyncrl_cli.plan import machine
 
     (tmp_path / "breaks.py").write_text("import warnings\nraise ImportError('no such symbol')\n", encoding="utf-8")
     (tmp_path / "hangs.py").write_text("import time\ntime.sleep(60)\n", encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert doctor._import_fails("json") == ""
-    assert doctor._import_fails("breaks") == "ImportError: no such symbol"
-    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.2)
-    assert doctor._import_fails("hangs") == "it takes longer than 0.2 s"
+    assert machine._failure_of("import json") == ""
+    assert machine._failure_of("import breaks") == "ImportError: no such symbol"
+    monkeypatch.setattr(machine, "IMPORT_TIMEOUT_S", 0.2)
+    assert machine._failure_of("import hangs") == "it takes longer than 0.2 s"
     assert not {"breaks", "hangs"} & set(sys.modules)
 
 
 def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncrl_cli.cli.doctor as doctor
     from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+    from asyncrl_cli.plan import machine
 
     ran: list[list[str]] = []
 
@@ -248,8 +248,8 @@ def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypa
         return subprocess.CompletedProcess(command, 3 if "doctor" in command else 0)
 
     monkeypatch.setattr(vllm_preflight, "broken_packages", lambda: ["torchvision"])
-    monkeypatch.setattr(doctor.subprocess, "run", child)
-    monkeypatch.setattr(doctor, "examine", lambda: pytest.fail("looked in this process"))
+    monkeypatch.setattr(machine.subprocess, "run", child)
+    monkeypatch.setattr(machine, "examine", lambda say: pytest.fail("looked in this process"))
     assert run(["doctor", "--fix", "--json"]) == 3
     assert [command[1:] for command in ran] == [
         ["-m", "pip", "uninstall", "--yes", "--quiet", "torchvision"],

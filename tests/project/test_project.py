@@ -9,7 +9,7 @@ import tomli
 
 import asyncrl_cli
 from asyncrl_cli import errors
-from asyncrl_cli.cli.doctor import NEEDED
+from asyncrl_cli.plan.machine import NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

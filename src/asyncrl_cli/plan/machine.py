@@ -1,0 +1,137 @@
+"""What this machine has of what a run needs: packages, cores, memory, GPUs, engines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from asyncrl_cli import __version__
+from asyncrl_cli.engines.vllm import preflight
+from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_facts, local_cluster, matrix_features, usable_cores
+from asyncrl_cli.plan.counts import cpu_counts
+from asyncrl_cli.profile.schema import Profile
+
+NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning-gym": "", "numpy": "", "safetensors": ""}
+"""Packages, with the start of the version that this asyncrl works with; `pyproject.toml` says why."""
+IMPORT_TIMEOUT_S = 180.0
+"""vLLM takes 15 s on an idle machine."""
+LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `ok` is None for what is only information, and False for what is needed and missing."""
+
+    what: str
+    found: str
+    ok: bool | None = None
+    hint: str = ""
+
+
+def examine(say: Callable[[str], None]) -> Iterator[Finding]:
+    """`say` is told before anything that takes long."""
+    yield Finding("asyncrl", __version__)
+    yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
+    yield from (_package(name, start) for name, start in NEEDED.items())
+    yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
+    yield _importable("ray", "ray")
+    yield _importable("engine transformers", "transformers.generation.continuous_batching")
+    hint = "asyncrl doctor --fix removes what vLLM does not need"
+    yield from (Finding(name, "does not load beside this torch", False, hint) for name in broken_packages())
+    yield _vllm(say)
+
+
+def broken_packages() -> list[str]:
+    """What was installed with vLLM, is not needed by it, and does not load beside this torch."""
+    return preflight.broken_packages()
+
+
+def _package(name: str, start: str) -> Finding:
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        found = ""
+    wanted = f"{name}=={start}*" if start.endswith(".") else f"{name}=={start}" if start else name
+    return Finding(name, found or "missing", bool(found) and found.startswith(start), f"pip install '{wanted}'")
+
+
+def _machine() -> Finding:
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+    free_gib = shutil.disk_usage(Path.cwd()).free / GIB
+    return Finding("machine", f"{usable_cores()} cores, {memory_gib:.0f} GiB memory, {free_gib:.0f} GiB disk free here")
+
+
+def _cpu() -> Finding:
+    features = matrix_features()
+    if features is None:
+        return Finding("CPU", "its instructions are not known on this system")
+    meaning = "computes in bfloat16 as well as in float32"
+    if not computes_bfloat16():
+        meaning = "has no bfloat16 instructions: model.dtype = bfloat16 would be emulated, several times slower than float32"
+    name = cpu_facts().get("model name", "CPU")
+    return Finding("CPU", f"{name}: {' '.join(features) or 'no vector instructions that count here'}; {meaning}")
+
+
+def _threads() -> Finding:
+    """On CPUs; where there are GPUs, they compute."""
+    cores, load, threads = usable_cores(), os.getloadavg()[0], cpu_counts(Profile()).cpus
+    found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
+    found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
+    if load + threads > cores + 0.5:
+        found += ": what else runs takes its share, and a run takes longer by as much"
+    return Finding("threads", found)
+
+
+def _shared_memory() -> Finding:
+    """Ray keeps its objects there; with too little it falls back to the disk."""
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("shared memory", "no /dev/shm")
+    free = shutil.disk_usage(path).free
+    is_enough = True if free >= LEAST_SHARED_MEMORY_BYTES else None
+    hint = "give the container more, as docker run --shm-size=1g"
+    return Finding("shared memory", f"{free / 2**20:.0f} MiB free in /dev/shm", is_enough, hint)
+
+
+def _gpus() -> Finding:
+    count = local_cluster().gpus
+    if not count:
+        return Finding("GPUs", "none: runs use the CPU")
+    wrong = _failure_of("import torch; assert torch.cuda.is_available()")
+    hint = "this torch is built without CUDA, or the driver is missing; --set placement.device=cpu goes without"
+    return Finding("GPUs", str(count), not wrong, hint)
+
+
+def _vllm(say: Callable[[str], None]) -> Finding:
+    """Optional; but one that is installed has to work."""
+    found, line = preflight.installed_version(), preflight.install_command("cuda" if local_cluster().gpus else "cpu")
+    if found is None:
+        return Finding("engine vllm", "not installed (optional)", hint=line)
+    if found.split("+")[0] != preflight.VLLM_VERSION:
+        return Finding("engine vllm", f"{found}, asyncrl works with {preflight.VLLM_VERSION} (optional)", hint=line)
+    say("importing vLLM, which takes a while")
+    return _importable("engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
+
+
+def _importable(what: str, module: str, version: str = "", hint: str = "install asyncrl again: pip install .") -> Finding:
+    wrong = _failure_of(f"import {module}")
+    return Finding(what, f"{version}cannot be imported: {wrong}" if wrong else f"{version}imports", not wrong, hint)
+
+
+def _failure_of(program: str) -> str:
+    """Why a fresh Python process fails with it; "" if it does not. In this one an import would stay, with its warnings."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"it takes longer than {IMPORT_TIMEOUT_S:g} s"
+    said = done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"]
+    return said[-1] if done.returncode else ""
