@@ -12,7 +12,7 @@ import os
 import random
 import time
 from argparse import ArgumentParser
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ import torch
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile, RolloutSection
+from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.transformers.engine import TransformersEngine
@@ -81,6 +82,15 @@ def make_random_model(directory: Path, parameters: int, *, vocab_size: int | Non
     model.save_pretrained(directory)
     _save_tokenizer(directory, end_of_sequence=sizes["vocab_size"])
     return RandomModel(directory=directory, parameters=sum(p.numel() for p in model.parameters()), vocab_size=sizes["vocab_size"])
+
+
+def pack(weights: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bucket]:
+    """Weights as they arrive from rank 0."""
+    specs = [Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in weights.items()]
+    packing = Packing(plan_layout(specs, bucket_size_bytes))
+    for name, tensor in weights.items():
+        packing.put(name, tensor.detach())
+    return packing.seal()
 
 
 def _sizes(parameters: int, vocab_size: int | None) -> dict[str, int]:

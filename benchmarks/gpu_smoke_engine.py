@@ -10,14 +10,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from engine_kit import MB, PROMPT_TOKENS, RandomModel, prompts_of
+from engine_kit import MB, PROMPT_TOKENS, RandomModel, pack, prompts_of
 from gpu_smoke_kit import DEVICE, GPU_SHARE, RESPONSE_TOKENS, Wrong
 from gpu_smoke_trainer import trained
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import ModelSection, Profile, RolloutSection, WeightsSection
-from asyncrl_cli.weights.buckets import Bucket, Manifest, pack
+from asyncrl_cli.weights.buckets import Bucket, Manifest
 from asyncrl_cli.weights.probes import mean_abs_diff
 
 if TYPE_CHECKING:

@@ -42,14 +42,15 @@ from engine_kit import (
     make_builtin_model,
     make_random_model,
     need_vllm,
+    pack,
     prompts_of,
     running_engine,
     table,
 )
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.weights.buckets import Bucket, pack
+from asyncrl_cli.profile.schema import Interrupt
+from asyncrl_cli.weights.buckets import Bucket
 
 INTERRUPTS: tuple[Interrupt, ...] = get_args(Interrupt)
 SHORTEST_TOKENS = 8

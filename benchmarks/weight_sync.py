@@ -41,13 +41,25 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from engine_kit import MB, THREADS, RandomModel, beside, conditions, make_random_model, need_vllm, prompts_of, running_engine, table
+from engine_kit import (
+    MB,
+    THREADS,
+    RandomModel,
+    beside,
+    conditions,
+    make_random_model,
+    need_vllm,
+    pack,
+    prompts_of,
+    running_engine,
+    table,
+)
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
-from asyncrl_cli.weights.buckets import pack, verified
+from asyncrl_cli.weights.buckets import verified
 from asyncrl_cli.weights.probes import mean_abs_diff
 
 COPIES_HELD = 8

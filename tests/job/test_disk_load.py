@@ -13,11 +13,12 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
-from asyncrl_cli.weights.buckets import DamagedWeights, Manifest, pack
+from asyncrl_cli.weights.buckets import DamagedWeights, Manifest
 from asyncrl_cli.weights.disk import DiskSender
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
 from tests.engines.made import made_for
+from tests.packed import pack
 
 PROBE = [5, 9, 33, 2, 61, 17, 8, 40]
 
@@ -67,7 +68,7 @@ def _send(
     manifest = Manifest(
         version=version,
         num_bytes=sum(len(bucket.data) for bucket in buckets),
-        fingerprints=tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None),
+        fingerprints=tuple(bucket.fingerprint for bucket in buckets),
         temperature=1.0,
         probe_tokens=(tuple(PROBE),),
         probe_logprobs=(tuple(logprobs),),

@@ -22,12 +22,12 @@ from asyncrl_cli.job import transports
 from asyncrl_cli.job.loading import Loader, Received
 from asyncrl_cli.job.transports import GETS_AHEAD
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.profile.schema import WeightsSection
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack
+from asyncrl_cli.profile.schema import Interrupt, WeightsSection
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest
 from tests.engines import tiny
 from tests.engines.made import made_for
+from tests.packed import pack
 
 WAIT_S = 30.0
 """A bound on what takes milliseconds."""
@@ -83,7 +83,7 @@ def received(manifest: Any) -> Received:
 
 
 def manifest_of(buckets: Sequence[Bucket], version: int) -> Manifest:
-    fingerprints = tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None)
+    fingerprints = tuple(bucket.fingerprint for bucket in buckets)
     return Manifest(version=version, num_bytes=0, fingerprints=fingerprints, temperature=1.0)
 
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from asyncrl_cli.job.sending import Sending
-from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, fingerprint, plan_layout, specs_of, unpack, verified
+from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, fingerprint, plan_layout, unpack, verified
 from tests.job.crew import make_model
+from tests.packed import specs_of
 
 WAIT_S = 30.0
 """A bound on what takes milliseconds."""
@@ -43,7 +44,7 @@ class Transport:
 
     def put(self, bucket: Bucket) -> int:
         assert self.held.wait(WAIT_S)
-        self.buckets.append(Bucket(data=bucket.data.copy(), entries=bucket.entries, fingerprint=bucket.fingerprint))
+        self.buckets.append(Bucket(data=bucket.data.copy(), entries=bucket.entries))
         self.threads.append(threading.current_thread().name)
         self.put_one.release()
         return len(self.buckets) - 1
@@ -51,7 +52,7 @@ class Transport:
 
 def published(version: int, gathered: Packing) -> tuple[Manifest, list[Bucket]]:
     buckets = gathered.seal()
-    fingerprints = tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None)
+    fingerprints = tuple(bucket.fingerprint for bucket in buckets)
     return Manifest(version=version, num_bytes=gathered.num_bytes, fingerprints=fingerprints, temperature=1.0), buckets
 
 

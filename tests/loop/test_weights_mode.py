@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, Interrupted, StallError
-from asyncrl_cli.loop.ports import Interrupt, LoadReport
+from asyncrl_cli.loop.ports import LoadReport
+from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, Ran, run_world, settings

@@ -12,8 +12,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, pack, unpack, verified
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, unpack, verified
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
+from tests.packed import pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -40,7 +41,7 @@ def read_only(bucket: Bucket) -> Bucket:
     """As it comes out of an object store."""
     data = bucket.data.copy()
     data.flags.writeable = False
-    return Bucket(data=data, entries=bucket.entries, fingerprint=bucket.fingerprint)
+    return Bucket(data=data, entries=bucket.entries)
 
 
 @settings(max_examples=60)

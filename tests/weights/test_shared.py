@@ -13,8 +13,9 @@ import torch
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.weights import shared as shared_module
-from asyncrl_cli.weights.buckets import Bucket, pack
+from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.shared import SharedWeights, attached, views
+from tests.packed import pack
 
 READER = """
 import json, sys

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile, WeightsSection
+from asyncrl_cli.profile.schema import Interrupt, Profile, WeightsSection
 
 if TYPE_CHECKING:
     import torch

@@ -22,7 +22,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import telling_storage
 from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import Task
-from asyncrl_cli.weights.limits import all_loads_s
+from asyncrl_cli.weights.transports import all_loads_s
 
 
 class RunCheckpoints:

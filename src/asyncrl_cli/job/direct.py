@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.job.calls import Limit, answer
-from asyncrl_cli.weights.limits import AT_ONCE_S, CALL_MARGIN_S, KEY, turn_s
+from asyncrl_cli.weights.transports import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, turn_s
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.direct import Meeting
@@ -49,7 +49,7 @@ class RayRankZero:
     async def _direct(self, call: str, limit_s: float, *args: Any) -> Any:
         """`limit_s`: rank 0's own."""
         ref = self._actor.direct.remote(call, self._worker, *args)
-        limit = Limit(limit_s + CALL_MARGIN_S, KEY, self._timeout_s)
+        limit = Limit(limit_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
         return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)
 
 

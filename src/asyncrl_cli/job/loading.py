@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.job.transports import arriving
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.loop.ports import Interrupt, LoadReport
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
+from asyncrl_cli.loop.ports import LoadReport
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, WeightsSection
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,6 @@ from asyncrl_cli.loop.ports import (
     EvalResult,
     GatherReport,
     GroupRequest,
-    Interrupt,
     LoadReport,
     Progress,
     Published,
@@ -38,11 +37,11 @@ from asyncrl_cli.loop.ports import (
 )
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last, Value
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import is_dump_step
 from asyncrl_cli.train.balance import plan_train_step, training_order
-from asyncrl_cli.weights.limits import DRIVER_MARGIN_S, load_s
-from asyncrl_cli.weights.limits import KEY as WEIGHTS_KEY
+from asyncrl_cli.weights.transports import DRIVER_MARGIN_S, load_s
+from asyncrl_cli.weights.transports import TIMEOUT_KEY as WEIGHTS_KEY
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interrupt, LoadReport, Progress
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Interrupt, Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.scoring import RewardSpec
 

@@ -60,5 +60,5 @@ class Sending:
 
     def _seal_and_put(self, version: int, packing: Packing, index: int) -> Any:
         if index == 0:
-            self._sender.begin(version, len(packing.layout))
+            self._sender.begin(version, len(packing.buckets))
         return self._sender.put(packing.seal_bucket(index))

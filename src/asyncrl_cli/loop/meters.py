@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.profile.schema import Interrupt
 
 DEBOUNCE_S = 0.1
 POLL_S = 1.0

@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Value
+from asyncrl_cli.profile.schema import Interrupt
 
-Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 LoadVerdict = Literal["loaded", "not loaded", "unclear"]
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Interrupt, Profile
 
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}

@@ -42,6 +42,8 @@ def _path(text: str) -> str:
     return text
 
 
+Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
+"""What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that go from GPU memory to GPU memory, within a worker's load."""
 PROBE_TOKENS = 32

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from asyncrl_cli.errors import ExecutorLost
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, Interrupt, LoadReport, Progress, Published
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress, Published
+from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import DecodeTimes, SimulatedEngine
 from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.responses import Responses, fates

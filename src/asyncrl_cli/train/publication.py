@@ -36,7 +36,7 @@ class Publication:
         with self._lock:
             if self._sealed is None:
                 buckets = self.packing.seal()
-                fingerprints = tuple(bucket.fingerprint for bucket in buckets if bucket.fingerprint is not None)
+                fingerprints = tuple(bucket.fingerprint for bucket in buckets)
                 self._sealed = (replace(self.manifest, fingerprints=fingerprints), buckets)
             return self._sealed
 

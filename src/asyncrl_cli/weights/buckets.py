@@ -10,10 +10,10 @@ first of their names; the others are recorded as `aliases`.
 from __future__ import annotations
 
 import math
-import threading
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -65,13 +65,17 @@ class Entry:
         return self.offset_bytes + self.spec.num_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One flat buffer of uint8 and what lies in it. `fingerprint`: xxh3_64 of `data`; None where it was read from a file."""
+    """One flat buffer of uint8 and what lies in it."""
 
     data: NDArray[np.uint8]
     entries: tuple[Entry, ...]
-    fingerprint: int | None
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """xxh3_64 of `data`, which is read once, however often and in whichever thread this is asked for."""
+        return fingerprint(self.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +125,14 @@ def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Ent
 class Packing:
     """Fresh buffers of one layout, to be filled tensor by tensor."""
 
-    def __init__(self, layout: Sequence[tuple[Entry, ...]]) -> None:
-        self.layout = tuple(layout)
-        self._buffers = [np.zeros(entries[-1].end_bytes, dtype=np.uint8) for entries in layout]
-        self._places = {e.spec.name: (i, e) for i, entries in enumerate(layout) for e in entries}
-        self._missing = [{entry.spec.name for entry in entries} for entries in layout]
-        self._sealed: dict[int, Bucket] = {}
-        self._sealing = threading.Lock()
+    def __init__(self, layout: Iterable[tuple[Entry, ...]]) -> None:
+        self.buckets = [Bucket(data=np.zeros(entries[-1].end_bytes, dtype=np.uint8), entries=entries) for entries in layout]
+        self._places = {e.spec.name: (index, e) for index, bucket in enumerate(self.buckets) for e in bucket.entries}
+        self._missing = [{entry.spec.name for entry in bucket.entries} for bucket in self.buckets]
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(buffer) for buffer in self._buffers)
+        return sum(len(bucket.data) for bucket in self.buckets)
 
     def put(self, name: str, tensor: torch.Tensor) -> int | None:
         """Copy a full tensor (any device, any dtype: it is cast to the wire's) to its place.
@@ -140,41 +141,25 @@ class Packing:
         """
         index, entry = self._places[name]
         assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
-        view_of(self._buffers[index], entry).copy_(tensor)
+        view_of(self.buckets[index].data, entry).copy_(tensor)
         self._missing[index].discard(name)
         return None if self._missing[index] else index
 
     def seal(self) -> list[Bucket]:
         """The filled buckets with their fingerprints. Reads all bytes once: call it beside training."""
-        return [self.seal_bucket(index) for index in range(len(self.layout))]
+        return [self.seal_bucket(index) for index in range(len(self.buckets))]
 
     def seal_bucket(self, index: int) -> Bucket:
-        """A filled bucket with its fingerprint, while others may still be filled. Any thread; read once, however often called."""
+        """A filled bucket with its fingerprint, while others may still be filled. In any thread."""
         assert not self._missing[index], f"never put: {sorted(self._missing[index])}"
-        with self._sealing:
-            if index not in self._sealed:
-                data = self._buffers[index]
-                self._sealed[index] = Bucket(data=data, entries=self.layout[index], fingerprint=fingerprint(data))
-            return self._sealed[index]
-
-    def filled(self) -> list[NDArray[np.uint8]]:
-        missing = sorted(set().union(*self._missing))
-        assert not missing, f"never put: {missing}"
-        return self._buffers
+        bucket = self.buckets[index]
+        _ = bucket.fingerprint  # now, beside what waits for nothing
+        return bucket
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Views of all packed tensors by their first names."""
-        buffers = self.filled()
-        return {name: view_of(buffers[index], entry) for name, (index, entry) in self._places.items()}
-
-
-def pack(tensors: Mapping[str, torch.Tensor], bucket_size_bytes: int) -> list[Bucket]:
-    """Copy named tensors into buckets, each in its own dtype. Names of the very same tensor object share one entry."""
-    specs = specs_of(tensors)
-    packing = Packing(plan_layout(specs, bucket_size_bytes))
-    for spec in specs:
-        packing.put(spec.name, tensors[spec.name].detach())
-    return packing.seal()
+        assert not any(self._missing), f"never put: {sorted(set().union(*self._missing))}"
+        return {name: view_of(self.buckets[index].data, entry) for name, (index, entry) in self._places.items()}
 
 
 def unpack(bucket: Bucket, *, copy: bool = False) -> dict[str, torch.Tensor]:
@@ -226,17 +211,6 @@ def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
 def parameter_dtype(specs: Iterable[Spec]) -> str | None:
     """The dtype of the parameters, which all share one and come before buffers; None where nothing is floating point."""
     return next((spec.dtype for spec in specs if torch_dtype(spec.dtype).is_floating_point), None)
-
-
-def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
-    """Names of the very same tensor object share one."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return [
-        Spec(name=first, dtype=dtype_name(tensors[first].dtype), shape=tuple(tensors[first].shape), aliases=tuple(others))
-        for first, *others in names.values()
-    ]
 
 
 def view_of(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:

@@ -59,7 +59,7 @@ class BucketFile:
             raise self._refused("it is not there (is the run directory the same on all nodes?)") from None
         except (SafetensorError, OSError) as error:
             raise self._refused(f"it cannot be read: {error}") from error
-        return Bucket(data=data, entries=self.entries, fingerprint=None)
+        return Bucket(data=data, entries=self.entries)
 
     def _refused(self, why: str) -> DamagedWeights:
         hint = "the worker keeps its old weights; `asyncrl resume` publishes anew"

@@ -11,8 +11,8 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from asyncrl_cli.loop.ports import LoadVerdict
 from asyncrl_cli.profile.schema import PROBE_TOKENS
 
 ERRORS = 5.0
@@ -28,7 +28,7 @@ class Judgement:
     """`share`: how far a worker's probes have gone from the version before to the new one: 0 for nothing loaded, 1 for all of it.
     None where it says nothing (`unclear`)."""
 
-    verdict: LoadVerdict
+    verdict: Literal["loaded", "not loaded", "unclear"]
     share: float | None
 
 

@@ -5,6 +5,16 @@
     worker   ref -> bucket ..., and `buckets.verified` compares fingerprints
 
 `object-store` lives in job/transports.py (its refs are Ray's), `disk` in disk.py, `nccl` and `ipc` in direct.py.
+
+The waits of `nccl` and `ipc` are bounded. Each wait is longer than those inside it: the innermost fails first, and its
+error is the most precise.
+
+    rank 0     a meeting, a transfer: T = `weights.timeout_s`.  a turn: T for each worker of the job
+    worker     a meeting, a transfer by nccl: T + WORKER_MARGIN_S, by ipc: T.  a call to rank 0's actor: rank 0's + CALL_MARGIN_S
+    driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
+    loop       until all have loaded: a load + LOOP_MARGIN_S in which nothing has moved
+
+A part of a transfer by ipc has no bound at rank 0: there it is a copy to the GPU, which waits for nobody.
 """
 
 from __future__ import annotations
@@ -12,8 +22,22 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
+
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Manifest
+
+TIMEOUT_KEY = "weights.timeout_s"
+AT_ONCE_S = 10.0
+"""For what rank 0 answers at once, whatever else it does: an address, a worker's leave."""
+WORKER_MARGIN_S = 10.0
+"""Time for rank 0's own error to arrive. If none has come by then, it is rank 0 that does not answer."""
+CALL_MARGIN_S = 20.0
+"""Longer than WORKER_MARGIN_S: the worker waits for both ends, so it reports a late meeting or transfer first."""
+DRIVER_MARGIN_S = 60.0
+"""An address, the worker's margin, the pause; and when a transfer has failed, to tell rank 0 and to end vLLM's processes."""
+LOOP_MARGIN_S = 60.0
+"""Until the worker has been told of the version and begins to load it."""
 
 
 class Sender(Protocol):
@@ -37,3 +61,19 @@ def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[
     refs = [sender.put(bucket) for bucket in buckets]
     sender.finish(manifest)
     return refs
+
+
+def turn_s(timeout_s: float, workers: int) -> float:
+    """Each worker before it in the line may take as long as a transfer may."""
+    return workers * timeout_s
+
+
+def load_s(timeout_s: float, workers: int) -> float:
+    """Of a load as the driver waits for it, after the drain."""
+    return turn_s(timeout_s, workers) + timeout_s + DRIVER_MARGIN_S
+
+
+def all_loads_s(weights: WeightsSection, workers: int) -> float:
+    """Until every worker has loaded a version, as the loop waits for it, after the drain."""
+    is_direct = weights.transport in DIRECT_TRANSPORTS
+    return load_s(weights.timeout_s, workers) + LOOP_MARGIN_S if is_direct else weights.timeout_s

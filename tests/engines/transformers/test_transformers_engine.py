@@ -18,9 +18,10 @@ from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers import paged_attention
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.weights.buckets import Bucket, pack
+from asyncrl_cli.weights.buckets import Bucket
 from tests.engines import tiny
 from tests.engines.made import made_for
+from tests.packed import pack
 from tests.products import counted_products
 
 pytestmark = pytest.mark.slow

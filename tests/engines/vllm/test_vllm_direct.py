@@ -24,10 +24,9 @@ from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on, update_info
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update_info
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.schema import WeightsSection
-from asyncrl_cli.weights.buckets import Manifest, pack
+from asyncrl_cli.profile.schema import Interrupt, WeightsSection
+from asyncrl_cli.weights.buckets import Manifest
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
@@ -43,6 +42,7 @@ from tests.engines.vllm.in_process_ends import (
     InProcessRankZero,
 )
 from tests.engines.vllm.vllm_world import sampling, world
+from tests.packed import pack
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,10 +18,10 @@ from transformers import Qwen3ForCausalLM
 from asyncrl_cli.engines.port import Completion, PauseReport, Sampling
 from asyncrl_cli.engines.vllm.engine import VllmEngine
 from asyncrl_cli.engines.vllm.processes import answer
-from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.weights.buckets import pack
+from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
 from tests.engines.made import made_for
+from tests.packed import pack
 
 DEADLINE_S = 120.0
 MAX_PROMPT_TOKENS = 64

@@ -21,13 +21,13 @@ from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
     GroupRequest,
-    Interrupt,
     LoadReport,
     Progress,
     Published,
     TrainBatch,
     TrainReport,
 )
+from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes

@@ -16,7 +16,6 @@ from asyncrl_cli.loop.ports import (
     Feed,
     GatherReport,
     GroupRequest,
-    Interrupt,
     LoadReport,
     Progress,
     Published,
@@ -26,6 +25,7 @@ from asyncrl_cli.loop.ports import (
     TrainReport,
 )
 from asyncrl_cli.loop.states import ExecutorReport
+from asyncrl_cli.profile.schema import Interrupt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -35,11 +35,10 @@ from asyncrl_cli.engines.port import Completion, FinishReason, PauseReport, Samp
 from asyncrl_cli.engines.transformers import batching, scoring
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
 from asyncrl_cli.errors import ExecutorFailed, PreflightError
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF, choose_attention, takes_attention
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Interrupt, Profile
 from asyncrl_cli.weights.buckets import Bucket, unpack
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 

@@ -38,10 +38,9 @@ from asyncrl_cli.engines.vllm.requests import VllmTrack
 from asyncrl_cli.engines.vllm.settings import is_truncated, set_environment, sleeps
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.ports import Interrupt
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Interrupt, Profile
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.direct import RankZero
 from asyncrl_cli.weights.shared import SharedWeights

@@ -28,7 +28,7 @@ import torch
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.direct import HeldVersions, Meeting
-from asyncrl_cli.weights.limits import KEY, turn_s
+from asyncrl_cli.weights.transports import TIMEOUT_KEY, turn_s
 
 LOOK_S = 0.2
 """How often a waiting call looks whether its worker has left."""
@@ -179,7 +179,7 @@ class NcclLinks:
             self._turn_changed.notify_all()  # also who waits and has left
 
     def _how_it_ended(self, link: _Link, each: str = "") -> str:
-        return f"{link.worker} has left" if link.ended.is_set() else f"longer than {KEY} = {self._timeout_s:g} s{each}"
+        return f"{link.worker} has left" if link.ended.is_set() else f"longer than {TIMEOUT_KEY} = {self._timeout_s:g} s{each}"
 
     def _bounded(self, link: _Link, call: Callable[[], None], waits: str) -> None:
         ends_s = self._clock() + self._timeout_s

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.vllm.processes import answer, told
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.loop.ports import Interrupt
-from asyncrl_cli.profile.schema import WeightsSection
+from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.buckets import BYTES_PER_MB
 from asyncrl_cli.weights.direct import Meeting, RankZero
-from asyncrl_cli.weights.limits import KEY, WORKER_MARGIN_S
+from asyncrl_cli.weights.transports import TIMEOUT_KEY, WORKER_MARGIN_S
 
 if TYPE_CHECKING:
     import torch
@@ -199,7 +198,7 @@ async def _leave(rank_zero: RankZero) -> None:
 
 def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
     """Where neither end has answered, `waits_for` is rank 0: it tells when it waits for the other."""
-    return ExecutorFailed(f"{what} took longer than {KEY} = {timeout_s:g} s: still waiting for {waits_for}")
+    return ExecutorFailed(f"{what} took longer than {TIMEOUT_KEY} = {timeout_s:g} s: still waiting for {waits_for}")
 
 
 def _failure(what: str, error: BaseException) -> ExecutorFailed:
