@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.checkpoint import manifest
+from asyncrl_cli.checkpoint.find import LoopStateFile
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.loop.pipeline import Pipeline, World
@@ -104,7 +105,7 @@ def make_place(root: Path) -> Place:
     store = CheckpointStore(place.run, keep=9, profile=loaded.profile.name)
     for cut, _ in cuts:
         if cut.step <= STEP:
-            asyncio.run(store.write(cut, lambda directory, cut=cut: _write_trainer(directory, cut, place.model)))
+            asyncio.run(store.write(_loop_state_file(cut), lambda directory, cut=cut: _write_trainer(directory, cut, place.model)))
     return place
 
 
@@ -135,6 +136,16 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
         return checkpoints.cuts
 
     return run_virtual(main())
+
+
+def _loop_state_file(cut: Any) -> LoopStateFile:
+    return LoopStateFile(
+        schema_version=1,
+        step=cut.step,
+        version=cut.version,
+        at_window_boundary=cut.at_window_boundary,
+        loop_state={**cut.loop_state},
+    )
 
 
 async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:

@@ -7,10 +7,9 @@ import json
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import load_checkpoint, newest_intact, resolve, verify
+from asyncrl_cli.checkpoint.find import LoopStateFile, load_checkpoint, newest_intact, resolve, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.loop.ports import Cut
 
 
 async def write_trainer(directory):
@@ -25,7 +24,7 @@ def run_dir(tmp_path):
     (run_dir / "profile.toml").write_text("")
     store = CheckpointStore(run_dir, keep=3, profile="p")
     for step in (20, 40):
-        cut = Cut(step=step, version=step, at_window_boundary=True, loop_state={"step": step})
+        cut = LoopStateFile(schema_version=1, step=step, version=step, at_window_boundary=True, loop_state={"step": step})
         asyncio.run(store.write(cut, write_trainer))
     return run_dir
 

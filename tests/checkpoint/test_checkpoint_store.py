@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import checkpoints_in, load_checkpoint, newest_intact, verify
+from asyncrl_cli.checkpoint.find import LoopStateFile, checkpoints_in, load_checkpoint, newest_intact, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.loop.ports import Cut
 
 
 def cut(step, **loop_state):
-    return Cut(step=step, version=step, at_window_boundary=True, loop_state=loop_state)
+    return LoopStateFile(schema_version=1, step=step, version=step, at_window_boundary=True, loop_state=loop_state)
 
 
 async def write_trainer(directory: Path) -> None:

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import verify
+from asyncrl_cli.checkpoint.find import LoopStateFile, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import StorageError
-from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.observe.sinks import LineFile
 from asyncrl_cli.storage import naming, replace_text, storage_error, telling_storage
 
@@ -77,7 +76,9 @@ def test_a_checkpoint_that_does_not_fit_is_gone_and_the_last_one_is_whole(small_
         async def write_trainer(directory: Path) -> None:
             (directory / "weights").write_bytes(bytes(sizes[step]))
 
-        return await store.write(Cut(step=step, version=step, at_window_boundary=True, loop_state={}), write_trainer)
+        return await store.write(
+            LoopStateFile(schema_version=1, step=step, version=step, at_window_boundary=True, loop_state={}), write_trainer
+        )
 
     first = asyncio.run(write(1))
     with pytest.raises(OSError, match="No space left"):

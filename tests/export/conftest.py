@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from asyncrl_cli.checkpoint.find import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
@@ -70,7 +70,7 @@ def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Pat
         write(working)
 
     store = CheckpointStore(directory, keep=9, profile="custom")
-    cut = Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})
+    cut = LoopStateFile(schema_version=1, step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})
     return asyncio.run(store.write(cut, write_trainer))
 
 

@@ -138,7 +138,7 @@ def test_a_full_disk_is_told_with_the_checkpoints_step() -> None:
     class FullStore:
         directory = Path("otter/checkpoints")
 
-        async def write(self, cut: Cut, write_trainer: Any) -> Path:
+        async def write(self, state: Any, write_trainer: Any) -> Path:
             raise OSError(28, "No space left on device")
 
     cut = Cut(step=40, version=10, at_window_boundary=True, loop_state={})

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.manifest import Damaged, damage, read_manifest
+from asyncrl_cli.checkpoint.runs import is_locked, known_runs, last_status
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, load_json, parse_json, read_bytes
+from asyncrl_cli.safe_files import Count, load_json
 from asyncrl_cli.storage import remove
 
 LOOP_STATE = "loop_state.json"
@@ -137,13 +137,6 @@ def refuse_ended(checkpoint: Checkpoint) -> None:
         )
 
 
-def last_status(run_dir: Path) -> Mapping[str, Any]:
-    """What a run's status.json says; nothing if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, Any])
-    return {}
-
-
 def resolve(argument: str, runs_dir: Path) -> Path:
     """The checkpoint that CHECKPOINT|RUN means. Raises as `find_run_or_checkpoint`, and RefusedError for a run without any.
 
@@ -180,38 +173,8 @@ def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     raise ConfigError(f"no run or checkpoint '{argument}' (looked in {runs_dir})", hint=known_runs(runs_dir))
 
 
-def find_run(argument: str, runs_dir: Path) -> Path:
-    """The directory of a run, given by name or path. Raises ConfigError if there is none."""
-    for candidate in (runs_dir / argument, Path(argument)):
-        if is_run(candidate):
-            return candidate.resolve()
-    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=known_runs(runs_dir))
-
-
 def has_checkpoints(directory: Path) -> bool:
     return os.path.isdir(directory / "checkpoints")
-
-
-def is_run(directory: Path) -> bool:
-    """Whether it is a run's directory. One that cannot be looked into is none."""
-    return any(os.path.exists(directory / name) for name in ("profile.toml", "status.json"))
-
-
-def run_names(runs_dir: Path) -> list[str]:
-    """Names of the runs below `runs_dir`, most recently touched first."""
-    try:
-        runs = [(path.stat().st_mtime, path.name) for path in runs_dir.iterdir() if is_run(path)]
-    except OSError:
-        return []
-    return [name for _, name in sorted(runs, reverse=True)]
-
-
-def known_runs(runs_dir: Path) -> str:
-    """For a hint."""
-    names = run_names(runs_dir)
-    if not names:
-        return f"there are no runs in {runs_dir}; --runs-dir names another place"
-    return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
 
 def finish_interrupted_replacements(directory: Path) -> None:

@@ -14,10 +14,9 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from asyncrl_cli.checkpoint.find import known_runs, last_status
-from asyncrl_cli.checkpoint.lock import LOCK, RunLock, holder, is_locked
+from asyncrl_cli.checkpoint.runs import LOCK, holder, is_locked, known_runs, last_status, take_lock
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
 from asyncrl_cli.storage import replace_link, replace_text
@@ -56,7 +55,7 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self.samples = path / "samples"
         self.logs = path / "logs"
-        self._lock = RunLock(path)
+        self._lock: TextIO | None = None
 
     @classmethod
     def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
@@ -68,9 +67,9 @@ class RunDirectory:
         check_name(name)
         path = runs_dir / name
         runs_dir.mkdir(parents=True, exist_ok=True)
-        if never_began(path) and (stale := cls(path))._lock.acquire():
-            stale.remove()
-            stale.close()
+        if never_began(path) and (lock := take_lock(path)):
+            with lock:
+                cls(path).remove()
         try:
             path.mkdir()
         except FileExistsError:
@@ -130,11 +129,13 @@ class RunDirectory:
 
     def close(self) -> None:
         """Give the lock back."""
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.close()
 
     def _take(self) -> None:
         """Lock it and make what folders it lacks."""
-        if not self._lock.acquire():
+        self._lock = take_lock(self.path)
+        if self._lock is None:
             raise RefusedError(
                 f"run '{self.name}' is running: {holder(self.path)} holds it",
                 hint=f"watch it with `asyncrl status {self.name}`, or end it with `asyncrl stop {self.name}`",

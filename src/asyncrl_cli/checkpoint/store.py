@@ -26,7 +26,6 @@ from asyncrl_cli.checkpoint.find import (
     step_of,
 )
 from asyncrl_cli.checkpoint.manifest import seal
-from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
@@ -44,15 +43,17 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         finish_interrupted_replacements(self.directory)
 
-    async def write(self, cut: Cut, write_trainer: Callable[[Path], Awaitable[None]]) -> Path:
-        """Make the directory of `cut`: `write_trainer(directory)` first, the manifest last. Raises on any failure,
-        which leaves the older checkpoints as they were."""
-        working = self.directory / f".writing-{step_name(cut.step)}"
+    async def write(self, state: LoopStateFile, write_trainer: Callable[[Path], Awaitable[None]]) -> Path:
+        """Make the checkpoint of `state`: `write_trainer(directory)` first, the manifest last.
+
+        Raises on any failure, which leaves the older checkpoints as they were.
+        """
+        working = self.directory / f".writing-{step_name(state['step'])}"
         await asyncio.to_thread(remove, working)
         working.mkdir(parents=True)
         try:
             await write_trainer(working)
-            return await asyncio.to_thread(self._finish, cut, working)
+            return await asyncio.to_thread(self._finish, state, working)
         except Exception:  # on a full disk it takes the space that the run's last words need
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             raise
@@ -71,20 +72,13 @@ class CheckpointStore:
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
-    def _finish(self, cut: Cut, working: Path) -> Path:
-        state: LoopStateFile = {
-            "schema_version": 1,
-            "step": cut.step,
-            "version": cut.version,
-            "at_window_boundary": cut.at_window_boundary,
-            "loop_state": dict(cut.loop_state),
-        }
+    def _finish(self, state: LoopStateFile, working: Path) -> Path:
         replace_text(working / LOOP_STATE, json.dumps(state))
         for name in PROFILE_FILES:
             if (self._run_dir / name).exists():
                 shutil.copyfile(self._run_dir / name, working / name)
-        seal(working, step=cut.step, version=cut.version, run=self._run_dir.name, profile=self._profile)
-        final = self.directory / step_name(cut.step)
+        seal(working, step=state["step"], version=state["version"], run=self._run_dir.name, profile=self._profile)
+        final = self.directory / step_name(state["step"])
         aside = final.with_name(f".replaced-{final.name}")
         if final.exists():  # another checkpoint of the same step: it is set aside until this one stands
             final.rename(aside)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checkpoint.find import Checkpoint
+from asyncrl_cli.checkpoint.find import Checkpoint, LoopStateFile
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import StorageError
@@ -36,9 +36,16 @@ class RunCheckpoints:
         def write_trainer(directory: Path) -> Awaitable[Any]:
             return self._trainer.write(cut.step, directory, cut.payloads, not cut.at_window_boundary)
 
+        state: LoopStateFile = {
+            "schema_version": 1,
+            "step": cut.step,
+            "version": cut.version,
+            "at_window_boundary": cut.at_window_boundary,
+            "loop_state": {**cut.loop_state},
+        }
         try:
             with telling_storage():
-                return await self._store.write(cut, write_trainer)
+                return await self._store.write(state, write_trainer)
         except StorageError as error:
             raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
 

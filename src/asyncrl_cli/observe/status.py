@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import psutil
 
-from asyncrl_cli.checkpoint.find import find_run, run_names
-from asyncrl_cli.checkpoint.lock import is_locked
 from asyncrl_cli.checkpoint.run_directory import never_began
+from asyncrl_cli.checkpoint.runs import find_run, is_locked, run_names
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.status_file import parse_status
