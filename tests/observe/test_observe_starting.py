@@ -27,8 +27,7 @@ def said(steps_s: list[float], total: int = 300, *, width: int | None = None) ->
         for step, step_s in enumerate(steps_s, start=1):
             clock.now_s += step_s
             say("warm start", step, total, f"loss {1 / step:.2f}")
-        if say._progress is not None:
-            say._progress.refresh()
+        say._progress.refresh()
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n")
     return [line for line in text.split("\n") if line.strip()]
 

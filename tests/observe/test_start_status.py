@@ -9,9 +9,9 @@ import time
 import pytest
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.observe import start_status
+from asyncrl_cli.observe import starting
 from asyncrl_cli.observe.screen import print_status
-from asyncrl_cli.observe.start_status import StartStatus
+from asyncrl_cli.observe.starting import StartStatus
 from asyncrl_cli.observe.status import read_status
 from asyncrl_cli.observe.terminal import SafeConsole
 
@@ -23,7 +23,7 @@ def shown(run_dir):
 
 
 def test_a_start_is_shown_with_what_it_does_before_anything_else_is_known(tmp_path, facts, monkeypatch):
-    monkeypatch.setattr(start_status, "EVERY_S", 0.01)
+    monkeypatch.setattr(starting, "STATUS_EVERY_S", 0.01)
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
     with StartStatus(run.status, facts) as doing:
         assert read_status("first", tmp_path).liveness == "live"
@@ -75,7 +75,7 @@ def test_a_first_status_that_the_disk_refuses_is_the_error_also_after_it_is_take
         raise OSError(28, "No space left on device", str(path))
 
     run = RunDirectory.create(tmp_path, "first", profile_toml="", resolved={})
-    monkeypatch.setattr(start_status, "replace_text", full)
+    monkeypatch.setattr(starting, "replace_text", full)
     status = StartStatus(run.status, facts)
     with pytest.raises(OSError, match="No space left"), status:
         pass

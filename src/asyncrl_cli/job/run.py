@@ -26,8 +26,7 @@ from asyncrl_cli.job.resuming import check_resumable, refuse_other_prompts
 from asyncrl_cli.job.session import object_store_bytes_for, ray_session
 from asyncrl_cli.job.stopping import StopRequests, blocked, end_descendants, leave, leave_soon, tell
 from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.start_status import StartStatus
-from asyncrl_cli.observe.starting import Starting
+from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.resolved import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
@@ -100,12 +99,7 @@ class Run:
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
             self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
-            with Starting(self.ui) as show, self._start as status:
-
-                def say(text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
-                    show(text, done, total, figures)
-                    status(show.line)
-
+            with self._start, Starting(self.ui, tell=self._start) as say:
                 plan, task, crew = await self._start_everything(stack, directory, attempt_dir, say)
             self._start = None
             return await self._to_the_end(directory, task, crew, [*self.warnings, *plan.warnings, *task.notes])

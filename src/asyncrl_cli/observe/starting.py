@@ -1,95 +1,158 @@
-"""What a person sees before the first step: which part of the start-up runs, and how far it is."""
+"""What is said of a run before its first step, on stderr and in status.json: which part of the start runs, and how far it is."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from asyncrl_cli.observe.format import clock
+from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
+from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.observe.sinks import to_json
+from asyncrl_cli.observe.status_file import parse_status
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
+from asyncrl_cli.storage import replace_text
 
-_PLAIN_EVERY_S = 5.0
-_PACE_OVER_S = 15.0
-"""How far back the pace is looked at from which the time left is told: a busy neighbour shows soon, one slow step does not."""
+log = logging.getLogger("asyncrl")
+
+PLAIN_EVERY_S = 5.0
+PACE_OVER_S = 15.0
+"""The time left follows the pace of these last seconds: a busy neighbour shows soon, one slow step does not."""
+STATUS_EVERY_S = 1.0
+OF_THE_START = ("phase", "executors", "admission", "error", "pid", "host", "started_at")
+"""Keys of status.json in which a resumed run's earlier attempt is not kept."""
 
 
 class Starting:
     """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total, figures)` draws a bar and the time left.
 
-    On a terminal one line that moves and disappears; else a plain line per part, and every five seconds of a long one.
+    On a terminal one line that moves and disappears; else a plain line per part, and every five seconds of a long one. `tell` gets
+    the same line as a text, whatever is shown.
     """
 
-    def __init__(self, ui: str, console: Console | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        ui: str,
+        console: Console | None = None,
+        now: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self._console = console or SafeConsole(stderr=True)
         self._now = now
-        self._silent = ui == "none"
-        live = ui == "live" or (ui == "auto" and self._console.is_terminal)
-        self._progress = _bar(self._console) if live else None
-        self._task: TaskID | None = None
-        self._text = ""
+        self._tell = tell
+        is_live = ui == "live" or (ui == "auto" and self._console.is_terminal)
+        self._is_plain = ui != "none" and not is_live
         self._said_s = 0.0
-        self._pace: deque[tuple[float, int]] = deque()  # when how much was done, over the last seconds
-        self.line = ""
+        bar = BarColumn(bar_width=None, table_column=Column(max_width=40))
+        self._progress = Progress(
+            *(SpinnerColumn(), _words("task.description"), bar, _words("task.fields[how_far]"), TimeElapsedColumn()),
+            console=self._console,
+            transient=True,
+            get_time=now,
+            speed_estimate_period=PACE_OVER_S,
+            disable=not is_live,
+        )
 
     def __enter__(self) -> Starting:
-        if self._progress is not None:
-            self._progress.start()
+        self._progress.start()
         return self
 
     def __exit__(self, *of_an_error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        self._progress.stop()
 
     def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
-        is_new, self._text = text != self._text, text
-        if is_new:
-            self._pace.clear()
-        how_far = self._how_far(done, total, figures)
-        self.line = "  ".join(part for part in (text, how_far) if part)
-        if self._progress is not None:
-            self._draw(self._progress, is_new, done, total, how_far)
-        elif not self._silent and (is_new or self._now() - self._said_s >= _PLAIN_EVERY_S):
+        progress = self._progress
+        if is_new := [task.description for task in progress.tasks] != [text]:
+            for earlier in progress.task_ids:
+                progress.remove_task(earlier)
+            progress.add_task(text, total=total or None, how_far="")
+        (task,) = progress.tasks
+        progress.update(task.id, completed=done, total=total or None)
+        how_far = _how_far(task, figures)
+        progress.update(task.id, how_far=how_far)
+        line = f"{text}  {how_far}".rstrip()
+        self._tell(line)
+        if self._is_plain and (is_new or self._now() - self._said_s >= PLAIN_EVERY_S):
             self._said_s = self._now()
-            print(neutral(self.line), file=self._console.file, flush=True)
-
-    def _how_far(self, done: int, total: int, figures: str) -> str:
-        """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known; nothing is counted before the first of them is done."""
-        left_s = self._left_s(done, total)
-        left = "" if left_s is None or done == total else f"{clock(left_s)} left"
-        counted = (f"{done}/{total}", f"{done / total:.0%}") if done and total else ()
-        return "  ".join(part for part in (*counted, figures, left) if part)
-
-    def _left_s(self, done: int, total: int) -> float | None:
-        """None where nobody can tell yet."""
-        now_s = self._now()
-        self._pace.append((now_s, done))
-        while len(self._pace) > 2 and now_s - self._pace[1][0] >= _PACE_OVER_S:
-            self._pace.popleft()
-        began_s, begun = self._pace[0]
-        return (total - done) * (now_s - began_s) / (done - begun) if done > begun and total else None
-
-    def _draw(self, progress: Progress, is_new: bool, done: int, total: int, how_far: str) -> None:
-        if is_new and self._task is not None:
-            progress.remove_task(self._task)
-        if is_new or self._task is None:
-            self._task = progress.add_task(self._text, how_far="")
-        progress.update(self._task, completed=done, total=total or None, how_far=how_far)
+            print(neutral(line), file=self._console.file, flush=True)
 
 
-def _bar(console: Console) -> Progress:
-    bar = BarColumn(bar_width=None, table_column=Column(max_width=40))
-    columns = (SpinnerColumn(), _words("task.description"), bar, _words("task.fields[how_far]"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+def _how_far(task: Task, figures: str) -> str:
+    """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known; nothing is counted before the first of them is done."""
+    counted, left = "", ""
+    if task.completed and task.total:
+        counted = f"{task.completed:.0f}/{task.total:.0f}  {task.percentage:.0f}%"
+        pace = task.speed or (task.elapsed and task.completed / task.elapsed)
+        left = f"{clock(task.remaining / pace)} left" if pace and task.remaining else ""
+    return "  ".join(part for part in (counted, figures, left) if part)
 
 
 def _words(what: str) -> TextColumn:
     """On one line: where the terminal is narrow, the bar gets shorter. A path may have what looks like markup in it."""
     return TextColumn(f"{{{what}}}", markup=False, table_column=Column(no_wrap=True))
+
+
+class StartStatus:
+    """status.json from the moment that the command was typed: `with StartStatus(path, facts) as doing: doing("loading the task")`.
+
+    It writes in a thread of its own: imports and the start of Ray block the others for so long that readers would think the run is
+    dead. The figures of a resumed run's earlier attempts stay in the file until its loop runs; `take_back` restores all of it.
+    """
+
+    def __init__(self, path: Path, facts: RunFacts) -> None:
+        self._path = path
+        self._before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+        metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=0.0)
+        self._status = fresh = LiveStatus(facts, metrics).picture()
+        with contextlib.suppress(ValueError):  # one that no reader would take is not kept
+            self._status = {**parse_status(self._before or ""), **{key: fresh[key] for key in OF_THE_START}}
+        self._doing = ""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="start-status", daemon=True)
+
+    def __enter__(self) -> StartStatus:
+        self._write()  # in this thread, so that an error is raised
+        self._thread.start()
+        return self
+
+    def __exit__(self, *of_an_error: object) -> None:
+        self.close()
+
+    def __call__(self, line: str) -> None:
+        """`line`: what people are told is going on."""
+        if line.partition("  ")[0] != self._doing.partition("  ")[0]:
+            log.info("%s", line)
+        self._doing = line
+
+    def close(self) -> None:
+        """Nothing is written after it: the next status is the loop's."""
+        self._ended.set()
+        if self._thread.is_alive():  # it never began, if the first status could not be written
+            self._thread.join()
+
+    def take_back(self) -> None:
+        """The run has not begun: restore what the file said before."""
+        self.close()
+        if self._before is not None:
+            replace_text(self._path, self._before)
+
+    def _work(self) -> None:
+        while not self._ended.wait(STATUS_EVERY_S):
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("the status of the start cannot be written: %s", error)
+                return
+
+    def _write(self) -> None:
+        now: dict[str, Any] = {"doing": self._doing, "updated_at": time.time()}
+        replace_text(self._path, to_json({**self._status, **now}), durable=False)
