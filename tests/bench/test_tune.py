@@ -9,24 +9,15 @@ from itertools import product
 
 import pytest
 
-from asyncrl_cli.bench.search import (
-    FEWEST_LONG_WINDOWS,
-    SHORT_WINDOWS,
-    Measured,
-    Row,
-    front,
-    long_windows,
-    planned_windows,
-    recommended,
-    search,
-)
-from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space, etas_up_to, slots_up_to, space_of, windows_of
-from asyncrl_cli.bench.tune import check_gpus, starting_sets
+from asyncrl_cli.bench.search import SHORT_WINDOWS, Outcome, Row, front, planned_windows, recommended, search
+from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space
+from asyncrl_cli.bench.tune import scaled_sets, starting_point
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.workload_files import load_workload
 
 PUBLISHED = (
     "run.train_steps=4",
@@ -39,6 +30,9 @@ PUBLISHED = (
 )
 
 
+LONG = SHORT_WINDOWS + 2
+
+
 def profile_of(*sets: str, name: str = "partial-rollout") -> Profile:
     return load(name, [*PUBLISHED, *sets]).profile
 
@@ -46,17 +40,23 @@ def profile_of(*sets: str, name: str = "partial-rollout") -> Profile:
 def space(*sets: str, gpus: int = 128, bound: int = 1, name: str = "partial-rollout") -> Space:
     profile = profile_of(f"placement.gpus={gpus}" if gpus else "placement.device=cpu", *sets, name=name)
     cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
-    return space_of(profile, compile_job(profile, cluster), bound=bound)
+    return Space.around(profile, compile_job(profile, cluster), bound=bound)
 
 
-def measured(time_s: float, staleness: float = 0.0) -> Measured:
-    return Measured(
-        window_time_s=time_s, staleness_mean=staleness, staleness_max=1, trainer_idle_ratio=0.0, rollouter_idle_ratio=0.0
+def row_of(setting: Setting, time_s: float, staleness: float, windows: int) -> Row:
+    return Row(
+        setting=setting,
+        windows=windows,
+        window_time_s=time_s,
+        staleness_mean=staleness,
+        staleness_max=1,
+        trainer_idle_ratio=0.0,
+        rollouter_idle_ratio=0.0,
     )
 
 
 def row(time_s: float, staleness: float, slots: int = 1) -> Row:
-    return Row(setting=replace(space().current, slots=slots), measured=measured(time_s, staleness))
+    return row_of(replace(space().current, slots=slots), time_s, staleness, LONG)
 
 
 def model_time_s(setting: Setting) -> float:
@@ -68,12 +68,9 @@ def model_time_s(setting: Setting) -> float:
     return max(train_s, generate_s) + (1 - hidden) * min(train_s, generate_s) + slots_s + 0.1 * setting.window_steps
 
 
-def model(setting: Setting) -> Measured:
-    time_s = model_time_s(setting)
-    return replace(
-        measured(time_s, float(setting.eta) * 0.6 * setting.window_batches / 16),
-        trainer_idle_ratio=1 - 6400 / setting.trainer_workers / time_s,
-        rollouter_idle_ratio=1 - 3300 / setting.rollout_workers / time_s,
+def model(setting: Setting, windows: int) -> Row:
+    return row_of(
+        setting, model_time_s(setting), float(setting.eta) * 0.6 * setting.window_steps * setting.require_batches / 16, windows
     )
 
 
@@ -81,7 +78,7 @@ def model(setting: Setting) -> Measured:
 
 
 def splits(wide: Space) -> list[str]:
-    return [setting.split for setting in wide.along_splits(wide.current)]
+    return [setting.split for setting in wide.splits(wide.current)]
 
 
 def test_sixteen_gpus_and_more_are_split_by_nodes() -> None:
@@ -97,14 +94,14 @@ def test_fewer_gpus_are_split_one_by_one() -> None:
 def test_a_thousand_gpus_have_no_more_splits_to_try_and_the_best_is_narrowed_down_to_half_a_node() -> None:
     large = space(gpus=1024)
     assert 8 <= len(splits(large)) < MOST_SPLITS
-    near = [setting.trainer_workers - 512 for setting in large.beside_split(large.current)]
+    near = [setting.trainer_workers - 512 for setting in large.near_splits(large.current)]
     assert near == [-64, 64, -32, 32, -16, 16, -8, 8, -4, 4]
 
 
 def test_half_a_node_is_tried_beside_the_best_split_and_single_gpus_where_there_is_no_node() -> None:
     def beside(*sets: str, gpus: int) -> set[str]:
         near = space(*sets, gpus=gpus)
-        return {setting.split for setting in near.beside_split(near.current)}
+        return {setting.split for setting in near.near_splits(near.current)}
 
     assert beside(gpus=128) == {"56:72", "60:68", "68:60", "72:56"}
     assert beside(gpus=8) == {"3:5", "5:3"}
@@ -112,7 +109,7 @@ def test_half_a_node_is_tried_beside_the_best_split_and_single_gpus_where_there_
 
 
 def test_tensor_parallel_workers_stay_whole() -> None:
-    (setting,) = (tensor_parallel := space("placement.gpus_per_rollout_worker=4", gpus=8)).along_splits(tensor_parallel.current)
+    (setting,) = (tensor_parallel := space("placement.gpus_per_rollout_worker=4", gpus=8)).splits(tensor_parallel.current)
     assert (setting.trainer_workers, setting.rollout_workers) == (4, 1)
 
 
@@ -123,25 +120,33 @@ def test_processes_on_cpus_are_split_too() -> None:
 
 
 def test_windows_keep_w_or_are_shorter_with_the_same_step() -> None:
-    pairs = windows_of(4, 4)
+    four = space()
+    pairs = [(setting.window_steps, setting.require_batches) for setting in four.windows(four.current)]
     assert [pair for pair in pairs if pair[0] * pair[1] == 16] == [(1, 16), (2, 8), (4, 4), (8, 2), (16, 1)]
     assert [pair for pair in pairs if pair[0] * pair[1] < 16] == [(1, 4), (2, 4)]
     assert max(steps * batches for steps, batches in pairs) == 16
 
 
 def test_no_eta_passes_the_bound() -> None:
-    assert etas_up_to(0, Decimal("0.5")) == (Decimal(0),)
-    assert etas_up_to(1, Decimal("0.4")) == tuple(map(Decimal, ("0", "0.25", "0.4", "0.5", "1")))
-    assert etas_up_to(3, Decimal(1))[-2:] == (Decimal(2), Decimal(3))
+    def etas(bound: int, current: str) -> tuple[Decimal, ...]:
+        return space(f"async_training.staleness_threshold={current}", bound=bound).etas
+
+    assert etas(0, "0.5") == (Decimal(0),)
+    assert etas(1, "0.4") == tuple(map(Decimal, ("0", "0.25", "0.4", "0.5", "1")))
+    assert etas(3, "1")[-2:] == (Decimal(2), Decimal(3))
 
 
 def test_slots_never_exceed_the_workloads_and_hold_a_group() -> None:
-    assert slots_up_to(256, 16) == (128, 192, 256)
-    assert slots_up_to(16, 16) == (16,)
+    def slots(current: int) -> list[int]:
+        of = space(f"rollout.slots={current}")
+        return [setting.slots for setting in of.slots(of.current)]
+
+    assert slots(256) == [128, 192, 256]
+    assert slots(16) == [16]
 
 
 def every(wide: Space) -> set[Setting]:
-    axes = (wide.along_splits, wide.along_windows, wide.along_etas, wide.along_slots, wide.beside_split)
+    axes = (wide.splits, wide.windows, wide.bounded_etas, wide.slots, wide.near_splits)
     return {setting for start in (wide.current, wide.start) for axis in axes for setting in axis(start)}
 
 
@@ -156,8 +161,8 @@ def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
 
 def test_without_staleness_nothing_is_partial() -> None:
     strict, stale = space(bound=0), space(bound=1, name="stale-samples")
-    assert not any(setting.partial_rollout for setting in strict.along_etas(strict.start))
-    assert not any(setting.partial_rollout for setting in stale.along_etas(stale.start))
+    assert not any(setting.partial_rollout for setting in strict.bounded_etas(strict.start))
+    assert not any(setting.partial_rollout for setting in stale.bounded_etas(stale.start))
 
 
 def test_an_interrupt_policy_keeps_rollouts_partial() -> None:
@@ -186,7 +191,7 @@ def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
     sets: tuple[str, ...], gpus: int, split: tuple[int, int]
 ) -> None:
     profile = profile_of(*sets)
-    scaled = profile_of(*starting_sets("big", profile, sets, gpus))
+    scaled = profile_of(*scaled_sets("big", profile, sets, gpus))
     cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
     plan = compile_job(scaled, cluster)
     assert (plan.counts.trainer_workers, plan.counts.rollout_workers) == split
@@ -196,10 +201,10 @@ def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
 def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() -> None:
     sets = ("placement.trainer_workers=1", "rollout.workers=3")
     run = profile_of(*sets)
-    assert starting_sets("run", run, (), 8)[1:] == ("placement.trainer_workers=2", "rollout.workers=6")
-    assert starting_sets("run", run, sets, 8) == (*sets, "placement.gpus=8")
+    assert scaled_sets("run", run, (), 8)[1:] == ("placement.trainer_workers=2", "rollout.workers=6")
+    assert scaled_sets("run", run, sets, 8) == (*sets, "placement.gpus=8")
     with pytest.raises(ConfigError, match="come to 4"):
-        check_gpus(8, 4)
+        starting_point(load_workload("verl-7b-math-128"), "partial-rollout", sets, 8)
 
 
 # --- Pareto
@@ -207,7 +212,7 @@ def test_counts_of_a_calibrated_run_are_scaled_and_those_of_the_user_are_kept() 
 
 def test_a_front_has_no_row_that_another_beats_in_both() -> None:
     rows = [row(time_s, staleness, slots) for slots, (time_s, staleness) in enumerate(product((1, 2, 3), (0.0, 0.5)), start=1)]
-    assert [(r.measured.window_time_s, r.measured.staleness_mean) for r in front(rows)] == [(1, 0.0)]
+    assert [(r.window_time_s, r.staleness_mean) for r in front(rows)] == [(1, 0.0)]
     rows = [row(1, 0.9, 1), row(2, 0.5, 2), row(2.5, 0.5, 3), row(4, 0.0, 4), row(5, 0.1, 5)]
     assert front(rows) == [rows[0], rows[1], rows[3]]
 
@@ -234,12 +239,12 @@ class Counted:
         self.windows = 0
         self.failing = failing
 
-    def __call__(self, settings: Sequence[Setting], windows: int) -> list[Measured | str]:
+    def __call__(self, settings: Sequence[Setting], windows: int) -> list[Outcome]:
         self.windows += windows * len(settings)
-        return ["worker died" if setting in self.failing else model(setting) for setting in settings]
+        return ["worker died" if setting in self.failing else model(setting, windows) for setting in settings]
 
 
-@pytest.mark.parametrize("windows", [120, 400])
+@pytest.mark.parametrize("windows", [LONG, 24])
 def test_the_best_split_and_eta_are_found(windows: int) -> None:
     counted = Counted()
     found = search(space(), counted, windows)
@@ -248,47 +253,42 @@ def test_the_best_split_and_eta_are_found(windows: int) -> None:
     assert best.setting.window_steps <= 2
     assert found.current is not None
     assert found.current.setting.split == "64:64"
-    assert best.measured.window_time_s < 0.8 * found.current.measured.window_time_s
+    assert best.window_time_s < 0.8 * found.current.window_time_s
     assert counted.windows == found.windows <= planned_windows(space(), windows)
 
 
 def test_the_recommended_setting_is_tried_on_the_current_split_too() -> None:
     """What the rest of it wins there, and what is left for the split: 6400/64 against 6400/84 s of training."""
-    found = search(space(), Counted(), 120)
+    found = search(space(), Counted(), LONG)
     best, same_split = found.best, found.on_current_split
     assert same_split is not None
     assert (best.setting.split, same_split.setting.split) == ("84:44", "64:64")
-    assert same_split.measured.window_time_s - best.measured.window_time_s == pytest.approx(6400 / 64 - 6400 / 84)
+    assert same_split.window_time_s - best.window_time_s == pytest.approx(6400 / 64 - 6400 / 84)
 
 
 def test_the_front_reaches_down_to_no_staleness() -> None:
-    found = search(space(), Counted(), 200)
+    found = search(space(), Counted(), LONG)
     assert front(found.rows)[-1].setting.eta == 0
 
 
 def test_nothing_beyond_the_bound_is_a_result_and_the_current_setting_is_still_measured() -> None:
-    found = search(space(bound=0), Counted(), 120)
+    found = search(space(bound=0), Counted(), LONG)
     assert {r.setting.max_staleness for r in found.rows} == {0}
     assert found.current is not None
     assert found.current.setting.max_staleness == 1
 
 
 def test_a_setting_whose_run_fails_is_named_and_left_out() -> None:
-    best = search(space(), Counted(), 120).rows[0].setting
-    found = search(space(), Counted(failing=[best]), 120)
-    assert (best, "worker died") in found.failed
+    best = search(space(), Counted(), LONG).rows[0].setting
+    found = search(space(), Counted(failing=[best]), LONG)
+    assert found.failed[best] == "worker died"
     assert best not in [r.setting for r in found.rows]
 
 
 def test_a_search_of_which_every_run_fails_says_why() -> None:
     with pytest.raises(AsyncrlError, match=r"at most 1 versions of staleness could be simulated: worker died"):
-        search(space(), lambda settings, windows: ["worker died" for _ in settings], 120)
+        search(space(), lambda settings, windows: ["worker died" for _ in settings], LONG)
 
 
 def test_a_search_is_the_same_every_time() -> None:
-    assert search(space(), Counted(), 120) == search(space(), Counted(), 120)
-
-
-def test_long_runs_are_longer_than_short_ones_whatever_the_effort() -> None:
-    assert [long_windows(space(), windows) > SHORT_WINDOWS for windows in (1, 50, 200, 5000)] == [True] * 4
-    assert long_windows(space(), 1) == FEWEST_LONG_WINDOWS
+    assert search(space(), Counted(), LONG) == search(space(), Counted(), LONG)

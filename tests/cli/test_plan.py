@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.bench.search import Row
+from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND, _doubt
 from asyncrl_cli.plan import cluster, memory_fit
@@ -246,27 +249,31 @@ def test_all_that_a_search_prints_says_simulated(
     assert "asyncrl bench --compare partial-rollout --profile my.toml" in out
 
 
+def simulated(setting: Setting, windows: int, time_s: float) -> Row:
+    return Row(
+        setting=setting,
+        windows=windows,
+        window_time_s=time_s,
+        staleness_mean=0.0,
+        staleness_max=0.0,
+        trainer_idle_ratio=0.1,
+        rollouter_idle_ratio=0.1,
+    )
+
+
 def test_a_search_that_found_the_current_setting_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.search import Measured
-    from asyncrl_cli.bench.space import Setting
 
     def evaluator(*arguments: object) -> object:
         """One setting is the fastest: the one that laptop-tiny begins with."""
 
-        def seconds(setting: Setting) -> Measured:
+        def seconds(setting: Setting, windows: int) -> Row:
             is_current = (setting.eta, setting.window_steps, setting.slots) == (0.5, 4, 64)
-            return Measured(
-                window_time_s=1.0 if is_current else 2.0,
-                staleness_mean=0.0,
-                staleness_max=0.0,
-                trainer_idle_ratio=0.1,
-                rollouter_idle_ratio=0.1,
-            )
+            return simulated(setting, windows, 1.0 if is_current else 2.0)
 
-        return lambda settings, windows: [seconds(setting) for setting in settings]
+        return lambda settings, windows: [seconds(setting, windows) for setting in settings]
 
     monkeypatch.setattr(tune, "evaluator", evaluator)
     assert run(["plan", "--tune", "laptop-tiny"]) == 0
@@ -280,16 +287,11 @@ def test_a_search_says_what_the_split_does_and_what_the_rest_does(
 ) -> None:
     """Made up: 1:3 takes half of the time of 2:2, and eta = 1 takes 0.8 of it."""
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.search import Measured
-    from asyncrl_cli.bench.space import Setting
 
-    def seconds(setting: Setting) -> Measured:
-        time_s = 100.0 * (0.5 if setting.split == "1:3" else 1.0) * (0.8 if setting.eta == 1 else 1.0)
-        return Measured(
-            window_time_s=time_s, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.5, rollouter_idle_ratio=0.0
-        )
+    def seconds(setting: Setting, windows: int) -> Row:
+        return simulated(setting, windows, 100.0 * (0.5 if setting.split == "1:3" else 1.0) * (0.8 if setting.eta == 1 else 1.0))
 
-    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one) for one in settings])
+    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one, windows) for one in settings])
     two_and_two = ["--set", "placement.trainer_workers=2", "--set", "rollout.workers=2"]
     assert run(["plan", "--tune", "laptop-tiny", *two_and_two]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -302,16 +304,12 @@ def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.search import Measured
-    from asyncrl_cli.bench.space import Setting
 
-    def seconds(setting: Setting) -> Measured:
+    def seconds(setting: Setting, windows: int) -> Row:
         time_s = {"2:2": 100.0, "1:3": 130.0, "3:1": 110.0}[setting.split] * (0.8 if setting.eta == 1 else 1.0)
-        return Measured(
-            window_time_s=time_s, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.1, rollouter_idle_ratio=0.1
-        )
+        return simulated(setting, windows, time_s)
 
-    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one) for one in settings])
+    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one, windows) for one in settings])
     assert run(["plan", "--tune", "laptop-tiny", "--set", "placement.trainer_workers=2", "--set", "rollout.workers=2"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "the current setting, 2:2, 100.00 s (1.25x), has eta 0.5" in out
@@ -321,10 +319,11 @@ def test_a_search_that_keeps_the_split_names_the_fastest_other_one(
 def test_a_search_from_a_known_row_is_held_against_it(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """verl-7b-math-128 has a published row of its partial rollout: 150.63 s. 128 GPUs split elsewhere are another setting."""
     import asyncrl_cli.bench.tune as tune
-    from asyncrl_cli.bench.search import Measured
 
-    two = Measured(window_time_s=100.0, staleness_mean=0.0, staleness_max=0.0, trainer_idle_ratio=0.1, rollouter_idle_ratio=0.1)
-    monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [two for _ in settings])
+    def evaluate(settings: Sequence[Setting], windows: int) -> list[Row]:
+        return [simulated(setting, windows, 100.0) for setting in settings]
+
+    monkeypatch.setattr(tune, "evaluator", lambda *arguments: evaluate)
     assert run(["plan", "--tune", "verl-7b-math-128"]) == 0
     assert "published for the current setting: 150.63 s (1.51x)" in capsys.readouterr().out
     assert run(["plan", "--tune", "verl-7b-math-128", "--set", "placement.ratio=3:1"]) == 0

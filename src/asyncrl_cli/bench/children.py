@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -20,7 +17,6 @@ import psutil
 from asyncrl_cli.bench.pool import spawned
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.process import set_up_process
-from asyncrl_cli.job.stopping import blocked
 
 ANSWER_TIMEOUT_S = 600.0
 """As long as the start of a job's own workers may take: a large model is loaded here, too."""
@@ -38,21 +34,16 @@ class Children:
 
     def __init__(self, name: str, make: Make, given: Any, *, count: int, threads: int, log_dir: Path) -> None:
         self._logs = {f"{name}-{index}": log_dir / f"{name}-{index}.log" for index in range(count)}
-        self._pools = [spawned(1, partial(set_up_process, threads=threads, log_path=log)) for log in self._logs.values()]
-        others = set(multiprocessing.active_children())
-        with blocked(signal.SIGINT):
-            self._starts = [pool.submit(_make, make, index, given) for index, pool in enumerate(self._pools)]
-        self._processes = set(multiprocessing.active_children()) - others
+        self._ending = ExitStack()
+        begins = [partial(set_up_process, threads=threads, log_path=log) for log in self._logs.values()]
+        self._pools = [self._ending.enter_context(spawned(1, begin)) for begin in begins]
+        self._starts = [pool.submit(_make, make, index, given) for index, pool in enumerate(self._pools)]
 
     def __enter__(self) -> Children:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Killed: a child holds nothing of value, and torch takes its time to end."""
-        for process in self._processes:
-            process.kill()
-        for pool in self._pools:
-            pool.shutdown(cancel_futures=True)
+    def __exit__(self, *of_an_error: object) -> None:
+        self._ending.close()
 
     def ready(self) -> None:
         """Wait until every child has made its object."""

@@ -14,7 +14,8 @@ from asyncrl_cli.bench.capacities import with_capacities
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.measure import common_edges, stretch_of
-from asyncrl_cli.bench.real import make_run, runs_of, terminating_as_interrupt
+from asyncrl_cli.bench.pool import terminating_as_interrupt
+from asyncrl_cli.bench.real import make_run, runs_of
 from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted

@@ -1,4 +1,4 @@
-"""Processes for simulated runs, which are all computation: one per core, and none is left behind."""
+"""Pools of child processes that do nothing but compute: none is left behind, however the command ends."""
 
 from __future__ import annotations
 
@@ -7,38 +7,56 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.job.process import collect_garbage_seldom
+from asyncrl_cli.job.stopping import StopRequests, blocked
 
 Begin = Callable[[], None]
 """Called first in each process."""
 
 
+class Pool(ProcessPoolExecutor):
+    """A Ctrl-C in the terminal is for its parent alone, also while a process starts."""
+
+    def submit(self, *arguments: Any, **keywords: Any) -> Future[Any]:
+        with blocked(signal.SIGINT):
+            return super().submit(*arguments, **keywords)
+
+
 @contextmanager
-def simulators(processes: int, begin: Begin = collect_garbage_seldom) -> Iterator[ProcessPoolExecutor]:
-    """Whatever ends the block early ends the processes at once. Raises Interrupted for a KeyboardInterrupt."""
+def spawned(processes: int, begin: Begin) -> Iterator[Pool]:
+    """Fresh processes, because ours has threads. They are killed at the end of the block: nothing they still hold is of value."""
     others = set(multiprocessing.active_children())
-    pool = spawned(processes, begin)
+    pool = Pool(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(begin,))
     try:
         yield pool
-        pool.shutdown()
-    except BaseException as error:
+    finally:
         for child in set(multiprocessing.active_children()) - others:
-            child.terminate()
+            child.kill()
         pool.shutdown(cancel_futures=True)
-        if isinstance(error, KeyboardInterrupt):
-            raise Interrupted("interrupted: nothing is kept of simulated runs") from None
-        raise
 
 
-def spawned(processes: int, begin: Begin) -> ProcessPoolExecutor:
-    """Fresh processes (the command's own has threads: its progress bar), which leave a Ctrl-C in the terminal to their parent and
-    end with it, however it ends."""
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, mp_context=context, initializer=_begin, initargs=(begin,))
+@contextmanager
+def simulators(processes: int, begin: Begin = collect_garbage_seldom) -> Iterator[Pool]:
+    """For simulated runs. Raises Interrupted for a Ctrl-C or a SIGTERM within the block."""
+    try:
+        with terminating_as_interrupt(), spawned(processes, begin) as pool:
+            yield pool
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted: nothing is kept of simulated runs") from None
+
+
+def terminating_as_interrupt() -> AbstractContextManager[None]:
+    """SIGTERM and SIGHUP become KeyboardInterrupt, as SIGINT is, so that all who clean up after that do so after these."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    return StopRequests(interrupt).on_signals()
 
 
 def _begin(begin: Begin) -> None:
@@ -48,7 +66,7 @@ def _begin(begin: Begin) -> None:
 
 
 def _end_with_parent() -> None:
-    """A process of a pool that waits for work never learns that whoever would give it was killed."""
+    """A process that waits for work would never learn that its parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

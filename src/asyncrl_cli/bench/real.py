@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,6 @@ def counting_interrupts() -> Iterator[Interrupts]:
     interrupts: Interrupts = []
     with StopRequests(lambda: interrupts.append(time.monotonic())).on_signals():
         yield interrupts
-
-
-def terminating_as_interrupt() -> AbstractContextManager[None]:
-    """SIGTERM and SIGHUP become KeyboardInterrupt, as SIGINT is, so that nothing is left behind by a bench that is ended."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    return StopRequests(interrupt).on_signals()
 
 
 def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) -> int | None:

@@ -1,6 +1,6 @@
 """The search behind `plan --tune`: one axis after the other in short runs, then long runs of the few that may be best. Pure.
 
-    short   the current setting; all splits, then all windows, etas and slots of the fastest so far; splits beside the fastest
+    short   the current setting; all splits, then all windows, etas and slots of the fastest so far; splits next to the fastest
     long    the fastest of each of the best splits, some of the Pareto front, and the current setting
     split   the recommended setting on the current split: what the split does, and what the rest does
 
@@ -9,15 +9,15 @@ The effort is counted in simulated windows and not in seconds: a search gives th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl_cli.bench.space import Setting, Space
 from asyncrl_cli.errors import AsyncrlError
 
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
-FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
 BEST_SPLITS = 3
 """Splits that have long runs: the noise of short ones does not decide between them."""
 LONG_RUNS = BEST_SPLITS + 4
@@ -26,139 +26,126 @@ SAME_TIME = 0.01
 """Relative difference of simulated times below which staleness decides; a choice, not a measured spread."""
 SAME_STALENESS = 0.05
 """Difference of mean staleness, in versions, that is no reason to recommend a slower setting, or to simulate it any further."""
+FIGURES = ("window_time_s", "staleness_mean", "staleness_max", "trainer_idle_ratio", "rollouter_idle_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A simulated run. `window_time_s` is per W groups of the workload's own window; staleness in versions, by token."""
+class Row:
+    """A setting's simulated run of so many windows. `window_time_s` is per W groups of the workload's own window; staleness is in
+    versions, by token."""
 
+    setting: Setting
+    windows: int
     window_time_s: float
     staleness_mean: float
     staleness_max: float
     trainer_idle_ratio: float
     rollouter_idle_ratio: float
 
-
-Outcome = Measured | str
-"""Of a simulated run: its figures, or why it failed."""
-Evaluate = Callable[[Sequence[Setting], int], list[Outcome]]
-"""Measures settings over a number of windows of W groups each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """`is_long`: of a long run; a short one is a rough figure."""
-
-    setting: Setting
-    measured: Measured
-    is_long: bool = True
-
-    def __str__(self) -> str:
-        return f"{self.setting.split}, {self.measured.window_time_s:.2f} s"
+    @property
+    def is_long(self) -> bool:
+        """The figures of a short run are rough."""
+        return self.windows > SHORT_WINDOWS
 
     @property
     def rank(self) -> tuple[float, float]:
-        return self.measured.window_time_s, self.measured.staleness_mean
+        return self.window_time_s, self.staleness_mean
+
+    def __str__(self) -> str:
+        return f"{self.setting.split}, {self.window_time_s:.2f} s"
+
+    def to_json(self) -> dict[str, Any]:
+        return self.setting.to_json() | {name: getattr(self, name) for name in FIGURES} | {"is_long": self.is_long}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Outcome = Row | str
+"""A row, or why the run failed."""
+Evaluate = Callable[[Sequence[Setting], int], list[Outcome]]
+"""Simulates runs of so many windows of W groups each."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Found:
-    """`rows`: all settings that keep the bound, those of long runs first, the fastest first. `current`: the setting the search
-    started from, even where it is beyond the bound. `best` is recommended; `on_current_split` is the same but for the split, where
-    that is another one. `failed`: settings whose run failed, and why."""
+    """What a search has simulated so far: the last run of each setting, and the windows of all runs."""
 
-    rows: tuple[Row, ...]
-    current: Row | None
-    best: Row
-    on_current_split: Row | None
-    num_settings: int
-    windows: int
-    failed: tuple[tuple[Setting, str], ...]
+    space: Space
+    outcomes: dict[Setting, Outcome] = field(default_factory=dict)
+    windows: int = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """Settings that keep the bound; those of long runs first, then the fastest first."""
+        rows = [row for row in self.outcomes.values() if isinstance(row, Row) and self.space.allows(row.setting)]
+        return sorted(rows, key=lambda row: (not row.is_long, row.rank))
+
+    @property
+    def best(self) -> Row:
+        return recommended(self.rows)
+
+    @property
+    def current(self) -> Row | None:
+        """The setting that the search started from, even where it is beyond the bound. None if its run failed."""
+        return self._row_of(self.space.current)
+
+    @property
+    def on_current_split(self) -> Row | None:
+        """The recommended setting on the current split. None if that is the recommended one itself, or its run failed."""
+        row = self._row_of(self.space.on_current_split(self.best.setting))
+        return None if row == self.best else row
+
+    @property
+    def failed(self) -> dict[Setting, str]:
+        """Settings whose run failed, and why."""
+        return {setting: outcome for setting, outcome in self.outcomes.items() if isinstance(outcome, str)}
+
+    def _row_of(self, setting: Setting) -> Row | None:
+        outcome = self.outcomes[setting]
+        return outcome if isinstance(outcome, Row) else None
 
 
-def long_windows(space: Space, windows: int) -> int:
-    """Of each long run, if the whole search may simulate so many."""
-    left = windows - _short_runs(space) * SHORT_WINDOWS
-    return min(max(left // LONG_RUNS, FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
-
-
-def planned_windows(space: Space, windows: int) -> int:
+def planned_windows(space: Space, long_windows: int) -> int:
     """At most so many are simulated."""
-    return _short_runs(space) * SHORT_WINDOWS + LONG_RUNS * long_windows(space, windows)
+    axes = (*_axes(space), space.near_splits)  # twice: an outer split, where a search may start, has half of the neighbours
+    num_short = 2 + sum(len(axis(space.start)) for axis in axes)
+    return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
-def search(space: Space, evaluate: Evaluate, windows: int) -> Found:
+def search(space: Space, evaluate: Evaluate, long_windows: int) -> Found:
     """Deterministic for a deterministic `evaluate`. Raises AsyncrlError if no setting could be simulated."""
-    short: dict[Setting, Outcome] = {}
-    long: dict[Setting, Outcome] = {}
-    length = long_windows(space, windows)
+    found, done = Found(space=space), set[tuple[Setting, int]]()
 
-    def run(outcomes: dict[Setting, Outcome], settings: Iterable[Setting], windows: int) -> list[Row]:
-        new = [setting for setting in dict.fromkeys(settings) if setting not in outcomes]
-        outcomes.update(zip(new, evaluate(new, windows), strict=True))
-        return _rows(space, short, long)
+    def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
+        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in done]
+        done.update((setting, windows) for setting in new)
+        found.outcomes |= zip(new, evaluate(new, windows), strict=True)
+        found.windows += len(new) * windows
+        return found.rows
 
-    start = space.start
-    rows = run(short, filter(space.allows, (start, space.current)), SHORT_WINDOWS)
+    rows = run(filter(space.allows, (space.start, space.current)))
     for axis in _axes(space):
-        rows = run(short, axis(rows[0].setting if rows else start), SHORT_WINDOWS)
-    fastest, least_stale = front(rows, SAME_STALENESS)[:2], front(rows, SAME_STALENESS)[-1:]
-    finalists = (*best_of_splits(rows, BEST_SPLITS), *fastest, *least_stale)
-    rows = run(long, [*(row.setting for row in finalists), space.current], length)
+        rows = run(axis(rows[0].setting if rows else space.start))
+    apart = front(rows, SAME_STALENESS)
+    finalists = (*best_of_splits(rows, BEST_SPLITS), *apart[:2], *apart[-1:])
+    rows = run([*(row.setting for row in finalists), space.current], long_windows)
     if not any(row.is_long for row in rows):
-        reasons = {outcome for outcome in (*short.values(), *long.values()) if isinstance(outcome, str)}
         raise AsyncrlError(
-            f"no setting with at most {space.bound} versions of staleness could be simulated: {'; '.join(sorted(reasons))}",
+            f"no setting with at most {space.bound} versions of staleness could be simulated: "
+            f"{'; '.join(sorted(set(found.failed.values())))}",
             hint="asyncrl bench --simulate WORKLOAD --compare PROFILE runs the current setting",
         )
-    run(long, [space.on_current_split(recommended(rows).setting)], length)
-    return _found(space, short, long, windows=len(short) * SHORT_WINDOWS + len(long) * length)
+    run([space.on_current_split(found.best.setting)], long_windows)
+    return found
 
 
-def _axes(space: Space) -> tuple[Callable[[Setting], Iterable[Setting]], ...]:
-    return space.along_splits, space.along_windows, space.along_etas, space.along_slots, space.beside_split
-
-
-def _short_runs(space: Space) -> int:
-    """At most."""
-    return 2 + sum(len(list(axis(space.start))) for axis in _axes(space)) + len(list(space.beside_split(space.start)))
-
-
-def _rows(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting, Outcome]) -> list[Row]:
-    """Every setting that keeps the bound, by the longest of its runs; not one whose long run failed."""
-    rows = [
-        Row(setting=setting, measured=outcome, is_long=setting in long)
-        for setting, outcome in {**short, **long}.items()
-        if isinstance(outcome, Measured) and space.allows(setting)
-    ]
-    return sorted(rows, key=lambda row: (not row.is_long, row.rank))
-
-
-def _found(space: Space, short: Mapping[Setting, Outcome], long: Mapping[Setting, Outcome], windows: int) -> Found:
-    def long_row(setting: Setting) -> Row | None:
-        outcome = long.get(setting)
-        return Row(setting=setting, measured=outcome) if isinstance(outcome, Measured) else None
-
-    rows = _rows(space, short, long)
-    best = recommended(rows)
-    on_current_split = long_row(space.on_current_split(best.setting))
-    failed = {setting: outcome for setting, outcome in (*short.items(), *long.items()) if isinstance(outcome, str)}
-    return Found(
-        rows=tuple(rows),
-        current=long_row(space.current),
-        best=best,
-        on_current_split=None if on_current_split == best else on_current_split,
-        num_settings=len({*short, *long}),
-        windows=windows,
-        failed=tuple(failed.items()),
-    )
+def _axes(space: Space) -> tuple[Callable[[Setting], list[Setting]], ...]:
+    return space.splits, space.windows, space.bounded_etas, space.slots, space.near_splits
 
 
 def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:
     """The fastest first; of all others those that are less stale, by more than `tolerance`, than every faster one."""
     undominated: list[Row] = []
     for row in sorted(rows, key=lambda row: row.rank):
-        if not undominated or row.measured.staleness_mean < undominated[-1].measured.staleness_mean - tolerance:
+        if not undominated or row.staleness_mean < undominated[-1].staleness_mean - tolerance:
             undominated.append(row)
     return undominated
 
@@ -175,8 +162,8 @@ def recommended(rows: Sequence[Row]) -> Row:
     """Of those that had long runs the least stale of all that are as fast as the fastest, as far as a simulation can tell them
     apart; of several such the one with the least bound and eta."""
     long = [row for row in rows if row.is_long]
-    fastest_s = min(row.measured.window_time_s for row in long)
-    as_fast = [row for row in long if row.measured.window_time_s <= fastest_s * (1 + SAME_TIME)]
-    least_stale = min(row.measured.staleness_mean for row in as_fast)
-    as_fresh = [row for row in as_fast if row.measured.staleness_mean <= least_stale + SAME_STALENESS]
-    return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.measured.window_time_s))
+    fastest_s = min(row.window_time_s for row in long)
+    as_fast = [row for row in long if row.window_time_s <= fastest_s * (1 + SAME_TIME)]
+    least_stale = min(row.staleness_mean for row in as_fast)
+    as_fresh = [row for row in as_fast if row.staleness_mean <= least_stale + SAME_STALENESS]
+    return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.window_time_s))

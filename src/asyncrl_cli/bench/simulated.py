@@ -8,7 +8,6 @@ A Ctrl-C is the parent's to answer: it ends the pool at once, since a simulated 
 from __future__ import annotations
 
 import multiprocessing
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -18,10 +17,8 @@ from typing import Any
 from asyncrl_cli.bench.gantt import KeptTimeline
 from asyncrl_cli.bench.measure import common_edges, stretch_of
 from asyncrl_cli.bench.pool import simulators
-from asyncrl_cli.bench.real import terminating_as_interrupt
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job.process import collect_garbage_seldom
-from asyncrl_cli.job.stopping import blocked
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Alone
@@ -61,10 +58,9 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     told = multiprocessing.get_context("spawn").SimpleQueue()
     size = min(len(jobs) + len(rows), usable_cores())
-    with terminating_as_interrupt(), simulators(size, partial(_begin, told)) as pool:
-        with blocked(signal.SIGINT):
-            running = {job.name: pool.submit(_simulate, job) for job in jobs_by_length}
-            fits = [pool.submit(residuals, row) for row in rows]
+    with simulators(size, partial(_begin, told)) as pool:
+        running = {job.name: pool.submit(_simulate, job) for job in jobs_by_length}
+        fits = [pool.submit(residuals, row) for row in rows]
         _follow([*running.values(), *fits], told, progress)
         made = [running[job.name].result() for job in jobs]
         fit = [residual for future in fits for residual in future.result()]

@@ -1,14 +1,11 @@
 """What a search may change of a profile: the split of the GPUs, K and require_batches, eta and its bound, the slots.
 
-A `Setting` is one choice of them and knows the `--set`s that make it; a `Space` holds the values of each axis. Windows are all
-pairs (K, require_batches) with the workload's own window W, and shorter ones with the workload's own step. Slots never exceed
-the workload's, which its KV cache was measured with.
+A `Setting` is one choice of them and knows the `--set`s that make it. A `Space` lists the settings to try along each axis.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -33,12 +30,12 @@ KEYS = {
     "partial_rollout": "async_training.partial_rollout",
     "slots": "rollout.slots",
 }
-"""Of a profile, by a setting's own names."""
+"""The profile's keys by the names that a setting has for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point of the search. `gpus` is 0 on CPUs, where a rank and a worker are processes."""
+    """One point of the search. On CPUs `gpus` is 0, and ranks and workers are processes."""
 
     trainer_workers: int
     rollout_workers: int
@@ -50,31 +47,6 @@ class Setting:
     max_staleness: int
     slots: int
     partial_rollout: bool
-
-    @property
-    def split(self) -> str:
-        """trainer:rollout, in GPUs or in processes."""
-        return f"{self.trainer_workers}:{self.rollout_devices}"
-
-    @property
-    def rollout_devices(self) -> int:
-        """GPUs, or processes."""
-        return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
-
-    @property
-    def window_batches(self) -> int:
-        """W in mini-batches."""
-        return self.window_steps * self.require_batches
-
-    def sets(self) -> list[str]:
-        """Keys and values for `--set`, whatever the profile says of them."""
-        gpus = [f"placement.gpus={self.gpus}"] if self.gpus else []
-        return gpus + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
-
-    def to_json(self) -> dict[str, Any]:
-        """By the profile's names, but that `workers` are of two kinds."""
-        values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
-        return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets()}
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
@@ -92,18 +64,52 @@ class Setting:
             partial_rollout=training.partial_rollout,
         )
 
+    @property
+    def split(self) -> str:
+        """trainer:rollout, in GPUs or in processes."""
+        return f"{self.trainer_workers}:{self.rollout_devices}"
+
+    @property
+    def rollout_devices(self) -> int:
+        """GPUs, or processes."""
+        return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
+
+    def sets(self) -> list[str]:
+        """The `--set`s that make this setting, whatever the profile says."""
+        gpus = [f"placement.gpus={self.gpus}"] if self.gpus else []
+        return gpus + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile's names without their sections; `workers` are of two kinds and keep the setting's names."""
+        values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
+        return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The values of each axis, ascending, around the `current` setting. `bound` is S; rollouts are partial where eta > 0, if
-    `partial_rollout`."""
+    """Settings with as many GPUs (or processes) in total as `current`. `bound` is S, the largest max_staleness allowed; `n` is the
+    size of a group; `etas` ascend. Rollouts are partial where eta > 0, if `partial_rollout`."""
 
     current: Setting
     bound: int
-    windows: tuple[tuple[int, int], ...]
+    n: int
     etas: tuple[Decimal, ...]
-    slots: tuple[int, ...]
     partial_rollout: bool
+
+    @classmethod
+    def around(cls, profile: Profile, plan: JobPlan, *, bound: int) -> Space:
+        """Raises ConfigError if `profile` names a way to interrupt rollouts and the bound allows none that could be interrupted."""
+        current, interrupt = Setting.of(profile, plan), profile.rollout.interrupt
+        some = {*ETAS, Decimal(bound), current.eta}
+        etas = tuple(sorted(eta for eta in some if eta <= bound and (eta > 0 or interrupt is None)))
+        if not etas:
+            raise ConfigError(
+                f'rollout.interrupt = "{interrupt}" with at most {bound} versions of staleness: '
+                "nothing is generated ahead, so no rollout can be interrupted",
+                hint="--max-staleness 1, or a profile without rollout.interrupt",
+            )
+        partial_rollout = current.partial_rollout or current.eta == 0
+        return cls(current=current, bound=bound, n=profile.rollout.n, etas=etas, partial_rollout=partial_rollout)
 
     @property
     def start(self) -> Setting:
@@ -113,31 +119,34 @@ class Space:
     def allows(self, setting: Setting) -> bool:
         return setting.max_staleness <= self.bound
 
-    def along_splits(self, setting: Setting) -> Iterator[Setting]:
-        """All splits, by nodes where there are two or more: at most `MOST_SPLITS`, evenly spread."""
-        return (self._with_rollout(setting, devices) for devices in range(self._unit, self._devices, self._unit))
+    def splits(self, setting: Setting) -> list[Setting]:
+        """At most `MOST_SPLITS`, evenly spread; by whole nodes where there are two or more."""
+        return [self._with_rollout(setting, devices) for devices in range(self._unit, self._devices, self._unit)]
 
-    def beside_split(self, setting: Setting) -> Iterator[Setting]:
-        """The splits next to a setting's: a step of `along_splits` away, half of it, and so on down to half a node."""
-        step = self._unit
+    def near_splits(self, setting: Setting) -> list[Setting]:
+        """Splits next to a setting's: a step of `splits` away, half of it, and so on down to half a node."""
+        step, near = self._unit, []
         while step >= min(self._unit, math.lcm(HALF_NODE_GPUS, self._each)):
-            for devices in (setting.rollout_devices + step, setting.rollout_devices - step):
-                if 0 < devices < self._devices:
-                    yield self._with_rollout(setting, devices)
+            near += [setting.rollout_devices + step, setting.rollout_devices - step]
             step //= 2
+        return [self._with_rollout(setting, devices) for devices in near if 0 < devices < self._devices]
 
-    def along_windows(self, setting: Setting) -> Iterator[Setting]:
-        return (replace(setting, window_steps=steps, require_batches=batches) for steps, batches in self.windows)
+    def windows(self, setting: Setting) -> list[Setting]:
+        """All pairs (K, require_batches) with the current W, and fewer steps of the current size."""
+        steps, batches = self.current.window_steps, self.current.require_batches
+        same = {(part, steps * batches // part) for part in range(1, steps * batches + 1) if steps * batches % part == 0}
+        shorter = {(part, batches) for part in range(1, steps) if steps % part == 0}
+        return [replace(setting, window_steps=part, require_batches=of) for part, of in sorted(same | shorter)]
 
-    def along_etas(self, setting: Setting) -> Iterator[Setting]:
-        """Each with the least bound that it needs and, where anything is stale, with the largest that is allowed."""
-        for eta in self.etas:
-            yield self._with_eta(setting, eta)
-            if eta > 0:
-                yield replace(self._with_eta(setting, eta), max_staleness=self.bound)
+    def bounded_etas(self, setting: Setting) -> list[Setting]:
+        """Each eta with the least bound that it needs and, where anything is stale, with the largest that is allowed."""
+        least = [self._with_eta(setting, eta) for eta in self.etas]
+        return least + [replace(one, max_staleness=self.bound) for one in least if one.eta > 0]
 
-    def along_slots(self, setting: Setting) -> Iterator[Setting]:
-        return (replace(setting, slots=slots) for slots in self.slots)
+    def slots(self, setting: Setting) -> list[Setting]:
+        """Never more than now: nobody knows whether the KV cache would hold them."""
+        counts = {max(self.n, round(share * self.current.slots)) for share in SLOT_SHARES}
+        return [replace(setting, slots=count) for count in sorted(counts)]
 
     def on_current_split(self, setting: Setting) -> Setting:
         return self._with_rollout(setting, self.current.rollout_devices)
@@ -166,45 +175,3 @@ class Space:
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:
         """With the least bound that eta needs: at eta = 0 nothing is stale, and nothing runs that could be frozen."""
         return replace(setting, eta=eta, max_staleness=math.ceil(eta), partial_rollout=self.partial_rollout and eta > 0)
-
-
-def space_of(profile: Profile, plan: JobPlan, *, bound: int) -> Space:
-    """Around a profile as it is compiled; all settings use the same GPUs (or, on CPUs, processes) in total.
-
-    Raises ConfigError where the bound allows nothing that the profile would.
-    """
-    current = Setting.of(profile, plan)
-    etas = etas_up_to(bound, current.eta)
-    if profile.rollout.interrupt is not None:
-        etas = tuple(eta for eta in etas if eta > 0)
-    if not etas:
-        raise ConfigError(
-            f'rollout.interrupt = "{profile.rollout.interrupt}" with at most {bound} versions of staleness: '
-            "nothing is generated ahead, so no rollout can be interrupted",
-            hint="--max-staleness 1, or a profile without rollout.interrupt",
-        )
-    return Space(
-        current=current,
-        bound=bound,
-        windows=windows_of(current.window_steps, current.require_batches),
-        etas=etas,
-        slots=slots_up_to(current.slots, profile.rollout.n),
-        partial_rollout=current.partial_rollout or current.eta == 0,
-    )
-
-
-def windows_of(window_steps: int, require_batches: int) -> tuple[tuple[int, int], ...]:
-    """(K, require_batches), by K: all pairs with the same product, and fewer steps of the same require_batches."""
-    batches = window_steps * require_batches
-    same = {(steps, batches // steps) for steps in range(1, batches + 1) if batches % steps == 0}
-    shorter = {(steps, require_batches) for steps in range(1, window_steps) if window_steps % steps == 0}
-    return tuple(sorted(same | shorter))
-
-
-def etas_up_to(bound: int, current: Decimal) -> tuple[Decimal, ...]:
-    """0 to S, the current one among them if it keeps the bound."""
-    return tuple(sorted({eta for eta in (*ETAS, Decimal(bound), current) if eta <= bound}))
-
-
-def slots_up_to(ceiling: int, n: int) -> tuple[int, ...]:
-    return tuple(sorted({max(n, round(share * ceiling)) for share in SLOT_SHARES}))

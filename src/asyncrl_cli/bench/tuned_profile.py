@@ -7,7 +7,6 @@ from pathlib import Path
 from asyncrl_cli import __version__
 from asyncrl_cli.bench.tune import Tuned
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.profile.keys import PARAMS
 from asyncrl_cli.profile.layers import set_layer
 from asyncrl_cli.profile.sources import is_file_reference, locate
@@ -27,7 +26,7 @@ def check_new(path: Path) -> None:
 def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> None:
     """`command` is the search as it was typed; `is_run`: it was calibrated on a run, whose profile is extended.
 
-    Raises RefusedError if someone else has made the file meanwhile, or it cannot be written.
+    Raises RefusedError if someone else has made the file meanwhile, OSError if it cannot be written.
     """
     text = profile_text(tuned, path, command, is_run=is_run)
     try:
@@ -35,35 +34,28 @@ def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> No
             file.write(text)
     except FileExistsError:
         raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {_free(path)}") from None
-    except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {error.strerror}", hint="--out with another directory") from None
 
 
 def profile_text(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> str:
     best, current = tuned.found.best, tuned.found.current
-    before = "" if current is None else f" (before: {current.setting.split}, {current.measured.window_time_s:.4g} s)"
-    bound = f"at most {counted(tuned.bound, 'version')} of staleness"
+    before = "" if current is None else f" (before: {current.setting.split}, {current.window_time_s:.4g} s)"
     lines = [
         f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
         f"#   {command}",
-        f"# {best.setting.split} trainer:rollout, {best.measured.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
+        f"# {best.setting.split} trainer:rollout, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
         *([] if is_run else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is no part of this file."]),
         f"extends = {toml_value(_extended(tuned.profile, path))}",
-        f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {bound}.')}",
+        f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",
     ]
-    for section, entries in _sections(tuned).items():
-        lines += ["", f"[{section}]", *entries]
-    return "\n".join(lines) + "\n"
-
-
-def _sections(tuned: Tuned) -> dict[str, list[str]]:
     tables: dict[str, list[str]] = {}
     for key, value in set_layer(tuned.recommended_sets).values.items():
         section, _, name = key.partition(".")
         if key.startswith(f"{PARAMS}."):
             name = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}"
         tables.setdefault(section, []).append(f"{name} = {toml_value(value)}")
-    return tables
+    for section, entries in tables.items():
+        lines += ["", f"[{section}]", *entries]
+    return "\n".join(lines) + "\n"
 
 
 def _extended(reference: str, path: Path) -> str:
@@ -71,10 +63,7 @@ def _extended(reference: str, path: Path) -> str:
     if not is_file_reference(reference):
         return reference
     above, here = locate(reference, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()
-    if not above.is_relative_to(here):
-        return str(above)
-    relative = str(above.relative_to(here))
-    return relative if is_file_reference(relative) else str(above)
+    return f"./{above.relative_to(here)}" if above.is_relative_to(here) else str(above)
 
 
 def _free(path: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from asyncrl_cli.bench.search import SAME_TIME, Row
+from asyncrl_cli.bench.search import SAME_TIME, Row, front
 from asyncrl_cli.bench.tune import DEFAULT_PROFILE, LIMITS, Tuned, tune
 from asyncrl_cli.bench.tuned_profile import check_new, write_profile
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
@@ -19,7 +19,7 @@ from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.calibrate import calibrate
-from asyncrl_cli.simulate.references import PUBLISHED, WINDOW, Residual, residuals
+from asyncrl_cli.simulate.references import WINDOW, Residual, how_known, residuals
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import load_workload
 
@@ -65,38 +65,34 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
     if asked.out is not None:
         check_new(asked.out)
     workload, own_profile = workload_of(asked.reference, asked.runs_dir)
-    tuned, fit = _searched(asked, workload, own_profile)
-    for setting, reason in tuned.found.failed:
-        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets())})")
-    if asked.out is not None:
-        write_profile(tuned, asked.out, asked.command, is_run=own_profile is not None)
-        say(f"wrote {asked.out}")
-    if as_json:
-        written = None if asked.out is None else str(asked.out)
-        print_json(tuned.to_json() | {"residuals": [asdict(residual) for residual in fit], "profile_file": written})
-    else:
-        _print_fit(fit)
-        _print_table(tuned)
-        _print_recommendation(tuned, fit)
-        _print_how_to_try(tuned, asked, is_run=own_profile is not None)
-        _print_limits(tuned)
-
-
-def _searched(asked: Asked, workload: Workload, own_profile: str | None) -> tuple[Tuned, list[Residual]]:
-    """Also how well a run that was calibrated comes out of its own simulation."""
-    reference = asked.profile or own_profile or DEFAULT_PROFILE
+    is_run = own_profile is not None
     with Starting("auto", stderr()) as progress:
-        fit = residuals(workload) if own_profile else []
+        fit = residuals(workload) if is_run else []  # how well the run itself comes out of its simulation
         tuned = tune(
             workload,
-            reference,
+            asked.profile or own_profile or DEFAULT_PROFILE,
             asked.sets,
             gpus=asked.gpus,
             bound=asked.bound,
             on_progress=lambda done, planned: progress("SIMULATED: windows, at most", done, planned),
         )
-        progress(f"SIMULATED: {tuned.found.num_settings} settings tried in {tuned.found.windows} windows")
-    return tuned, fit
+        progress(f"SIMULATED: {len(tuned.found.outcomes)} settings tried in {tuned.found.windows} windows")
+    for setting, reason in tuned.found.failed.items():
+        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets())})")
+    if asked.out is not None:
+        write_profile(tuned, asked.out, asked.command, is_run=is_run)
+        say(f"wrote {asked.out}")
+    if as_json:
+        written = None if asked.out is None else str(asked.out)
+        print_json(tuned.to_json() | {"residuals": [asdict(residual) for residual in fit], "profile_file": written})
+        return
+    for one in fit:
+        found = f"{one.part} {one.measured_s:.4g} s {one.known}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
+        print_prose(f"SIMULATED, the calibrated run itself: {found}")
+    _print_table(tuned)
+    _print_recommendation(tuned, fit)
+    _print_how_to_try(tuned, asked, is_run=is_run)
+    _print_limits(tuned)
 
 
 def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
@@ -112,22 +108,20 @@ def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
 
 
 def _print_table(tuned: Tuned) -> None:
-    bound = f"at most {counted(tuned.bound, 'version')} of staleness"
-    print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {bound}")
-    print_prose(f"{tuned.found.num_settings} settings tried; these had long runs, or are on the front.\n")
+    print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}")
+    print_prose(f"{len(tuned.found.outcomes)} settings tried; these had long runs, or are on the front.\n")
     table = Table(box=None, pad_edge=False)
     for header in HEADERS:
         table.add_column(header, justify="left" if header in ("split", "") else "right", no_wrap=True)
-    undominated, current = tuned.front, tuned.found.current
-    rows = [row for row in tuned.found.rows if row.is_long or row in undominated]
-    if current is not None and current not in rows:
-        rows.append(current)
-    for row in sorted(rows, key=lambda row: row.rank):
+    allowed, best, current = tuned.found.rows, tuned.found.best, tuned.found.current
+    undominated = front(allowed)
+    rows = {row.setting: row for row in (*allowed, *([current] if current else ())) if row.is_long or row in undominated}
+    for row in sorted(rows.values(), key=lambda row: row.rank):
         marks = {
             "*": row in undominated,
-            "best": row == tuned.found.best,
+            "best": row == best,
             "now": row == current,
-            "> S": row not in tuned.found.rows,
+            "> S": row not in allowed,
             "~": not row.is_long,
         }
         table.add_row(*_cells(row), " ".join(mark for mark, holds in marks.items() if holds))
@@ -136,7 +130,7 @@ def _print_table(tuned: Tuned) -> None:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    setting, measured = row.setting, row.measured
+    setting = row.setting
     return (
         setting.split,
         str(setting.window_steps),
@@ -144,9 +138,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(setting.eta),
         str(setting.slots),
         str(setting.max_staleness),
-        f"{measured.staleness_mean:.2f}",
-        f"{measured.window_time_s:.5g}",
-        f"{measured.trainer_idle_ratio:.0%} {measured.rollouter_idle_ratio:.0%}",
+        f"{row.staleness_mean:.2f}",
+        f"{row.window_time_s:.5g}",
+        f"{row.trainer_idle_ratio:.0%} {row.rollouter_idle_ratio:.0%}",
     )
 
 
@@ -154,7 +148,7 @@ def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
     """Every `--set` on a line of its own, so that all of them can be copied from a narrow terminal."""
     best = tuned.found.best
     print_prose(
-        f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.measured.window_time_s:.2f} s "
+        f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.window_time_s:.2f} s "
         f"per {tuned.window_groups} groups"
     )
     for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned), _doubt(tuned.speedup, fit)):
@@ -170,31 +164,25 @@ def _against_current(tuned: Tuned) -> str:
         return "the current setting could not be simulated: there is nothing to hold it against"
     if best.setting == current.setting:
         return "the current setting is the recommended one"
-    text = f"the current setting, {current} ({speedup:.2f}x)"
-    text += f", has {_differences(current, best)}"
-    if current.setting.max_staleness <= tuned.bound:
+    cells = zip(HEADERS[:6], _cells(current), _cells(best), strict=False)
+    differences = ", ".join(f"{name} {now}" for name, now, then in cells if now != then)
+    text = f"the current setting, {current} ({speedup:.2f}x), has {differences}"
+    if tuned.found.space.allows(current.setting):
         return text
     text += f"; it is beyond the bound: at most {counted(current.setting.max_staleness, 'version')} of staleness."
     return f"{text} The price of the bound: {1 / speedup:.2f} times its time" if speedup < 1 else text
 
 
-def _differences(row: Row, other: Row) -> str:
-    """What a setting has that another has not, in the words of the table."""
-    cells = zip(HEADERS[:6], _cells(row), _cells(other), strict=False)
-    return ", ".join(f"{name} {mine}" for name, mine, others in cells if mine != others)
-
-
 def _of_split(tuned: Tuned) -> str:
     """Whether it is the split that makes it faster, or the rest."""
-    same_split, current = tuned.found.on_current_split, tuned.found.current
-    if current is not None and current.setting.split == tuned.found.best.setting.split:
+    best, current, same_split = tuned.found.best, tuned.found.current, tuned.found.on_current_split
+    if current is not None and current.setting.split == best.setting.split:
         others = (row for row in tuned.found.rows if row.is_long and row.setting.split != current.setting.split)
         fastest = next(others, None)
         return f"the split stays: the fastest other one, {fastest}" if fastest else ""
     if same_split is None or current is None:
         return ""
-    best_s, same_split_s = tuned.found.best.measured.window_time_s, same_split.measured.window_time_s
-    rest, split = current.measured.window_time_s / same_split_s, same_split_s / best_s
+    rest, split = current.window_time_s / same_split.window_time_s, same_split.window_time_s / best.window_time_s
     text = f"its K, batches, eta and slots on the current split, {same_split}: they make {rest:.2f}x, the split {split:.2f}x"
     return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
 
@@ -203,9 +191,8 @@ def _against_known(tuned: Tuned) -> str:
     """The simulation's own error is in that factor, too."""
     if tuned.known is None:
         return ""
-    known_s, best_s = tuned.known.window_time_s, tuned.found.best.measured.window_time_s
-    word = PUBLISHED if tuned.known.source.startswith(PUBLISHED) else "measured"
-    return f"{word} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
+    known_s, best_s = tuned.known.window_time_s, tuned.found.best.window_time_s
+    return f"{how_known(tuned.known.source)} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
 
 
 def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
@@ -231,16 +218,8 @@ def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:
 
 def _print_limits(tuned: Tuned) -> None:
     print_prose("\nwhat this search cannot know")
-    for limit in LIMITS:
+    windows = {row.setting.window_steps * row.setting.require_batches for row in tuned.found.rows}
+    for limit in (*LIMITS, *([SHORTER] if len(windows) > 1 else ())):
         print_prose(f"- {limit}")
-    if len({row.setting.window_batches for row in tuned.found.rows}) > 1:
-        print_prose(f"- {SHORTER}")
     if notes := tuned.workload.notes.strip():
         print_prose(f"\nnotes of the workload {tuned.workload.name}\n{notes}")
-
-
-def _print_fit(fit: Sequence[Residual]) -> None:
-    """How well the run that a workload was calibrated on comes out of its own simulation."""
-    for one in fit:
-        found = f"{one.part} {one.measured_s:.4g} s {one.known}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
-        print_prose(f"SIMULATED, the calibrated run itself: {found}")

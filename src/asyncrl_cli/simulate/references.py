@@ -33,8 +33,7 @@ class Residual:
 
     @property
     def known(self) -> str:
-        """What `measured_s` is: somebody published it, or it was measured here."""
-        return PUBLISHED if self.source.startswith(PUBLISHED) else "measured"
+        return how_known(self.source)
 
     @property
     def ratio(self) -> float:
@@ -44,6 +43,11 @@ class Residual:
 def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS, seed: int = 0) -> list[Residual]:
     """Simulates every reference for `windows` windows beyond the first and the last. Raises what a failed run failed with."""
     return [residual for reference in workload.references for residual in _of_row(workload, reference, windows, seed)]
+
+
+def how_known(source: str) -> str:
+    """What a row's figures are: somebody published them, or they were measured here."""
+    return PUBLISHED if source.startswith(PUBLISHED) else "measured"
 
 
 def row_name(reference: Reference) -> str:
