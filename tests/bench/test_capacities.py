@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench import phases
-from asyncrl_cli.bench.capacities import doubts_of, measured_lengths, with_capacities
 from asyncrl_cli.bench.compare import Request, contest_of
 from asyncrl_cli.bench.entries import Entry
+from asyncrl_cli.bench.phases import doubts_of, measured_lengths, with_capacities
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.simulate.bound import Capacities

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.bench.children import Children, CpuTime
-from asyncrl_cli.bench.phase_generation import NO_SUCH_TOKEN, endless_model
+from asyncrl_cli.bench.children import Children
 from asyncrl_cli.bench.phases import Side, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.job.alone import NO_SUCH_TOKEN, CpuTime, endless_model
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job

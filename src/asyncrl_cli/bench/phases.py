@@ -11,28 +11,51 @@ with the same resources and sizes are measured once.
 
 from __future__ import annotations
 
+import asyncio
+import math
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.children import Children, Make, Worked
-from asyncrl_cli.bench.phase_generation import GenerationAlone, endless_model
-from asyncrl_cli.bench.phase_training import BATCHES, TrainingAlone
+from asyncrl_cli.bench.bars import Bars
+from asyncrl_cli.bench.children import Children, Make
+from asyncrl_cli.bench.entries import Entry
+from asyncrl_cli.bench.measure import common_edges, stretch_of
+from asyncrl_cli.bench.results import Run
+from asyncrl_cli.job import preparing
+from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RunSection
 from asyncrl_cli.simulate.bound import Capacities
+from asyncrl_cli.simulate.observed import lengths_of
 
 REPEATS = 3
 GENERATION_S = TRAINING_S = 2.0
 """Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
 PROMPTS = 512
+LENGTHS_SEED = 0
+FEW_SLOTS_USED = 0.9
+LITTLE_CPU = 0.85
+NO_GPU_BOUND = (
+    "bound not measured: each phase alone is measured on CPUs only, in processes without Ray, which is what assigns GPUs. "
+    "Runs on CPUs and simulated runs are held against their bound."
+)
+
+TURN = {
+    "measuring generation alone": (True, False),
+    "measuring training alone": (False, True),
+    "measuring both phases at once": (True, True),
+}
+"""One repeat: whether generation works, and whether training does."""
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, done so far, of how many)."""
@@ -49,24 +72,6 @@ class Side:
     colocated: bool
     """The two phases take turns and never work at once."""
 
-    @property
-    def step_groups(self) -> int:
-        return self.profile.async_training.require_batches * self.profile.trainer.ppo_mini_batch_size
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """What the processes of a side work on. `response_tokens`: the lengths of responses, taken in turns; `meeting`: a file for the
-    ranks."""
-
-    side: Side
-    items: Sequence[Mapping[str, Any]]
-    response_tokens: Sequence[int]
-    meeting: Path
-
-    def length(self, number: int) -> int:
-        return min(self.response_tokens[number % len(self.response_tokens)], self.side.profile.rollout.max_response_tokens)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
@@ -77,33 +82,66 @@ class PhaseFigures:
     """
 
     capacities: Capacities
-    rollout_repeats: tuple[float, ...]
-    trainer_repeats: tuple[float, ...]
+    rollout_repeats: Sequence[float]
+    trainer_repeats: Sequence[float]
     slots_used: float
     cpu_share: float
 
 
+def with_capacities(
+    entries: Sequence[Entry], runs: Sequence[Run], bars: Bars, share: float = 1.0
+) -> tuple[list[Run], tuple[str, ...]]:
+    """The runs with what each phase of their profiles does alone, on responses as long as theirs were, and why that may be
+    doubtful. `share`: of the usual number of measurements."""
+    if entries[0].plan.device == "cuda":
+        return list(runs), (NO_GPU_BOUND,)
+
+    task, model_dir = asyncio.run(preparing.prepare(entries[0].profile, bars.note))
+    sides = {entry.name: side_of(entry.profile, entry.plan, model_dir) for entry in entries}
+    repeats = math.ceil(REPEATS * share)
+    measured = measure_all(sides, task.train, measured_lengths(entries, runs), repeats=repeats, progress=bars.note)
+    return [replace(run, capacities=measured[run.profile].capacities) for run in runs], doubts_of(measured.values())
+
+
+def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]:
+    """Lengths of all runs' responses in the stretch that is measured, shuffled.
+
+    A model's responses grow or shrink while it learns: in the order of the runs, a short measurement would see the first ones only.
+    """
+    edges = common_edges([run.lines for run in runs], max(entry.window_groups for entry in entries))
+    lines = [line for run in runs for line in stretch_of(run.lines, edges).lines]
+    lengths = list(lengths_of(lines, entries[0].profile).response_tokens)
+    random.Random(LENGTHS_SEED).shuffle(lengths)
+    return lengths
+
+
+def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
+    """Reasons not to trust a bound computed from these."""
+    doubts = []
+    if min(one.cpu_share for one in measured) < LITTLE_CPU:
+        doubts.append("The bound is uncertain: something else computed on this machine while each phase was measured alone.")
+    if min(one.slots_used for one in measured) < FEW_SLOTS_USED:
+        doubts.append("The bound is uncertain: the slots were not full while generation was measured alone.")
+    return tuple(doubts)
+
+
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
-    """What the job's own workers would be started with, but for the learning rate, which is 0.
+    """What the job's own workers would be started with. But the learning rate is 0, so that numbers stay in range.
 
     Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window are alike, however many it has.
     """
-    has_prox_pass = profile.algorithm.old_logprobs == "recompute"
+    training, has_prox_pass = profile.async_training, profile.algorithm.old_logprobs == "recompute"
     schedule = AsyncTrainingSection(
-        require_batches=profile.async_training.require_batches,
-        trigger_parameter_sync_step=profile.async_training.trigger_parameter_sync_step if has_prox_pass else 1,
+        require_batches=training.require_batches,
+        trigger_parameter_sync_step=training.trigger_parameter_sync_step if has_prox_pass else 1,
     )
+    names = ("model", "algorithm", "rollout", "weights", "placement", "eval")
     return Side(
         profile=Profile(
             run=RunSection(seed=profile.run.seed),
-            model=profile.model,
-            algorithm=profile.algorithm,
             trainer=profile.trainer.model_copy(update={"lr": 0.0}),
-            rollout=profile.rollout,
             async_training=schedule,
-            weights=profile.weights,
-            placement=profile.placement,
-            eval=profile.eval,
+            **{name: getattr(profile, name) for name in names},
         ),
         rollout=place_of(plan, ROLLOUT, model_dir),
         trainer=place_of(plan, TRAINER, model_dir),
@@ -127,45 +165,44 @@ def measure_all(
     unique = [side for index, side in enumerate(every) if side not in every[:index]]
     progress("starting each phase alone", 0, 0)
     with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ExitStack() as processes:
-        pairs: list[_Pair] = []
-        for index, side in enumerate(unique):
-            place = Path(directory) / str(index)
-            order = Order(side=side, items=items[:PROMPTS], response_tokens=response_tokens, meeting=place / "meeting")
-            pairs.append(_Pair(order, place, processes))
+        places = (Path(directory) / str(index) for index in range(len(unique)))
+        pairs = [
+            _Pair(side, items[:PROMPTS], response_tokens, place, processes) for side, place in zip(unique, places, strict=True)
+        ]
         for pair in pairs:
             pair.ready()
         for pair in pairs:
             pair.warm_up()
         turn = [
-            *(("measuring generation alone", pair.generate) for pair in pairs),
-            *(("measuring training alone", pair.train) for pair in pairs),
-            *(("measuring both phases at once", pair.work_at_once) for pair in pairs if not pair.side.colocated),
+            (text, pair, phases) for text, phases in TURN.items() for pair in pairs if not (all(phases) and pair.side.colocated)
         ]
-        for done, (text, work) in enumerate(turn * repeats, 1):
-            progress(text, done, len(turn) * repeats + 1)
-            work()
-        progress("each phase was measured alone", len(turn) * repeats + 1, len(turn) * repeats + 1)
+        total = len(turn) * repeats + 1
+        for done, (text, pair, phases) in enumerate(turn * repeats, 1):
+            progress(text, done, total)
+            pair.measure(*phases)
+        progress("each phase was measured alone", total, total)
     return {name: pairs[unique.index(side)].figures() for name, side in sides.items()}
 
 
 class _Pair:
     """One side's processes of either phase, and what was measured of them."""
 
-    def __init__(self, order: Order, directory: Path, processes: ExitStack) -> None:
-        side = self.side = order.side
+    def __init__(
+        self, side: Side, items: Sequence[Mapping[str, Any]], response_tokens: Sequence[int], directory: Path, processes: ExitStack
+    ) -> None:
+        work = partial(Work, profile=side.profile, items=items, response_tokens=response_tokens, meeting=directory / "meeting")
 
-        def start(name: str, make: Make, given: Order, place: Place) -> Children:
-            children = Children(name, make, given, count=place.workers, threads=place.threads, log_dir=directory)
+        def start(name: str, make: Make, place: Place) -> Children:
+            children = Children(name, make, work(place=place), count=place.workers, threads=place.threads, log_dir=directory)
             return processes.enter_context(children)
 
+        self.side = side
         endless = endless_model(Path(side.rollout.model_dir), directory / "model")
-        generating = replace(order, side=replace(side, rollout=replace(side.rollout, model_dir=str(endless))))
-        self._generation = start("generation", GenerationAlone, generating, side.rollout)
-        self._training = start("training", TrainingAlone, order, side.trainer)
-        self._generated: dict[bool, list[list[Worked]]] = {False: [], True: []}
-        self._trained: dict[bool, list[list[Worked]]] = {False: [], True: []}
-        """By whether the other phase worked, too: repeat by repeat, and process by process."""
+        self._generation = start("generation", GenerationAlone, replace(side.rollout, model_dir=str(endless)))
+        self._training = start("training", TrainingAlone, side.trainer)
         self._num_steps = 0
+        self._turns: list[tuple[list[Worked], list[Worked]]] = []
+        """What was generated and trained in each, process by process; nothing by a phase that stood still."""
 
     def ready(self) -> None:
         self._generation.ready()
@@ -178,48 +215,49 @@ class _Pair:
         warm: list[Worked] = self._training.ask("measure", few)
         self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)
 
-    def generate(self) -> None:
-        self._generate_during(lambda: time.sleep(GENERATION_S), at_once=False)
-
-    def train(self, *, at_once: bool = False) -> None:
-        self._trained[at_once].append(self._training.ask("measure", self._num_steps))
-
-    def work_at_once(self) -> None:
-        """Both are measured over the same time."""
-        self._generate_during(lambda: self.train(at_once=True), at_once=True)
-
-    def _generate_during(self, work: Callable[[], None], *, at_once: bool) -> None:
-        self._generation.ask("fill")
-        self._generation.ask("begin")
-        work()
-        self._generated[at_once].append(self._generation.ask("end"))
+    def measure(self, generate: bool, train: bool) -> None:
+        """One phase, or both over the same time."""
+        trained: list[Worked] = []
+        if generate:
+            self._generation.ask("begin")
+        if train:
+            trained = self._training.ask("measure", self._num_steps)
+        else:
+            time.sleep(GENERATION_S)
+        generated: list[Worked] = self._generation.ask("end") if generate else []
+        self._turns.append((generated, trained))
 
     def figures(self) -> PhaseFigures:
-        generated, trained = (list(chain(*repeats[False])) for repeats in (self._generated, self._trained))
-        rollout, trainer = _rollout_rates(self._generated[False]), _trainer_rates(self._trained[False])
+        generated = [generated for generated, trained in self._turns if not trained]
+        trained = [trained for generated, trained in self._turns if not generated]
+        both = [turn for turn in self._turns if all(turn)]
+        rollout, trainer = list(map(_rollout_rate, generated)), list(map(_trainer_rate, trained))
+        beside = (
+            {
+                "rollout_beside_tokens_per_s": statistics.median(_rollout_rate(generated) for generated, _ in both),
+                "trainer_beside_tokens_per_s": statistics.median(_trainer_rate(trained) for _, trained in both),
+            }
+            if both
+            else {}
+        )
         return PhaseFigures(
             capacities=Capacities(
                 rollout_tokens_per_s=statistics.median(rollout),
                 trainer_tokens_per_s=statistics.median(trainer),
                 colocated=self.side.colocated,
-                rollout_beside_tokens_per_s=_median_or_none(_rollout_rates(self._generated[True])),
-                trainer_beside_tokens_per_s=_median_or_none(_trainer_rates(self._trained[True])),
+                **beside,
             ),
             rollout_repeats=rollout,
             trainer_repeats=trainer,
-            slots_used=statistics.fmean(one.running_mean for one in generated) / self.side.profile.rollout.slots,
-            cpu_share=min(one.cpu_s / one.seconds for one in (*generated, *trained)),
+            slots_used=statistics.fmean(one.running_mean for one in chain(*generated)) / self.side.profile.rollout.slots,
+            cpu_share=min(one.cpu_s / one.seconds for one in chain(*generated, *trained)),
         )
 
 
-def _rollout_rates(repeats: Sequence[Sequence[Worked]]) -> tuple[float, ...]:
-    return tuple(sum(one.tokens / one.seconds for one in repeat) for repeat in repeats)
+def _rollout_rate(generated: Sequence[Worked]) -> float:
+    return sum(one.tokens / one.seconds for one in generated)
 
 
-def _trainer_rates(repeats: Sequence[Sequence[Worked]]) -> tuple[float, ...]:
+def _trainer_rate(trained: Sequence[Worked]) -> float:
     """Each rank reports the tokens of all, and a step ends with the slowest."""
-    return tuple(repeat[0].tokens / max(one.seconds for one in repeat) for repeat in repeats)
-
-
-def _median_or_none(rates: Sequence[float]) -> float | None:
-    return statistics.median(rates) if rates else None
+    return trained[0].tokens / max(one.seconds for one in trained)

@@ -1,0 +1,243 @@
+"""One phase alone, without the loop and without Ray: a rollout worker that only generates, a trainer rank that only trains.
+
+`asyncrl bench` puts each into a process of its own, to learn what the machine can do. Prompts are the task's; responses have the
+lengths that were given, in that order, over and over. Rewards, groups and loads take no part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import psutil
+
+from asyncrl_cli.engines.registry import make_engine, sampling_of
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.meters import RolloutMeter
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.samples import GroupPayload
+
+T = TypeVar("T")
+
+GENERATION_CONFIG = "generation_config.json"
+NO_SUCH_TOKEN = 1_000_000_000
+BATCHES = 2
+"""Different ones, trained in turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What each process of a phase is given. `meeting`: a file by which trainer ranks find each other."""
+
+    profile: Profile
+    place: Place
+    items: Sequence[Mapping[str, Any]]
+    response_tokens: Sequence[int]
+    meeting: Path
+
+    def prompts(self) -> list[list[int]]:
+        from transformers import AutoTokenizer
+
+        from asyncrl_cli.envs.rendering import render_prompts
+
+        tokenizer = AutoTokenizer.from_pretrained(self.place.model_dir, trust_remote_code=self.profile.model.trust_remote_code)
+        return render_prompts(tokenizer, self.items)
+
+    def length(self, number: int) -> int:
+        """Of the response of that number."""
+        return min(self.response_tokens[number % len(self.response_tokens)], self.profile.rollout.max_response_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worked:
+    """What a process did in `seconds`: sampled tokens, or those that all ranks together trained.
+
+    `cpu_s` is as in `CpuTime`: on a CPU, much less than `seconds` means that others used the machine. `running_mean`: of
+    generation, the mean number of running sequences.
+    """
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    running_mean: float = 0.0
+
+
+class GenerationAlone:
+    """A rollout worker's engine with all slots full. Its event loop runs in a thread."""
+
+    def __init__(self, index: int, work: Work) -> None:
+        self._index, self._work = index, work
+        self._prompts = work.prompts()
+        self._meter = RolloutMeter("generation", work.profile.rollout.slots, time.perf_counter, lambda: None)
+        self._engine = make_engine(work.profile, work.place, self._meter.running)
+        self._numbers = itertools.count()
+        self._num_ended = 0
+        self._sources: list[asyncio.Task[None]] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
+        self._wait(self._engine.start())
+
+    def begin(self) -> None:
+        """Fill all slots, and generate until `end`. Measured from when as many responses have ended as there are slots."""
+        self._wait(self._begin())
+
+    def end(self) -> Worked:
+        return self._wait(self._end())
+
+    def _wait(self, work: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _begin(self) -> None:
+        """As many responses as a group has wait in the engine's own queue."""
+        self._num_ended, num_sources = 0, self._engine.slots + self._work.profile.rollout.n
+        self._sources = [asyncio.create_task(self._generate()) for _ in range(num_sources)]
+        while self._num_ended < self._engine.slots:
+            self._raise_failure()
+            await asyncio.sleep(0.02)
+        self._cpu = CpuTime(self._work.place.threads)
+        self._before = time.perf_counter(), self._engine.sampled_tokens, self._running_s()
+
+    async def _end(self) -> Worked:
+        began_s, tokens, running_s = self._before
+        seconds = time.perf_counter() - began_s
+        worked = Worked(
+            tokens=self._engine.sampled_tokens - tokens,
+            seconds=seconds,
+            cpu_s=self._cpu.spent_s(),
+            running_mean=(self._running_s() - running_s) / seconds,
+        )
+        self._raise_failure()
+        for source in self._sources:
+            source.cancel()
+        await asyncio.gather(*self._sources, return_exceptions=True)
+        return worked
+
+    def _running_s(self) -> float:
+        """Integral of the number of running sequences over time."""
+        return self._meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0).sums["running_sequence_s"]
+
+    def _raise_failure(self) -> None:
+        for source in self._sources:
+            if source.done():  # none ends by itself
+                source.result()
+
+    async def _generate(self) -> None:
+        """One response after the other. Neighbours in number share a prompt; processes share no random number."""
+        work, rollout = self._work, self._work.profile.rollout
+        while True:
+            number = next(self._numbers)
+            sampling = replace(sampling_of(rollout, rollout.temperature), max_response_tokens=work.length(number))
+            seed = hash((work.profile.run.seed, self._index, number))
+            prompt = self._prompts[number // rollout.n % len(self._prompts)]
+            await self._engine.generate(f"phase-{number}", prompt, sampling, seed)
+            self._num_ended += 1
+
+
+def endless_model(model_dir: Path, directory: Path) -> Path:
+    """`directory` with the model's files (links) and an end of sequence that it does not have."""
+    directory.mkdir(parents=True)
+    for path in model_dir.iterdir():
+        if path.name != GENERATION_CONFIG:
+            (directory / path.name).symlink_to(path.resolve())
+    original = model_dir / GENERATION_CONFIG
+    content = json.loads(original.read_text(encoding="utf-8")) if original.is_file() else {}
+    (directory / GENERATION_CONFIG).write_text(json.dumps({**content, "eos_token_id": NO_SUCH_TOKEN}), encoding="utf-8")
+    return directory
+
+
+class TrainingAlone:
+    """One rank, which trains made-up batches over and over. All ranks are asked for the same number of steps."""
+
+    def __init__(self, rank: int, work: Work) -> None:
+        from asyncrl_cli.train.balance import plan_train_step
+        from asyncrl_cli.train.policy_trainer import PolicyTrainer
+
+        training, prompts = work.profile.async_training, work.prompts()
+        step_groups = training.require_batches * work.profile.trainer.ppo_mini_batch_size
+        self._threads, self._window_steps = work.place.threads, training.trigger_parameter_sync_step
+        self._batches = []
+        for batch in range(BATCHES):
+            numbers = range(batch * step_groups, (batch + 1) * step_groups)
+            groups = [made_up_group(work, number, prompts[number % len(prompts)]) for number in numbers]
+            plans = plan_train_step(
+                [result for result, _ in groups],
+                ranks=work.place.workers,
+                num_minibatches=training.require_batches,
+                normalize=work.profile.algorithm.normalize_advantages,
+            )
+            self._batches.append((plans[rank], [payload for _, payload in groups]))
+        init_method = f"file://{work.meeting}"
+        self._trainer = PolicyTrainer(work.profile, work.place, rank=rank, init_method=init_method, total_optimizer_steps=1)
+        self._step = 0
+
+    def measure(self, num_steps: int) -> Worked:
+        """Until the slowest rank has ended the last step."""
+        from asyncrl_cli.train.policy_trainer import RankBatch
+
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._threads), 0
+        for _ in range(num_steps):
+            plan, groups = self._batches[self._step % BATCHES]
+            step_in_window = self._step % self._window_steps
+            self._step += 1
+            payloads = {group: groups[group] for group in plan.groups}
+            batch = RankBatch(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads)
+            tokens += self._trainer.train(batch).tokens
+        return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
+
+
+def made_up_group(work: Work, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
+    """Responses repeat their prompt's tokens; half of them are right."""
+    from asyncrl_cli.engines.port import Completion
+    from asyncrl_cli.envs.episode import Episode
+    from asyncrl_cli.samples import GroupPayload
+
+    n, episodes = work.profile.rollout.n, []
+    for index in range(n):
+        length = work.length(number * n + index)
+        tokens = list(itertools.islice(itertools.cycle(prompt), length))
+        completion = Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length")
+        reward = float(index % 2)
+        episodes.append(Episode("", {}, seed=0, prompt_tokens=prompt, completion=completion, reward=reward))
+    key, metas = AttemptKey(str(number), 0, 0), tuple(episode.meta() for episode in episodes)
+    result = GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=None)
+    return result, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(episode.trajectory() for episode in episodes))
+
+
+class CpuTime:
+    """What this process and its children compute from now on, in CPU seconds of one core: those of the busiest thread or,
+    if that is more, the mean of the busiest process over `threads`. (An engine may compute in a child.)
+
+    A sum over threads would hide what others take: two threads with half a core each make a CPU second per second, too.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._began_s = _thread_seconds()
+
+    def spent_s(self) -> float:
+        spent_s = {
+            pid: [seconds - self._began_s.get(pid, {}).get(thread, 0.0) for thread, seconds in own.items()]
+            for pid, own in _thread_seconds().items()
+        }
+        return max(max(max(own), sum(own) / self._threads) for own in spent_s.values())
+
+
+def _thread_seconds() -> dict[int, dict[int, float]]:
+    """By process and thread."""
+    seconds: dict[int, dict[int, float]] = {}
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        with suppress(psutil.Error):  # a child that ends while we look
+            seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+    return seconds
