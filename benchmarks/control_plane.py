@@ -40,17 +40,16 @@ from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import VirtualTimeLoop
-from asyncrl_cli.simulate.decoding import DecodeTimes
 from asyncrl_cli.simulate.lengths import ResponseLengths
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
-from asyncrl_cli.simulate.workload import Lengths
+from asyncrl_cli.simulate.workload import Decoding, Lengths
+from asyncrl_cli.simulate.world import NumberedFeed
 
 SLOTS, N, WINDOW_STEPS = 64, 16, 4
 LENGTHS = Lengths(distribution="lognormal", median_tokens=500.0, sigma=0.8, prompt_tokens=128)
 MAX_RESPONSE_TOKENS = 4096
-DECODING = DecodeTimes(step_s=0.02, step_s_per_sequence=1e-4, prefill_s_per_token=1e-5)
+DECODING = Decoding(step_s=0.02, step_s_per_sequence=1e-4, prefill_s_per_token=1e-5, speed_spread=0.05)
 TRAIN_S = 3.0
 COUNTED_WINDOWS = 5
 MOST_GROWTH = 1.1
@@ -183,7 +182,6 @@ def worker_times() -> WorkerTimes:
         prompt_tokens=LENGTHS.prompt_tokens,
         prefetch_s=lambda rng: 1 + rng.random(),
         load_s=lambda rng: 0.5 + 0.2 * rng.random(),
-        speed_spread=0.05,
     )
 
 

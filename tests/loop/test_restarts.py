@@ -18,8 +18,8 @@ from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.observe.metrics import StepMetrics
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, run_world, settings
 

@@ -19,8 +19,8 @@ from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.simulate.clock import DeadlockError
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.proof.books import in_time
 from tests.loop.proof.drawing import MODES, draw
 from tests.loop.proof.faults import FaultKind

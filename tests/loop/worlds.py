@@ -16,10 +16,10 @@ from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.decoding import DecodeTimes
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.workload import Decoding
+from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.keywords import loop_settings
 from tests.loop.proof.faults import Faults, FaultyTrainer, FaultyWorker
 from tests.loop.proof.memory import MemoryCheckpoints
@@ -43,7 +43,7 @@ def worker_times(
     token_s: float = 0.02, response_tokens: Callable[[random.Random], int] = pareto_tokens, **times: Any
 ) -> WorkerTimes:
     """Every token takes `token_s`, however many sequences run; each length is drawn by itself."""
-    decoding = DecodeTimes(step_s=token_s)
+    decoding = Decoding(step_s=token_s, step_s_per_sequence=0.0)
     return WorkerTimes(decoding=decoding, response_tokens=lambda rng, n: [response_tokens(rng) for _ in range(n)], **times)
 
 

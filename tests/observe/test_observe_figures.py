@@ -19,8 +19,8 @@ from asyncrl_cli.observe.status_file import Status
 from asyncrl_cli.observe.summary import summary_rows
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker
 from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.worlds import MODES, settings, worker_times

@@ -13,9 +13,9 @@ from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.worlds import MODES, settings, worker_times
 
 GATHER_S = 0.1

@@ -11,8 +11,8 @@ import pytest
 
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.decoding import DecodeTimes, SimulatedEngine
-from asyncrl_cli.simulate.sequence import SimulatedSequence
+from asyncrl_cli.simulate.decoding import SimulatedEngine, SimulatedSequence
+from asyncrl_cli.simulate.workload import Decoding
 from tests.simulate.token_by_token import Seq, TokenByToken
 
 SLOTS = 4
@@ -57,13 +57,13 @@ def in_the_engine(costs, actions):
         loop = asyncio.get_running_loop()
         meter = RolloutMeter("rollout-0", SLOTS, loop.time, lambda: None)
         step_s, per_sequence_s, prefill_s = (float(costs[name]) for name in ("step", "per_sequence", "prefill"))
-        times = DecodeTimes(step_s=step_s, step_s_per_sequence=per_sequence_s, prefill_s_per_token=prefill_s)
+        times = Decoding(step_s=step_s, step_s_per_sequence=per_sequence_s, prefill_s_per_token=prefill_s)
         engine = SimulatedEngine(SLOTS, times, speed=float(costs["speed"]), version=0, on_running=meter.running)
         sequences, ends, drained_at = {}, {}, []
 
         def submit(group):
             for name, prompt, tokens in group:
-                sequences[name] = SimulatedSequence(name, prompt, tokens, lambda s: ends.__setitem__(s.index, loop.time()))
+                sequences[name] = SimulatedSequence(prompt, tokens, lambda _, name=name: ends.__setitem__(name, loop.time()))
             engine.submit([sequences[name] for name, _, _ in group])
 
         def drain():
@@ -81,9 +81,8 @@ def in_the_engine(costs, actions):
             loop.call_at(float(time), calls[method], *arguments)
         await asyncio.sleep(float(actions[-1][0]) + 1000)
         spans = {name: engine.version_tokens(sequence) for name, sequence in sequences.items()}
-        report = meter.report(
-            version=engine.version, sampled_tokens=engine.sampled_tokens, decode_steps=engine.decode_steps, running_tokens=0
-        )
+        sampled_tokens, decode_steps, _ = engine.counters()
+        report = meter.report(version=engine.version, sampled_tokens=sampled_tokens, decode_steps=decode_steps, running_tokens=0)
         return ends, spans, drained_at, report
 
     return run_virtual(main())
@@ -132,9 +131,9 @@ def test_a_slot_goes_to_whoever_has_waited_longest_and_the_engine_has_one_timer(
         loop, ended, timers = asyncio.get_running_loop(), [], []
         call_at = loop.call_at
         loop.call_at = lambda *timer, **context: timers.append(timer) or call_at(*timer, **context)
-        engine = SimulatedEngine(2, DecodeTimes(step_s=1.0))
-        sequences = [SimulatedSequence(i, 0, tokens, lambda s: ended.append(s.index)) for i, tokens in enumerate([5, 1, 3, 9, 2])]
-        engine.submit(sequences)
+        engine = SimulatedEngine(2, Decoding(step_s=1.0, step_s_per_sequence=0.0))
+        lengths = [5, 1, 3, 9, 2]
+        engine.submit(SimulatedSequence(0, tokens, lambda _, i=i: ended.append(i)) for i, tokens in enumerate(lengths))
         await asyncio.sleep(100)
         return ended, len(timers)
 

@@ -11,10 +11,10 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest, Published
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.decoding import DecodeTimes
 from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.workload import Decoding
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, draw_faults
 
 
@@ -24,7 +24,7 @@ def lengths(*tokens):
 
 
 def make(times=None, *, slots=4, name="rollout-0", faults=None, machine=None, **changes):
-    values = {"decoding": DecodeTimes(step_s=1.0), "response_tokens": lengths(3, 5)} | changes
+    values = {"decoding": Decoding(step_s=1.0, step_s_per_sequence=0.0), "response_tokens": lengths(3, 5)} | changes
     limits = {"call_timeout_s": values.pop("call_timeout_s", 600.0)}
     times = times or WorkerTimes(**values)
     if faults is None:
@@ -95,7 +95,7 @@ def test_the_same_group_has_the_same_lengths_on_any_worker_whatever_happened_bef
 )
 def test_a_load_freezes_recomputes_or_drains(interrupt, versions, loaded_s, ended_s):
     async def main():
-        decoding = DecodeTimes(step_s=1.0, prefill_s_per_token=0.1)
+        decoding = Decoding(step_s=1.0, step_s_per_sequence=0.0, prefill_s_per_token=0.1)
         worker = make(decoding=decoding, prompt_tokens=10, load_s=lambda rng: 3.0, pause_s=1.0)
         await load(worker, 0)
         began_s = now_s()
@@ -359,8 +359,10 @@ def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
 
 
 def test_workers_differ_in_speed_as_much_as_asked():
+    uneven = Decoding(step_s=1.0, step_s_per_sequence=0.0, speed_spread=0.2)
+
     async def main():
-        return [make(name=f"rollout-{number}", speed_spread=0.2).speed for number in range(200)]
+        return [make(name=f"rollout-{number}", decoding=uneven).speed for number in range(200)]
 
     speeds = run_virtual(main())
     assert 0.8 <= min(speeds) < 0.82

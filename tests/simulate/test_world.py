@@ -145,10 +145,11 @@ def test_the_capacity_of_workers_is_that_of_the_speeds_that_they_drew() -> None:
 
 def test_the_capacity_of_a_stretch_is_that_of_the_steps_in_it() -> None:
     alone = simulate(profile("partial-rollout", workload()), workload()).alone
-    spent = {
-        4: Spent(seconds=2.0, response_tokens=100, trajectories=16),
-        8: Spent(seconds=5.0, response_tokens=400, trajectories=32),
-    }
+    spent = [
+        Spent(),
+        Spent(seconds=2.0, response_tokens=100, trajectories=16),
+        Spent(seconds=5.0, response_tokens=400, trajectories=32),
+    ]
     stretch = replace(alone, spent=spent)
     found = [stretch.capacities(*edges).trainer_tokens_per_s for edges in ((0, 4), (4, 8), (0, 8))]
     assert found == [50.0, 100.0, 80.0]

@@ -12,17 +12,16 @@ Steps with an eval or a checkpoint are left out, as are the first ones. What one
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe.lines import EventLine, Line, read_events, read_metrics, spent_s
+from asyncrl_cli.observe.lines import Line, read_events, read_metrics, spent_s
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
-from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Layer, load
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
@@ -33,7 +32,6 @@ from asyncrl_cli.simulate.observed import decode_points, lengths_of, old_logprob
 from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
-Found = TypeVar("Found")
 LEAST_STEPS = 8
 COMMON_KEYS = {
     "trainer": ("ppo_mini_batch_size", "max_tokens_per_microbatch"),
@@ -75,45 +73,43 @@ def _calibrated(run_directory: Path) -> Workload:
     lines = undisturbed(everything)
     _enough(lines, run_directory, f"of {len(everything)} train steps are whole and free of evals and checkpoints")
     job = compile_job(profile, virtual_cluster(profile))
-    workers, ranks = job.role(ROLLOUT).workers, job.role(TRAINER).workers
-    schedule = Schedule.of(profile)
-    decoded = _enough(decode_points(lines, workers), run_directory, "train steps have decoding beside them")
-    trained = _enough(train_points(lines), run_directory, "train steps have trained tokens")
-    decode_fit, train_fit = fit_line(decoded), fit_line(trained)
-    scored_s = old_logprob_s_per_token(lines, train_fit)
+    decoded, trained = decode_points(lines, job.role(ROLLOUT).workers), train_points(lines)
+    _enough(decoded, run_directory, "train steps have decoding beside them")
+    _enough(trained, run_directory, "train steps have trained tokens")
+    decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(run_directory, lines, profile)
+    scored_s = old_logprob_s_per_token(lines, training)
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
-        notes="\n".join(_notes(len(lines), profile, decode_fit, train_fit, scored_s)),
+        notes="\n".join(_notes(len(lines), profile, decoding, training, scored_s)),
         windows=24,
         profile=_common(profile, job.device),
         profiles={},
         lengths=lengths_of(lines, profile),
         decoding=Decoding(
-            step_s=max(decode_fit.constant, 1e-9),
-            step_s_per_sequence=decode_fit.slope,
-            interference_ratio=decode_fit.interference,
+            step_s=max(decoding.constant, 1e-9),
+            step_s_per_sequence=decoding.slope,
+            interference_ratio=decoding.interference,
         ),
         training=Training(
-            step_s=train_fit.constant / (schedule.step_groups // schedule.mini_batch_groups),
-            s_per_token=train_fit.slope,
+            step_s=training.constant / profile.async_training.require_batches,
+            s_per_token=training.slope,
             old_logprob_s_per_token=scored_s or 0.0,
-            reference_gpus=ranks,
+            reference_gpus=job.role(TRAINER).workers,
             step_overhead_s=max(0.0, median(spent_s(line, "other") for line in lines)),
-            interference_ratio=train_fit.interference,
+            interference_ratio=training.interference,
         ),
-        syncing=_syncing(read_events(run_directory / "events.jsonl"), lines, sends_in_pause=not profile.weights.dual_buffer),
-        references=(_reference(lines, profile, schedule, run_directory),),
+        syncing=syncing,
+        references=(_reference(lines, profile, run_directory),),
     )
 
 
-def _enough(found: Sequence[Found], run_directory: Path, what: str) -> Sequence[Found]:
-    if len(found) >= LEAST_STEPS:
-        return found
-    raise ConfigError(
-        f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}",
-        hint="a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0",
-    )
+def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
+    if len(found) < LEAST_STEPS:
+        raise ConfigError(
+            f"{run_directory}: {len(found)} {what}; a calibration needs {LEAST_STEPS}",
+            hint="a longer run, with --set eval.every_versions=0 --set checkpoint.every_steps=0",
+        )
 
 
 def _notes(num_lines: int, profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
@@ -145,42 +141,48 @@ def _profile(run_directory: Path) -> Profile:
         raise ConfigError(error.message, hint="give the directory of a run, as runs/NAME") from None
 
 
+def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """By section and name, those that have a value."""
+    return {
+        section: {name: value for name in names if (value := getattr(getattr(profile, section), name)) is not None}
+        for section, names in keys.items()
+    }
+
+
 def _common(profile: Profile, device: str) -> dict[str, Any]:
-    """The profile keys that size the work, as nested tables; a colocated run's own placement is its profile's affair."""
-    tables: dict[str, Any] = {}
-    for section, names in COMMON_KEYS.items():
-        values = {name: getattr(getattr(profile, section), name) for name in names}
-        tables[section] = {name: value for name, value in values.items() if value is not None}
-    tables["placement"]["device"] = device
-    return tables
+    """The profile keys that size the work; a colocated run's own placement is its profile's affair."""
+    tables = _values(profile, COMMON_KEYS)
+    return tables | {"placement": tables["placement"] | {"device": device}}
 
 
-def _syncing(events: Sequence[EventLine], lines: Sequence[Line], *, sends_in_pause: bool) -> Syncing:
-    """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing.
-
-    `sends_in_pause`: the run had no second buffer, so its pauses contain its sends.
-    """
+def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Syncing:
+    """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing."""
+    events = read_events(run_directory / "events.jsonl")
     published = [event for event in events if event["event"] == "published" and {"num_bytes", "publish_s"} <= event.keys()]
     loaded = [event for event in events if event["event"] == "loaded" and {"send_s", "load_s", "pause_s"} <= event.keys()]
     num_bytes = max(1.0, float(published[-1]["num_bytes"])) if published else 1.0
-    gather_s = median([line["sync/gather_s"] for line in lines if "sync/gather_s" in line] or [0.0])
-    publish_s = median([event["publish_s"] for event in published] or [0.0])
-    send_s = median([event["send_s"] for event in loaded] or [0.0])
-    load_s = median([event["load_s"] for event in loaded] or [0.0])
-    pause_s = median([event["pause_s"] for event in loaded] or [0.0])
+    gather_s, publish_s = _median(lines, "sync/gather_s"), _median(published, "publish_s")
+    send_s, load_s, pause_s = (_median(loaded, key) for key in ("send_s", "load_s", "pause_s"))
+    # Without a second buffer, the pauses contain the sends.
+    within_pause_s = load_s if profile.weights.dual_buffer else load_s + send_s
     return Syncing(
         parameter_bytes=num_bytes,
         gather_bytes_per_s=num_bytes / max(gather_s, 1e-6),
         send_bytes_per_s=num_bytes / max(publish_s + send_s, 1e-6),
         load_bytes_per_s=num_bytes / max(load_s, 1e-6),
-        pause_s=max(0.0, pause_s - load_s - (send_s if sends_in_pause else 0.0)),
+        pause_s=max(0.0, pause_s - within_pause_s),
         colocated_s=gather_s + publish_s + send_s + load_s,
     )
 
 
-def _reference(lines: Sequence[Line], profile: Profile, schedule: Schedule, run_directory: Path) -> Reference:
+def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Of those that have it; 0 if none has."""
+    return float(median([row[key] for row in rows if key in row] or [0.0]))
+
+
+def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> Reference:
     """The run itself: what the simulation must give back."""
-    per_window = schedule.window_steps / len(lines)
+    per_window = profile.async_training.trigger_parameter_sync_step / len(lines)
     name = profile.name if profile.name in shipped_profiles() else str((run_directory / "profile.toml").resolve())
     return Reference(
         profile=name,
@@ -194,10 +196,9 @@ def _reference(lines: Sequence[Line], profile: Profile, schedule: Schedule, run_
 def _differing(profile: Profile, reference: str) -> dict[str, Any]:
     """The run's own values of `OWN_KEYS`, where the profile of that name has others."""
     plain = load(reference, environ={}, layers=[Layer(origin="calibration", values={"run.train_steps": 1})]).profile
-    tables: dict[str, Any] = {}
-    for section, names in OWN_KEYS.items():
-        own, others = getattr(profile, section), getattr(plain, section)
-        values = {name: getattr(own, name) for name in names if getattr(own, name) not in (None, getattr(others, name))}
-        if values:
-            tables[section] = values
-    return tables
+    tables, others = _values(profile, OWN_KEYS), _values(plain, OWN_KEYS)
+    own = {
+        section: {name: value for name, value in table.items() if value != others[section].get(name)}
+        for section, table in tables.items()
+    }
+    return {section: table for section, table in own.items() if table}

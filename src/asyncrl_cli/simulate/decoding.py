@@ -11,7 +11,8 @@ so the engine needs no event per token: it counts the steps that have passed (a 
 begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
 the engine freezes, or it is slowed. A sequence that begins between two tokens of the others keeps its own phase: its first
 token takes a whole step, as every token does. A prefill is work of the whole engine: decoding waits for it. Loads, too, have a
-step count: `simulate.sequence` says which versions a sequence's tokens are of.
+step count: token j of a sequence that begins at s belongs to the last load before s + j. A token that is half done at a load is
+finished by the new weights and counts as theirs.
 
 Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0. At step count 2.5 tokens
 1 and 2 are done and of the old version, 3 to 5 are of version 3, and the end is at 5 + 1.5 s.
@@ -25,18 +26,28 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from asyncrl_cli.simulate.sequence import SAME_STEP, Loads, SimulatedSequence
+from asyncrl_cli.simulate.workload import Decoding
 
+SAME_STEP = 1e-9
+"""Step counts closer than this are one: far above rounding, far below a token."""
 _NEVER = float("inf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeTimes:
-    """Seconds of an engine of speed 1; the keys of `simulate.workload.Decoding`."""
+@dataclass(slots=True, eq=False)
+class SimulatedSequence:
+    """A response in the making. `tokens` are those it will have; fewer once it was aborted. `on_end` is called when it has all
+    of them. `luck` (uniform) decides on its reward, which takes `reward_s` and comes at `rewarded_s`: the engine's are the rest."""
 
-    step_s: float
-    step_s_per_sequence: float = 0.0
-    prefill_s_per_token: float = 0.0
+    prompt_tokens: int
+    tokens: int
+    on_end: Callable[[SimulatedSequence], None]
+    reward_s: float = 0.0
+    luck: float = 1.0
+    rewarded_s: float = _NEVER
+    begin_steps: float = -1.0
+    first_load: int = 0
+    is_aborted: bool = False
+    has_ended: bool = False
 
 
 class SimulatedEngine:
@@ -48,7 +59,7 @@ class SimulatedEngine:
     def __init__(
         self,
         slots: int,
-        times: DecodeTimes,
+        times: Decoding,
         *,
         speed: float = 1.0,
         version: int = -1,
@@ -62,7 +73,7 @@ class SimulatedEngine:
         self._slowdown = 1.0
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
-        self._loads = Loads(version)
+        self._loads = [(0.0, version)]  # by step count; a sequence notes the place of the newest one when it begins
         self._ends: list[tuple[float, int, SimulatedSequence]] = []
         self._num_begun = 0
         self._waiting: deque[SimulatedSequence] = deque()
@@ -77,26 +88,13 @@ class SimulatedEngine:
         self._target_s = _NEVER
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def sampled_tokens(self) -> float:
-        """Up to now; a token in the making counts by its part."""
+    def counters(self) -> tuple[float, float, float]:
+        """Sampled tokens, decode steps, and tokens of the sequences that run; a token or step in the making counts by its part."""
         self._advance()
-        return self._sampled_tokens
-
-    @property
-    def decode_steps(self) -> float:
-        """Up to now; one in the making counts by its part."""
-        self._advance()
-        return self._steps
-
-    @property
-    def running_tokens(self) -> float:
-        """Of the sequences that run now, counted likewise."""
-        self._advance()
-        return self.running * self._steps - self._sum_begin_steps
+        return self._sampled_tokens, self._steps, self.running * self._steps - self._sum_begin_steps
 
     def submit(self, sequences: Iterable[SimulatedSequence]) -> None:
-        """Each begins when it gets a slot, and its `on_end` is called when it has all of its tokens."""
+        """Each begins when it gets a slot."""
         self._advance()
         self._waiting.extend(sequences)
         self._let_in()
@@ -106,22 +104,26 @@ class SimulatedEngine:
         """Those that have not ended leave, with whole tokens only; their `on_end` is not called."""
         self._advance()
         left = 0
-        for sequence in sequences:
-            if sequence.ended or sequence.aborted:
-                continue
-            sequence.aborted = True
-            if sequence.begin_steps >= 0:
-                sequence.tokens = self._whole_tokens(sequence)
+        for sequence in (sequence for sequence in sequences if not (sequence.has_ended or sequence.is_aborted)):
+            sequence.is_aborted = True
+            has_begun = sequence.begin_steps >= 0
+            sequence.tokens = self._whole_tokens(sequence) if has_begun else 0
+            if has_begun:
                 self._sum_begin_steps -= sequence.begin_steps
                 left += 1
-            else:
-                sequence.tokens = 0
         self._leave(left)
         self._retime()
 
     def version_tokens(self, sequence: SimulatedSequence) -> tuple[tuple[int, int], ...]:
         """Tokens per version of an ended or aborted sequence, ascending: ((3, 17), (4, 5))."""
-        return self._loads.version_tokens(sequence)
+        done, spans = 0, []
+        next_loads = [*(steps for steps, _ in self._loads[sequence.first_load + 1 :]), _NEVER]
+        for (_, version), until_steps in zip(self._loads[sequence.first_load :], next_loads, strict=True):
+            upto = min(sequence.tokens, until_steps - sequence.begin_steps + SAME_STEP)
+            if int(upto) > done:
+                spans.append((version, int(upto) - done))
+                done = int(upto)
+        return tuple(spans)
 
     def drained(self) -> asyncio.Future[None]:
         """From now on nobody begins, until a `thaw`; the future is done once nobody runs."""
@@ -141,9 +143,9 @@ class SimulatedEngine:
         """Go on with the weights of `version`; `recompute`: after a prefill of all that the running sequences have so far."""
         self._advance()
         self.version = version
-        self._loads.add(self._steps, version)
+        self._loads.append((self._steps, version))
         if recompute:
-            running = [sequence for _, _, sequence in self._ends if not sequence.aborted]
+            running = [sequence for _, _, sequence in self._ends if not sequence.is_aborted]
             tokens = sum(sequence.prompt_tokens + self._whole_tokens(sequence) for sequence in running)
             self._prefill_s = tokens * self._times.prefill_s_per_token
         self._is_frozen = self._is_closed = False
@@ -178,20 +180,19 @@ class SimulatedEngine:
         return self._times.step_s + self._times.step_s_per_sequence * self.running
 
     def _let_in(self) -> None:
-        begun, waiting = 0, self._waiting
-        while waiting and self.running + begun < self.slots and not self._is_closed:
+        before, waiting = self.running, self._waiting
+        while waiting and self.running < self.slots and not self._is_closed:
             sequence = waiting.popleft()
-            if sequence.aborted:
+            if sequence.is_aborted:
                 continue
             sequence.begin_steps = self._steps
-            sequence.first_load = self._loads.last
+            sequence.first_load = len(self._loads) - 1
             self._num_begun += 1
             heapq.heappush(self._ends, (self._steps + sequence.tokens, self._num_begun, sequence))
             self._prefill_s += sequence.prompt_tokens * self._times.prefill_s_per_token
             self._sum_begin_steps += self._steps
-            begun += 1
-        if begun:
-            self.running += begun
+            self.running += 1
+        if self.running > before:
             self._on_running(self.running)
 
     def _leave(self, left: int) -> None:
@@ -201,9 +202,6 @@ class SimulatedEngine:
         self.running -= left
         if self.running == 0:
             self._prefill_s = 0.0
-        self._let_in_or_tell()
-
-    def _let_in_or_tell(self) -> None:
         before = self.running
         self._let_in()
         if self.running == before:
@@ -214,7 +212,7 @@ class SimulatedEngine:
     def _retime(self) -> None:
         """Know when the next sequence ends. A timer that is too early stays: it looks again when it fires."""
         ends = self._ends
-        while ends and ends[0][2].aborted:
+        while ends and ends[0][2].is_aborted:
             heapq.heappop(ends)
         self._target_s = _NEVER
         if ends and not self._is_frozen:
@@ -240,8 +238,8 @@ class SimulatedEngine:
         self._step_on(ends[0][0] - self._steps)
         while ends and ends[0][0] <= self._steps + SAME_STEP:
             sequence = heapq.heappop(ends)[2]
-            if not sequence.aborted:
-                sequence.ended = True
+            if not sequence.is_aborted:
+                sequence.has_ended = True
                 self._sum_begin_steps -= sequence.begin_steps
                 ended.append(sequence)
         self._leave(len(ended))

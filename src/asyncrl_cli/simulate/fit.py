@@ -8,17 +8,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-MAX_INTERFERENCE = 2.0
-INTERFERENCE_STEPS = 200
+import numpy as np
+
+INTERFERENCES = tuple(step / 100 for step in range(201))
+"""Those that are tried where the points can tell it."""
 LEAST_SHARED_RANGE = 0.05
 """Where `shared` varies less, interference cannot be told from slower work."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class Point(NamedTuple):
     """What was timed once: `amount` of work in `seconds` > 0, of which a share was shared."""
 
     amount: float
@@ -26,8 +27,7 @@ class Point:
     shared: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class Fit(NamedTuple):
     """`tells_interference`: the points could tell it at all."""
 
     constant: float
@@ -36,44 +36,34 @@ class Fit:
     tells_interference: bool
 
 
-def rate(shared: float, interference: float) -> float:
-    """Work per second, against that on a machine of its own."""
+def rate(shared: Any, interference: float) -> Any:
+    """Work per second, against that on a machine of its own; of one share, or of an array of them."""
     return 1 - shared * interference / (1 + interference)
 
 
+@np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
     """All coefficients >= 0. Least squares of relative errors give the line's form, so that slow steps (a disturbed machine) do not
     rule it; they ask for less than the mean, so its level is set by the sum: predictions add up to the seconds that were spent."""
-    assert points
-    shares = [point.shared for point in points]
-    tells = max(shares) - min(shares) > LEAST_SHARED_RANGE
-    ratios = [MAX_INTERFERENCE * step / INTERFERENCE_STEPS for step in range(INTERFERENCE_STEPS + 1)] if tells else [0.0]
-    constant, slope, _, ratio = min(
-        ((*_fit_with(points, ratio), ratio) for ratio in ratios), key=lambda candidate: (candidate[2], candidate[3])
-    )
-    predicted_s = sum((constant + slope * point.amount) / rate(point.shared, ratio) for point in points)
-    level = sum(point.seconds for point in points) / predicted_s
-    return Fit(constant=level * constant, slope=level * slope, interference=ratio, tells_interference=tells)
+    amounts, seconds, shares = np.array(points).T
+    lines = np.stack([np.ones_like(amounts), amounts], axis=1)
+    tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)
+    fits = []
+    for interference in INTERFERENCES if tells else (0.0,):
+        work = seconds * rate(shares, interference)
+        fits.append((*_least_squares(lines / work[:, None]), interference))
+    _, coefficients, interference = min(fits, key=lambda fit: fit[0])
+    predicted_s = lines @ coefficients / rate(shares, interference)
+    constant, slope = (float(coefficient) for coefficient in coefficients * seconds.sum() / predicted_s.sum())
+    return Fit(constant, slope, interference, tells)
 
 
-def _fit_with(points: Sequence[Point], ratio: float) -> tuple[float, float, float]:
-    """(constant, slope, error) at that interference: two normal equations in (1, amount) / work, and their edges where one is 0."""
-    ones = [1 / (point.seconds * rate(point.shared, ratio)) for point in points]
-    slopes = [one * point.amount for one, point in zip(ones, points, strict=True)]
-    a, b, c = _dot(ones, ones), _dot(ones, slopes), _dot(slopes, slopes)
-    p, q = sum(ones), sum(slopes)
-    determinant = a * c - b * b
-    pairs = [(p / a, 0.0), (0.0, q / c if c else 0.0)]
-    if determinant > 1e-12 * a * c:
-        pairs.append(((p * c - q * b) / determinant, (q * a - p * b) / determinant))
-
-    def error(pair: tuple[float, float]) -> float:
-        predicted = (pair[0] * one + pair[1] * slope for one, slope in zip(ones, slopes, strict=True))
-        return sum((value - 1) ** 2 for value in predicted) / len(ones)
-
-    constant, slope = min((pair for pair in pairs if min(pair) >= 0), key=error)
-    return constant, slope, error((constant, slope))
-
-
-def _dot(left: Iterable[float], right: Iterable[float]) -> float:
-    return sum(x * y for x, y in zip(left, right, strict=True))
+def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
+    """(error, coefficients >= 0) of `columns @ coefficients` against ones: of both columns, or of one of them alone."""
+    found = []
+    for used in ([0], [1], [0, 1]):
+        coefficients = np.zeros(2)
+        coefficients[used], _, rank, _ = np.linalg.lstsq(columns[:, used], np.ones(len(columns)))
+        if rank == len(used) and coefficients.min() >= 0:
+            found.append((float(np.mean((columns @ coefficients - 1) ** 2)), coefficients))
+    return min(found, key=lambda one: one[0])

@@ -16,7 +16,7 @@ class SharedMachine:
         self._training_ratio = training_ratio
         self._engines: list[SimulatedEngine] = []
         self._num_generating = 0
-        self._changed: asyncio.Future[None] | None = None
+        self._changed = asyncio.Event()
         self._slowdown = 1.0
 
     def add(self, engine: SimulatedEngine) -> None:
@@ -29,8 +29,8 @@ class SharedMachine:
     def generating(self, change: int) -> None:
         """An engine has begun (+1) or stopped (-1) to generate."""
         self._num_generating += change
-        if self._training_ratio and self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
+        if self._training_ratio:
+            self._changed.set()
 
     async def compute(self, seconds: float) -> float:
         """The trainer computes what takes `seconds` on a machine of its own. Returns the seconds it took."""
@@ -48,10 +48,10 @@ class SharedMachine:
         loop = asyncio.get_running_loop()
         share = self._num_generating / len(self._engines) if self._engines else 0.0
         factor, began_s = 1 + self._training_ratio * share, loop.time()
-        changed = self._changed = loop.create_future()
-        timer = loop.call_later(seconds * factor, _wake, changed)
+        self._changed.clear()
+        timer = loop.call_later(seconds * factor, self._changed.set)
         try:
-            await changed
+            await self._changed.wait()
         finally:
             timer.cancel()
         is_done = loop.time() >= timer.when()
@@ -62,8 +62,3 @@ class SharedMachine:
         if self._generation_ratio:
             for engine in self._engines:
                 engine.slow_down(slowdown)
-
-
-def _wake(changed: asyncio.Future[None]) -> None:
-    if not changed.done():
-        changed.set_result(None)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from statistics import NormalDist
 
 from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
@@ -14,7 +12,6 @@ from asyncrl_cli.simulate.workload import Lengths
 WARMING_STEPS = 4
 LENGTHS_KEPT = 2000
 LENGTHS_PER_STEP = 64
-MAX_SIGMA = 4.0
 LEAST_BUSY = 0.05
 NEEDED = (
     "trainer/idle_ratio",
@@ -22,7 +19,7 @@ NEEDED = (
     "rollouter/tokens_per_s",
     "rollouter/decode_batch_mean",
     "response_tokens/mean",
-    "response_tokens/median",
+    "response_tokens/quantiles",
     "staleness/histogram",
 )
 """Keys that a line has unless some executor did not report in time: then it says too little."""
@@ -79,35 +76,17 @@ def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed lengths: each step's quantiles if the run logged them, else those of a lognormal with its mean and median."""
+    """Observed lengths: as many from the quantiles of each step, then quantiles of them all."""
     cap = profile.rollout.max_response_tokens
-    drawn = [tokens for line in lines for tokens in _step_lengths(line, cap)]
-    drawn.sort()
+    drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap))
     kept = min(LENGTHS_KEPT, len(drawn))
     picked = [drawn[int((index + 0.5) / kept * len(drawn))] for index in range(kept)]
     return Lengths(prompt_tokens=0, distribution="list", response_tokens=tuple(picked))
 
 
 def _step_lengths(line: Line, cap: int) -> list[int]:
+    """A line's quantiles run from the shortest to the longest of `count`: each of them, the two as well, is 1 / count of all."""
     shares = [(index + 0.5) / LENGTHS_PER_STEP for index in range(LENGTHS_PER_STEP)]
-    if "response_tokens/quantiles" in line:
-        points, count = line["response_tokens/quantiles"], trajectories(line)
-        # Quantiles run from the shortest to the longest of `count`: each of them, the two as well, is 1 / count of all.
-        places = [min(max((share * count - 0.5) / max(count - 1, 1), 0.0), 1.0) for share in shares]
-        return [max(1, min(round(quantile(points, place)), cap)) for place in places]
-    return _lognormal(line["response_tokens/median"], line["response_tokens/mean"], min(cap, line["response_tokens/max"]), shares)
-
-
-def _lognormal(middle: float, mean: float, longest: int, shares: Sequence[float]) -> list[int]:
-    """Quantiles of the lognormal of that median which, cut at `longest`, have the observed mean (by bisection on sigma)."""
-    normals = [NormalDist().inv_cdf(share) for share in shares]
-
-    def lengths(sigma: float) -> list[int]:
-        return [max(1, round(min(middle * math.exp(sigma * normal), longest))) for normal in normals]
-
-    low, high = 0.0, MAX_SIGMA
-    for _ in range(30):
-        sigma = (low + high) / 2
-        is_short = sum(lengths(sigma)) < mean * len(shares)
-        low, high = (sigma, high) if is_short else (low, sigma)
-    return lengths(low)
+    points, count = line["response_tokens/quantiles"], trajectories(line)
+    places = [min(max((share * count - 0.5) / max(count - 1, 1), 0.0), 1.0) for share in shares]
+    return [max(1, min(round(quantile(points, place)), cap)) for place in places]

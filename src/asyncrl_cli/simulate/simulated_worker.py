@@ -19,11 +19,10 @@ from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress, Published
 from asyncrl_cli.profile.schema import Interrupt
-from asyncrl_cli.simulate.decoding import DecodeTimes, SimulatedEngine
+from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.responses import Responses, fates
-
-WEIGHTS_KEY = "weights.timeout_s"
+from asyncrl_cli.simulate.workload import Decoding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +32,12 @@ class WorkerTimes:
     `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
     from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load
-    itself; `fetch_s`: receiving weights within the interrupt, where there is no second buffer.
-    `speed_spread`: the worker's decoding takes 1 +- this, uniform. Progress is reported `progress_s` after the last report at the
-    earliest, and after `poll_s` even if nothing has changed: long runs of many workers want both longer than the real worker's.
+    itself; `fetch_s`: receiving weights within the interrupt, where there is no second buffer. Progress is reported `progress_s`
+    after the last report at the earliest, after `poll_s` even if nothing has changed: long runs of many workers want both longer
+    than the real worker's.
     """
 
-    decoding: DecodeTimes
+    decoding: Decoding
     response_tokens: Callable[[random.Random, int], Sequence[int]]
     prompt_tokens: int = 4
     max_response_tokens: int | None = None
@@ -49,7 +48,6 @@ class WorkerTimes:
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
     pause_s: float = 0.0
     fetch_s: float = 0.0
-    speed_spread: float = 0.0
     progress_s: float = DEBOUNCE_S
     poll_s: float = POLL_S
     weights_timeout_s: float = 300.0
@@ -64,7 +62,7 @@ class SimulatedWorker:
         self.loads: list[int] = []
         self._times = times
         self._rng = random.Random(f"{seed}/{name}")
-        self.speed = 1 + times.speed_spread * self._rng.uniform(-1, 1)
+        self.speed = 1 + times.decoding.speed_spread * self._rng.uniform(-1, 1)
         self._machine = machine or SharedMachine()
         self._begin()
 
@@ -99,11 +97,12 @@ class SimulatedWorker:
     async def progress(self, seen: int) -> Progress:
         seen = await self._poll.after(seen)
         groups = self._groups
+        sampled_tokens, decode_steps, running_tokens = self._engine.counters()
         report = self._meter.report(
             version=self.version,
-            sampled_tokens=int(round(self._engine.sampled_tokens, 6)),  # rounding must not take one back
-            decode_steps=self._engine.decode_steps,
-            running_tokens=sum(group.ended_tokens for group in groups.values()) + int(self._engine.running_tokens),
+            sampled_tokens=int(round(sampled_tokens, 6)),  # rounding must not take one back
+            decode_steps=decode_steps,
+            running_tokens=sum(group.ended_tokens for group in groups.values()) + int(running_tokens),
         )
         return Progress(seen=seen, finished_sequences={key: group.num_ended for key, group in groups.items()}, reports=(report,))
 
@@ -169,7 +168,7 @@ class SimulatedWorker:
         if seconds > 0:
             await asyncio.sleep(min(seconds, limit_s))
         if seconds > limit_s:
-            raise ExecutorLost(f"{what} took longer than {WEIGHTS_KEY} = {limit_s:g} s", executor=self.name)
+            raise ExecutorLost(f"{what} took longer than weights.timeout_s = {limit_s:g} s", executor=self.name)
 
     def _running(self, running: int) -> None:
         self._meter.running(running)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.pipeline import Pipeline, World
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Observer, StepRecord
@@ -23,9 +24,8 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.costs import Alone, Spent, TrainCosts, trainer_times, worker_times
+from asyncrl_cli.simulate.costs import Alone, TrainCosts, trainer_times, worker_times
 from asyncrl_cli.simulate.machine import SharedMachine
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
@@ -64,7 +64,7 @@ def simulate(
     job = compile_job(profile, virtual_cluster(profile))
     settings = _settings(profile, seed, groups)
     costs = TrainCosts(workload.training, profile, job.role(TRAINER).workers)
-    recorder = _Recorder(settings.schedule.window_steps, costs.spent, on_progress)
+    recorder = _Recorder(settings.schedule.window_steps, on_progress)
     speeds: list[float] = []
 
     async def run() -> tuple[float, AsyncrlError | None]:
@@ -84,7 +84,7 @@ def simulate(
         events=recorder.events,
         virtual_s=virtual_s,
         error=error,
-        alone=Alone(workload=workload, profile=profile, speeds=tuple(speeds), spent=recorder.spent),
+        alone=Alone(workload=workload, profile=profile, speeds=tuple(speeds), spent=costs.spent),
     )
 
 
@@ -119,20 +119,36 @@ def _team(
     names = [f"rollout-{index}" for index in range(job.role(ROLLOUT).workers)]
     times = worker_times(workload, profile, len(names))
     workers = [SimulatedWorker(name, profile.rollout.slots, times, seed, machine) for name in names]
-    timing = trainer_times(workload, costs, colocate=profile.placement.colocate)
-    return SimulatedTrainer(timing, machine=machine), workers
+    return SimulatedTrainer(trainer_times(workload, profile, costs), machine=machine), workers
+
+
+class NumberedFeed:
+    """Implements `loop.ports.Feed` with prompts p0, p1, ...; which one comes next is all its state."""
+
+    def __init__(self) -> None:
+        self._given = 0
+
+    def next(self) -> Prompt:
+        self._given += 1
+        return self.find(f"p{self._given - 1}", 0)
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        return Prompt(uid=uid, epoch=epoch, item={"prompt": uid[1:]})
+
+    def state(self) -> dict[str, Any]:
+        return {"given": self._given}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._given = state["given"]
 
 
 class _Recorder(Observer):
     """Keeps lines and forgets the rest."""
 
-    def __init__(self, window_steps: int, spent: Spent, on_progress: Progress | None) -> None:
-        """`spent` is the trainer's, and grows."""
+    def __init__(self, window_steps: int, on_progress: Progress | None) -> None:
         self.lines: list[dict[str, Any]] = []
-        self.spent: dict[int, Spent] = {}
         self.events: Counter[str] = Counter()
         self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
-        self._spent = spent
         self._on_progress = on_progress
 
     def event(self, event: Event) -> None:
@@ -140,6 +156,5 @@ class _Recorder(Observer):
 
     def step(self, record: StepRecord) -> None:
         self.lines.append(self._metrics.update(record))
-        self.spent[record.groups_trained] = replace(self._spent)
         if self._on_progress is not None:
             self._on_progress(record.groups_trained, record.ended_s)

@@ -17,10 +17,10 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.decoding import DecodeTimes
-from asyncrl_cli.simulate.numbered_feed import NumberedFeed
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import WorkerTimes
+from asyncrl_cli.simulate.workload import Decoding
+from asyncrl_cli.simulate.world import NumberedFeed
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyTrainer, FaultyWorker
 from tests.loop.proof.invariants import InvariantError, Invariants
@@ -196,14 +196,18 @@ def _world(
 def _worker_times(scenario: Scenario) -> WorkerTimes:
     length, step_s = LENGTHS[scenario.lengths], scenario.step_s
     return WorkerTimes(
-        decoding=DecodeTimes(step_s=step_s, step_s_per_sequence=step_s / 20, prefill_s_per_token=step_s / 50),
+        decoding=Decoding(
+            step_s=step_s,
+            step_s_per_sequence=step_s / 20,
+            prefill_s_per_token=step_s / 50,
+            speed_spread=scenario.speed_spread,
+        ),
         response_tokens=lambda rng, n: [length(rng) for _ in range(n)],
         reward_s=lambda rng: rng.random() * 2 * scenario.reward_s,
         failure_ratio=scenario.failed_rewards,
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
         load_s=lambda rng: rng.random() * 2 * scenario.load_lag_s,
         restart_s=lambda rng: rng.random() * 2 * scenario.restart_s,
-        speed_spread=scenario.speed_spread,
         weights_timeout_s=_WEIGHTS_TIMEOUT_S,
     )
 
