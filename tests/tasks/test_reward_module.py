@@ -14,8 +14,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks import reward_choice
-from asyncrl_cli.tasks.reward_choice import resolve_reward
-from asyncrl_cli.tasks.reward_module import keep_reward_module
+from asyncrl_cli.tasks.reward_choice import keep_reward_module, resolve_reward
 from asyncrl_cli.tasks.task import Task, load_task
 
 GOOD = "def score(item, response):\n    return 1.0\n"

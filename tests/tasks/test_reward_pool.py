@@ -111,7 +111,7 @@ async def outcomes(pool: RewardPool, responses: list[str], item=ITEM) -> list[fl
     """Of responses scored all at once; a failure is its reason."""
     results = await asyncio.gather(*(pool.score(item, response) for response in responses), return_exceptions=True)
     assert all(isinstance(result, float | RewardFailed) for result in results), results
-    return [result.reason if isinstance(result, RewardFailed) else result for result in results]
+    return [str(result) if isinstance(result, RewardFailed) else result for result in results]
 
 
 def score(spec: RewardSpec, responses: list[str], item=ITEM, timeout_s: float = 20.0, workers: int = 1) -> list[float | str]:

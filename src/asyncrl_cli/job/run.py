@@ -30,7 +30,7 @@ from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.resolved import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.reward_module import keep_reward_module
+from asyncrl_cli.tasks.reward_choice import keep_reward_module
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 

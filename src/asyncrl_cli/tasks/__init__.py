@@ -3,12 +3,11 @@
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
         gym.py, gym_entries.py             where items come from: a reasoning-gym dataset,
         files.py, parquet.py               or a jsonl or parquet file
-        reward_choice.py                   which reward it is, tried in a child process
-        reward_module.py                   where a function of the user's lies
+        reward_choice.py                   which reward it is, tried in a child process; where a user's function lies
         worked.py                          compact prompts with worked answers, for builtin:tiny
     feed.PromptFeed(task.train, seed=...)  the endless order of prompts; resumes exactly
     rewards.RewardPool(task.reward, ...)   awaits rewards, beside the event loop:
-        reward_process.py              a process that scores: started, given work, watched, replaced
+        reward_process.py              a process that scores: started, asked, watched
         reward_worker.py               what runs in it, with scoring.py inside
         child.py                       how our child processes start, talk and end
 

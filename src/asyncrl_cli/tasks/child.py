@@ -3,19 +3,17 @@
     parent -> child (stdin)     (role, arguments), then whatever the role reads
     child -> parent (stdout)    whatever the role writes
 
-A role is a function `role(requests, results, *arguments)`. A message is a frame, a length and a pickle: both ends are ours and of
-one version. A child dies with its parent, and with it ends all that it has started: it leads a process group of its own.
+A role is a function `role(requests, results, *arguments)`. What a parent sends is pickled: both ends are ours and of one version.
+A child dies with its parent. It leads a process group of its own, so that all that it has started ends with it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
 import os
 import pickle
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
-HEADER = struct.Struct("<I")
+from asyncrl_cli.errors import AsyncrlError
+
 PR_SET_PDEATHSIG = 1
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -51,42 +50,14 @@ def environment(**variables: str) -> dict[str, str]:
     return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), **variables}
 
 
-def pack(value: Any) -> bytes:
-    body = pickle.dumps(value, protocol=5)
-    return HEADER.pack(len(body)) + body
-
-
-def read_frame(stream: BinaryIO) -> Any:
-    """The value of the next frame; None if there is no whole one."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    num_bytes = HEADER.unpack(header)[0]
-    body = stream.read(num_bytes)
-    return pickle.loads(body) if len(body) == num_bytes else None
-
-
-async def read_frame_async(stream: asyncio.StreamReader) -> Any:
-    """Like `read_frame`."""
-    try:
-        header = await stream.readexactly(HEADER.size)
-        return pickle.loads(await stream.readexactly(HEADER.unpack(header)[0]))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-def write_frame(stream: BinaryIO, value: Any) -> None:
-    stream.write(pack(value))
-    stream.flush()
-
-
 def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, **variables: str) -> Any:
-    """What `function(*arguments)` returns, called in a child with these environment variables. Raises ChildFailed.
+    """What `function(*arguments)` returns, called in a child with these environment variables.
 
-    The child's stdin and stdout are files: a pipe would end only when no process that the function has started holds it.
+    Raises ChildFailed, and an AsyncrlError that the function raises. The child's stdin and stdout are files: a pipe would end only
+    when no process that the function has started holds it.
     """
     with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
-        asked.write(pack((_answer_once, (function, arguments))))
+        pickle.dump((_answer_once, (function, arguments)), asked)
         asked.seek(0)
         child = subprocess.Popen(
             command(function), stdin=asked, stdout=answered, stderr=said, env=environment(**variables), start_new_session=True
@@ -100,17 +71,25 @@ def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, *
             child.wait()
         answered.seek(0)
         said.seek(0)
-        answer, words = read_frame(answered), said.read().decode(errors="replace").strip()
-    if answer is None:
+        content, words = answered.read(), said.read().decode(errors="replace").strip()
+    if returncode != 0 or not content:
         last_words = words.rpartition("\n")[2] or "it said nothing"
         raise ChildFailed(f"its process ended with {how_it_ended(returncode)}: {last_words}")
     if words:
         print(words, file=sys.stderr)
+    answer = pickle.loads(content)
+    if isinstance(answer, Exception):
+        raise answer
     return answer
 
 
 def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    write_frame(results, function(*arguments))
+    try:
+        answer = function(*arguments)
+    except (AsyncrlError, ChildFailed) as error:
+        answer = error
+    pickle.dump(answer, results)
+    results.flush()
     os._exit(0)  # without waiting for threads that foreign code has started
 
 
@@ -127,7 +106,7 @@ def how_it_ended(returncode: int | None) -> str:
 
 
 def main() -> None:
-    """The child. Its pipes are out of the reach of foreign code: what that prints goes to stderr, and its stdin is empty."""
+    """The child. Foreign code cannot reach its pipes: what that prints goes to stderr, and the stdin that it sees is empty."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):
@@ -137,9 +116,8 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    if (first := read_frame(requests)) is not None:
-        role, arguments = first
-        role(requests, results, *arguments)
+    role, arguments = pickle.load(requests)
+    role(requests, results, *arguments)
 
 
 if __name__ == "__main__":

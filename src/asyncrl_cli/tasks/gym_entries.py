@@ -12,9 +12,9 @@ import json
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from asyncrl_cli.errors import AsyncrlError, ConfigError
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.gym import make_dataset, refused_params
 from asyncrl_cli.tasks.item import Item, make_item
@@ -42,22 +42,16 @@ class Order:
 def make_entries(order: Order) -> dict[str, Made]:
     """By stream. Raises what is wrong with the order, ConfigError mostly."""
     try:
-        made: dict[str, Made] | AsyncrlError = call_once(_made, order, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0")
+        return cast(dict[str, Made], call_once(_made, order, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"))
     except ChildFailed as failure:
         raise ConfigError(f'dataset "{order.dataset}" cannot make its prompts: {failure}') from failure
-    if isinstance(made, AsyncrlError):
-        raise made
-    return made
 
 
-def _made(order: Order) -> dict[str, Made] | AsyncrlError:
+def _made(order: Order) -> dict[str, Made]:
     """In the child."""
     random.seed(0)  # some draw from the global generator
     taken: set[str] = set()
-    try:
-        return {stream: _distinct(order, stream, taken) for stream in order.num_prompts}
-    except AsyncrlError as error:
-        return error
+    return {stream: _distinct(order, stream, taken) for stream in order.num_prompts}
 
 
 def _distinct(order: Order, stream: str, taken: set[str]) -> Made:

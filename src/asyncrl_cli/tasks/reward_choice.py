@@ -1,21 +1,41 @@
-"""`task.reward` -> the spec of a reward that has been tried."""
+"""`task.reward` -> the spec of a reward that has been tried.
+
+Where the module of a user's function lies is written down when a run begins, and a resume imports it from there only: a resume may
+be typed anywhere, and what lies there by that name is not the run's.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
+from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
-from asyncrl_cli.tasks.reward_module import import_root
-from asyncrl_cli.tasks.reward_worker import Ready, try_out
-from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
+from asyncrl_cli.tasks.reward_worker import describe
+from asyncrl_cli.tasks.scoring import Adapter, RewardSpec, build_scorer, module_file
 
 START_LIMIT_S = 10.0
 BUILT_IN = ("auto", "dataset", "exact-match", "math-verify")
+RECORD = "reward.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModule:
+    """The record. `file` is absolute; "" for a module that has none, which Python brings along. `sha256` is "" for one in an
+    archive."""
+
+    schema_version: int
+    function: str
+    file: str
+    sha256: str
 
 
 def resolve_reward(
@@ -55,28 +75,76 @@ def resolve_reward(
         params=params,
         adapter=adapter,
         function=reward,
-        import_path=os.getcwd() if only_file is None else import_root(reward, only_file),
+        import_path=os.getcwd() if only_file is None else _import_root(module, only_file),
         module_file=only_file or "",
         only_there=only_file is not None,
     )
     return replace(spec, module_file=_tried(spec, max(START_LIMIT_S, timeout_s)))
 
 
+def _import_root(module: str, file: str) -> str:
+    """The directory that the module is found in by its name."""
+    if file == "":
+        return ""
+    parents = Path(file).parents
+    return str(parents[min(module.count(".") + (Path(file).stem == "__init__"), len(parents) - 1)])
+
+
 def _tried(spec: RewardSpec, limit_s: float) -> str:
     """The file of the function's module, as a process that does nothing else has found it. ConfigError if it cannot be used."""
     try:
-        ready: Ready = call_once(try_out, spec, timeout_s=limit_s)
+        return str(call_once(_try_out, spec, timeout_s=limit_s))
     except ChildTimedOut:
-        raise ConfigError(
-            f'task.reward = "{spec.function}" cannot be used: its module was not imported within {limit_s:g} s',
-            hint="move what takes long into the function's first call, or raise task.reward_timeout_s: an import may take as long",
-        ) from None
+        why = f"its module was not imported within {limit_s:g} s"
+        hint = "move what takes long into the function's first call, or raise task.reward_timeout_s: an import may take as long"
     except ChildFailed as failure:
-        ready = Ready(failure=str(failure))
-    if ready.failure:
         where = "only from there, as the run's record says" if spec.only_there else f"in {spec.import_path} first"
-        raise ConfigError(
-            f'task.reward = "{spec.function}" cannot be used: {ready.failure}',
-            hint=f"the module is imported {where}; the function takes (item, response)",
+        why, hint = str(failure), f"the module is imported {where}; the function takes (item, response)"
+    raise ConfigError(f'task.reward = "{spec.function}" cannot be used: {why}', hint=hint)
+
+
+def _try_out(spec: RewardSpec) -> str:
+    """In the child."""
+    try:
+        build_scorer(spec)
+        return module_file(spec)
+    except (Exception, SystemExit) as error:
+        raise ChildFailed(describe(error)) from None
+
+
+def keep_reward_module(run_dir: Path, function: str, file: str) -> None:
+    """Write the record of a new run's reward function; that of a resumed one stays."""
+    path = run_dir / RECORD
+    if function and not path.exists():
+        sha256 = _sha256(file) if os.path.isfile(file) else ""
+        module = RewardModule(schema_version=SCHEMA_VERSION, function=function, file=file, sha256=sha256)
+        path.write_text(json.dumps(asdict(module), indent=2) + "\n", encoding="utf-8")
+
+
+def recorded_module(run_dir: Path, function: str) -> tuple[str, str]:
+    """The file of the run's reward function, and a note for the user. RefusedError if there is no record, or no such file."""
+    path = run_dir / RECORD
+    if not path.exists():
+        raise RefusedError(
+            f'{path} is missing: where the run has imported task.reward = "{function}" from is not known',
+            hint="a module is imported from where the run's record says, and from nowhere else: bring the record back from a copy",
         )
-    return ready.module_file
+    module = load_json(path, RewardModule, hint="it was written when the run began; bring it back from a copy")
+    if module.schema_version != SCHEMA_VERSION or module.function != function:
+        raise RefusedError(f"{path} is not of this run: it is the record of {module.function} (schema {module.schema_version})")
+    if module.file == "":
+        return "", ""
+    try:
+        has_changed = module.sha256 != "" and module.sha256 != _sha256(module.file)
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(
+            f"the run's reward module {module.file} cannot be read: {reason(error)}",
+            hint=f"bring it back, or write its new place into {path}: it is imported from there, and from nowhere else",
+        ) from error
+    note = f"rewards are imported from {module.file}, as {path} says"
+    return module.file, f"{note}; the file has changed since the run began" if has_changed else note
+
+
+def _sha256(file: str) -> str:
+    with open_regular(Path(file)) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

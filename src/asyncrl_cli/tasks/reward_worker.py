@@ -1,25 +1,32 @@
 """The child's side of a reward pool: scores the requests that come, and says on a board which one is running.
 
-Ordinary rewards come one at a time; async ones run together, each with a timeout of its own while it awaits. The pool kills the
-process when the board shows the same reward for longer than the timeout.
+    pool -> child    pickles: (id, item, response)
+    child -> pool    lines of JSON: [id, reward], or [id, "why there is none"]
+
+Its first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time; async ones
+run together, each with a timeout of its own while it awaits. The pool kills the process when the board shows the same reward for
+longer than the timeout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import mmap
 import os
+import pickle
 import struct
+import threading
 import time
 import traceback
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, BinaryIO
 
-from asyncrl_cli.tasks.child import read_frame, read_frame_async, write_frame
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async, module_file
+from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async
 
 MAX_AWAITING = 128
 MAX_REASON_CHARS = 400
@@ -29,16 +36,7 @@ _ENTRY = struct.Struct("<Qd")
 
 Outcome = float | str
 """A reward, or why there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """What a reward process says first; `failure` is why it cannot score ("" if it can). `module_file` is where it found a function
-    of the user's; `at_once`: how many rewards it takes together."""
-
-    failure: str
-    module_file: str = ""
-    at_once: int = 1
+Request = tuple[int, Item, str]
 
 
 class Board:
@@ -62,30 +60,33 @@ class Board:
         return request_id, time.monotonic() - since_s
 
 
-def try_scorer(spec: RewardSpec) -> tuple[Scorer | None, Ready]:
-    """The scorer, or None and why there is none."""
+def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: float, board_fd: int) -> None:
+    """The child's role: an outcome for each request, until stdin ends."""
     try:
         scorer = build_scorer(spec)
-        return scorer, Ready(failure="", module_file=module_file(spec), at_once=MAX_AWAITING if is_async(scorer) else 1)
     except (Exception, SystemExit) as error:
-        return None, Ready(failure=describe(error))
-
-
-def try_out(spec: RewardSpec) -> Ready:
-    return try_scorer(spec)[1]
-
-
-def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: float, board_fd: int) -> None:
-    """The child's role: `Ready` first, then an outcome for each request, until stdin ends."""
-    scorer, ready = try_scorer(spec)
-    write_frame(results, ready)
-    if scorer is None:
+        _answer(results, IDLE, describe(error))
         os._exit(0)  # without waiting for threads that the module has started
-    worker = _Worker(scorer, results, Board(board_fd))
+    worker = _Worker(scorer, results, Board(board_fd), timeout_s)
     if is_async(scorer):
-        asyncio.run(worker.serve_awaiting(requests, timeout_s))
+        _answer(results, IDLE, MAX_AWAITING)
+        asyncio.run(worker.serve_awaiting(requests))
     else:
+        _answer(results, IDLE, 1)
         worker.serve(requests)
+
+
+def _answer(results: BinaryIO, request_id: int, outcome: Outcome) -> None:
+    results.write(json.dumps([request_id, outcome]).encode() + b"\n")
+    results.flush()
+
+
+def _each(requests: BinaryIO) -> Iterator[Request]:
+    while True:
+        try:
+            yield pickle.load(requests)
+        except EOFError:
+            return
 
 
 @dataclass(slots=True)
@@ -93,11 +94,11 @@ class _Worker:
     scorer: Scorer
     results: BinaryIO
     board: Board
+    timeout_s: float
     tracebacks_left: int = NUM_PRINTED_TRACEBACKS
 
     def serve(self, requests: BinaryIO) -> None:
-        while (request := read_frame(requests)) is not None:
-            request_id, item, response = request
+        for request_id, item, response in _each(requests):
             outcome: Outcome
             self.board.enter(request_id)
             try:
@@ -105,26 +106,31 @@ class _Worker:
             except (Exception, SystemExit) as error:
                 outcome = self._failure(error)
             self.board.leave()
-            write_frame(self.results, (request_id, outcome))
+            _answer(self.results, request_id, outcome)
 
-    async def serve_awaiting(self, requests: BinaryIO, timeout_s: float) -> None:
+    async def serve_awaiting(self, requests: BinaryIO) -> None:
         """Async rewards, all that come: the pool sends no more than MAX_AWAITING at once."""
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
+
+        def read() -> None:
+            for request in chain(_each(requests), [None]):
+                loop.call_soon_threadsafe(arrived.put_nowait, request)
+
+        threading.Thread(target=read, daemon=True).start()
         running: set[asyncio.Task[None]] = set()
-        while (request := await read_frame_async(reader)) is not None:
-            task = asyncio.create_task(self._score_awaiting(*request, timeout_s))
+        while (request := await arrived.get()) is not None:
+            task = asyncio.create_task(self._score_awaiting(*request))
             running.add(task)
             task.add_done_callback(running.discard)
 
-    async def _score_awaiting(self, request_id: int, item: Item, response: str, timeout_s: float) -> None:
+    async def _score_awaiting(self, request_id: int, item: Item, response: str) -> None:
         outcome: Outcome
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(self.timeout_s) as limit:
                 outcome = checked_reward(await announced(self._call(item, response), request_id, self.board))
         except (Exception, SystemExit) as error:
-            outcome = f"took longer than {timeout_s:g} s" if limit.expired() else self._failure(error)
-        write_frame(self.results, (request_id, outcome))
+            outcome = f"took longer than {self.timeout_s:g} s" if limit.expired() else self._failure(error)
+        _answer(self.results, request_id, outcome)
 
     async def _call(self, item: Item, response: str) -> Any:
         return await self.scorer(item, response)

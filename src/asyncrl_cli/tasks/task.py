@@ -17,8 +17,7 @@ from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module
 from asyncrl_cli.tasks.gym_entries import Made, Order, make_entries
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_reward
-from asyncrl_cli.tasks.reward_module import recorded_module
+from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 from asyncrl_cli.tasks.worked import WORKED
 
