@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import ModelSection, Profile, TrainerSection
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
+from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 
 GROUPS, GROUP_SIZE = 8, 8
@@ -58,10 +59,10 @@ def made_up_group(model: RandomModel, number: int) -> tuple[GroupResult, GroupPa
     return result, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories))
 
 
-def batch_of(model: RandomModel, step: int) -> RankBatch:
+def batch_of(model: RandomModel, step: int) -> dict[str, Any]:
     groups = [made_up_group(model, step * GROUPS + index) for index in range(GROUPS)]
     (plan,) = plan_train_step([result for result, _ in groups], ranks=1, num_minibatches=1, normalize=True)
-    return RankBatch(step=step, step_in_window=0, plan=plan, payloads=dict(enumerate(payload for _, payload in groups)))
+    return dict(step=step, step_in_window=0, plan=plan, payloads=dict(enumerate(payload for _, payload in groups)))
 
 
 @contextmanager
@@ -73,7 +74,7 @@ def trained(model: RandomModel) -> Iterator[tuple[Manifest, list[Bucket], str]]:
         trainer = PolicyTrainer(profile, place, rank=0, init_method=f"file://{directory}/meet", total_optimizer_steps=1)
         try:
             before = {name: local.clone() for name, local in trainer.model.locals().items()}
-            reports = [trainer.train(batch_of(model, step)) for step in range(1, TRAIN_STEPS + 1)]
+            reports = [trainer.train(**batch_of(model, step)) for step in range(1, TRAIN_STEPS + 1)]
             gather_s = trainer.gather(1)
             manifest, buckets = trainer.published(1)
             _check_trained(trainer, before, [report.metrics for report in reports])

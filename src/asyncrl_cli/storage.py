@@ -89,33 +89,28 @@ def telling_storage() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unfinished_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory that is gone after the block, unless it was renamed, and also if the process leaves within it."""
-    directory = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    _unfinished.add(directory)
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        _unfinished.discard(directory)
-
-
-@contextlib.contextmanager
 def appearing_directory(target: Path) -> Iterator[Path]:
-    """A hidden neighbour that takes the name `target` after the block, with all its files on the disk; until then there is nothing
-    of that name, or an empty directory."""
+    """A hidden neighbour that takes the name `target` after the block, with all its files on the disk.
+
+    Until then there is nothing of that name, or an empty directory. If the block fails the neighbour is deleted.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished_directory(target.parent, f".{target.name}-") as working:
+    working = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    _unfinished.add(working)
+    try:
         yield working
         working.chmod(target.parent.stat().st_mode & 0o777)
         for path in (*working.iterdir(), working):
             fsync(path)
         working.rename(target)
         fsync(target.parent)
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+        _unfinished.discard(working)
 
 
 def remove_unfinished() -> None:
-    """For a process that ends while one of its threads is within `unfinished_directory`."""
+    """For a process that ends while one of its threads is within `appearing_directory`."""
     for directory in list(_unfinished):
         shutil.rmtree(directory, ignore_errors=True)
 

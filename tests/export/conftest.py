@@ -18,7 +18,7 @@ from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
+from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.train.conftest import make_trainer as make_trainer
@@ -77,7 +77,7 @@ def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Pat
 def train(trainer: PolicyTrainer, step: int) -> None:
     metas, payloads = make_step(step, num_groups=2)
     (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
-    trainer.train(RankBatch(step=step, step_in_window=(step - 1) % K, plan=plan, payloads=dict(enumerate(payloads))))
+    trainer.train(step=step, step_in_window=(step - 1) % K, plan=plan, payloads=dict(enumerate(payloads)))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.preparing import interruptible
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.job.stopping import SIGNALS, StopRequests, blocked
-from asyncrl_cli.storage import unfinished_directory
+from asyncrl_cli.storage import appearing_directory
 
 from .crew import small_profile
 
@@ -149,11 +149,11 @@ def test_a_failure_whose_clean_up_is_interrupted_stays_the_runs_failure(tmp_path
 LEAVER = """
 import sys, threading, time
 from pathlib import Path
-from asyncrl_cli.storage import unfinished_directory
+from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.cli import app
 
 def build():
-    with unfinished_directory(Path(sys.argv[1]), ".tiny-") as directory:
+    with appearing_directory(Path(sys.argv[1]) / "tiny") as directory:
         (directory / "model.safetensors").write_bytes(b"half")
         threading.Event().wait()
 
@@ -170,7 +170,7 @@ def test_a_process_that_leaves_a_thread_behind_takes_its_half_written_directory_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_was_renamed_is_finished(tmp_path: Path) -> None:
-    with unfinished_directory(tmp_path, ".tiny-") as directory:
-        directory.rename(tmp_path / "tiny")
+def test_a_directory_that_was_finished_stays(tmp_path: Path) -> None:
+    with appearing_directory(tmp_path / "tiny"):
+        pass
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]

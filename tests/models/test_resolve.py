@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models import resolve
+from asyncrl_cli.models.check import check_model_directory
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task
@@ -89,7 +90,7 @@ def test_two_processes_that_build_the_same_model_at_once_do_not_hurt_each_other(
     assert [process.exitcode for process in processes] == [0, 0]
     directory = resolve_model(profile, task, progress=lambda *report: None)
     assert list(tmp_path.iterdir()) == [directory]
-    resolve.check_model_directory(directory)
+    check_model_directory(directory)
 
 
 def test_two_builds_from_the_same_inputs_are_the_same_bytes(task, built, tmp_path):

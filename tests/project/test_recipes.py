@@ -20,7 +20,6 @@ from asyncrl_cli.loop.values import Ratio
 from asyncrl_cli.plugins import find
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.losses import check_loss
-from asyncrl_cli.train.policy_trainer import RankBatch
 from tests.train.train_samples import make_step, save_tiny_model
 from tests.trainers import trainer_parts
 
@@ -104,7 +103,7 @@ def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp
     trainer = parts.made(f"file://{tmp_path}/meet")
     try:
         before = {name: local.clone() for name, local in trainer.model.locals().items()}
-        report = trainer.train(RankBatch(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads))))
+        report = trainer.train(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
         after = trainer.model.locals()
         assert any(not before[name].equal(local) for name, local in after.items())
     finally:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.train.policy_trainer import PolicyTrainer, RankBatch
+from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from tests.train.train_samples import make_step
 from tests.trainers import trainer_parts
 
@@ -29,7 +29,7 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}
         step_in_window = (step - 1) % trainer.profile.async_training.trigger_parameter_sync_step
-        trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=needed))
+        trainer.train(step=step, step_in_window=step_in_window, plan=plan, payloads=needed)
 
 
 def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:

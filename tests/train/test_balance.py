@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.advantages import group_advantages
-from asyncrl_cli.train.balance import microbatches, plan_train_step, split_by_tokens, training_order
+from asyncrl_cli.train.balance import group_advantages, microbatches, plan_train_step, split_by_tokens, training_order
 from tests.train.train_samples import make_step
 
 lengths_lists = st.lists(st.integers(1, 300), min_size=1, max_size=60)

@@ -14,7 +14,7 @@ from asyncrl_cli.profile.schema import AlgorithmSection
 from asyncrl_cli.train.losses import LOSSES, check_loss, find_loss
 from asyncrl_cli.train.losses.port import LossBatch, Metric, max_of, mean_of, sum_of
 from asyncrl_cli.train.losses.vanilla import vanilla
-from asyncrl_cli.train.metric_sums import MetricSums
+from asyncrl_cli.train.policy_update import MetricSums
 
 MASKING = AlgorithmSection(old_logprobs="recompute", max_importance_weight=1.5)
 

@@ -16,7 +16,6 @@ from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import microbatches, plan_train_step
 from asyncrl_cli.train.optimizer import learning_rate
-from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
 from asyncrl_cli.weights.buckets import unpack, verified
 from asyncrl_cli.weights.probes import mean_abs_diff
@@ -27,7 +26,7 @@ from tests.trainers import trainer_parts
 
 def rank_batch(metas, payloads, *, step=1, step_in_window=0, num_minibatches=1):
     (plan,) = plan_train_step(metas, ranks=1, num_minibatches=num_minibatches, normalize=True)
-    return RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
+    return dict(step=step, step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
 
 
 def weights_of(trainer):
@@ -89,7 +88,7 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
     plain = PlainGrpo(tiny_model_dir)
     for step in range(1, 5):
         metas, payloads = make_step(step, num_groups=4)
-        trainer.train(rank_batch(metas, payloads, step=step, num_minibatches=2))
+        trainer.train(**rank_batch(metas, payloads, step=step, num_minibatches=2))
         for half in (payloads[:2], payloads[2:]):
             lengths = [len(t.segments[0].tokens_T) - 1 for p in half for t in p.trajectories]
             plain.step(half, microbatches(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
@@ -101,7 +100,7 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
 def test_every_matrix_product_of_a_step_and_a_publish_is_in_float32(tiny_model_dir, make_trainer, tmp_path):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     with counted_products(tmp_path) as products:
-        trainer.train(rank_batch(*make_step(1, num_groups=2)))
+        trainer.train(**rank_batch(*make_step(1, num_groups=2)))
         trainer.gather(1)
     assert {dtype for _, dtype in products} == {"float"}
     assert sum(products.values()) > 20
@@ -113,7 +112,7 @@ def test_logits_of_prompts_make_no_difference(tiny_model_dir, make_trainer):
     for keeps_logits in (False, True):
         trainer = make_trainer(trainer_parts(tiny_model_dir))
         trainer.model.keeps_logits = keeps_logits
-        trainer.train(rank_batch(metas, payloads))
+        trainer.train(**rank_batch(metas, payloads))
         weights.append(weights_of(trainer))
     for name, without in weights[0].items():
         torch.testing.assert_close(weights[1][name], without, rtol=0, atol=1e-6)
@@ -123,7 +122,7 @@ def test_prox_of_unchanged_weights_is_the_sampler_when_the_sampler_was_these_wei
     settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", temperature=0.7, lr=1e-9)
     trainer = make_trainer(settings)
     metas, payloads = with_true_logprobs(*make_step(5, num_groups=4), tiny_model_dir, temperature=0.7)
-    metrics = shown(trainer.train(rank_batch(metas, payloads, num_minibatches=2)).metrics)
+    metrics = shown(trainer.train(**rank_batch(metas, payloads, num_minibatches=2)).metrics)
     assert metrics["correction/weight_mean"] == pytest.approx(1.0, abs=1e-5)
     assert metrics["correction/weight_max"] == pytest.approx(1.0, abs=1e-4)
     assert metrics["correction/ratio_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -147,9 +146,9 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     trainer = make_trainer(settings)
     first = with_true_logprobs(*make_step(1, num_groups=2), tiny_model_dir, temperature=1.0)
     second = with_true_logprobs(*make_step(2, num_groups=2), tiny_model_dir, temperature=1.0)
-    trainer.train(rank_batch(*first, step=1, step_in_window=0))
+    trainer.train(**rank_batch(*first, step=1, step_in_window=0))
     before = weights_of(trainer)
-    report = trainer.train(rank_batch(*second, step=2, step_in_window=1))
+    report = trainer.train(**rank_batch(*second, step=2, step_in_window=1))
     # mu is the initial model, which is also the window's first: w stays 1 while u has moved with the weights.
     assert report.metrics["correction/weight_max"].value == pytest.approx(1.0, abs=1e-4)
     assert report.metrics["correction/ratio_max"].value > 1.05
@@ -160,7 +159,7 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
 
 def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir, make_trainer):
     metas, payloads = make_step(3, num_groups=2)
-    plain = shown(make_trainer(trainer_parts(tiny_model_dir)).train(rank_batch(metas, payloads)).metrics)
+    plain = shown(make_trainer(trainer_parts(tiny_model_dir)).train(**rank_batch(metas, payloads)).metrics)
     assert set(plain) == {
         "train/loss",
         "train/entropy",
@@ -172,7 +171,7 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
         "correction/clipped_ratio",
     }
     settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", max_importance_weight=1.1)
-    full = shown(make_trainer(settings).train(rank_batch(metas, payloads)).metrics)
+    full = shown(make_trainer(settings).train(**rank_batch(metas, payloads)).metrics)
     assert set(full) - set(plain) == {
         "correction/weight_mean",
         "correction/weight_max",
@@ -201,7 +200,7 @@ def test_a_trajectory_of_two_segments_trains_like_both_apart_with_one_advantage(
         ]
         payload = GroupPayload(uid="a", epoch=0, attempt=0, trajectories=tuple(trajectories))
         trainer = make_trainer(trainer_parts(tiny_model_dir))
-        report = trainer.train(rank_batch(metas, [payload]))
+        report = trainer.train(**rank_batch(metas, [payload]))
         return report, weights_of(trainer)
 
     def trajectory(segments, reward):
@@ -224,7 +223,7 @@ def test_a_gathered_version_does_not_change_when_training_goes_on(tiny_model_dir
     assert trainer.gather(0) > 0
     manifest, buckets = trainer.published(0)
     original = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
-    trainer.train(rank_batch(*make_step(1, num_groups=2)))
+    trainer.train(**rank_batch(*make_step(1, num_groups=2)))
     list(verified(buckets, manifest))
     assert len(buckets) > 5
     received = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
@@ -254,7 +253,7 @@ def test_a_manifest_has_the_probe_logprobs_of_the_version_before(tiny_model_dir,
     for version in (3, 4):
         trainer.gather(version)
         manifests.append(trainer.published(version)[0])
-        trainer.train(rank_batch(*make_step(1, num_groups=2)))
+        trainer.train(**rank_batch(*make_step(1, num_groups=2)))
     assert manifests[0].previous_logprobs == ()
     assert manifests[1].previous_logprobs == manifests[0].probe_logprobs != manifests[1].probe_logprobs
 
@@ -279,7 +278,7 @@ def test_tied_embeddings_travel_once_with_their_alias(tmp_path, make_trainer):
 def test_bfloat16_trains_float32_masters_and_publishes_bfloat16(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir, dtype="bfloat16"))
     before = weights_of(trainer)
-    metrics = shown(trainer.train(rank_batch(*make_step(1, num_groups=2))).metrics)
+    metrics = shown(trainer.train(**rank_batch(*make_step(1, num_groups=2))).metrics)
     assert math.isfinite(metrics["train/grad_norm"])
     trainer.gather(1)
     received = {k: v for bucket in trainer.published(1)[1] for k, v in unpack(bucket).items()}
@@ -300,16 +299,16 @@ def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not
     settings = trainer_parts(tiny_model_dir, lr_schedule="linear", total_optimizer_steps=10)
     metas, payloads = spoiled_step(2, num_groups=4)
     trainer = make_trainer(settings)
-    trainer.train(rank_batch(*make_step(1, num_groups=2)))
-    report = trainer.train(rank_batch(metas, payloads, step=2, num_minibatches=2))
+    trainer.train(**rank_batch(*make_step(1, num_groups=2)))
+    report = trainer.train(**rank_batch(metas, payloads, step=2, num_minibatches=2))
     assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"].value) == (1, 0, 1.0)
     assert report.tokens == sum(t.response_tokens for meta in metas for t in meta.trajectories)
     assert math.isfinite(report.metrics["train/grad_norm"].value)
     assert all(math.isfinite(value) for value in shown(report.metrics).values())
     skipping = weights_of(trainer)
     without = make_trainer(settings)
-    without.train(rank_batch(*make_step(1, num_groups=2)))
-    without.train(rank_batch(metas[2:], payloads[2:], step=2))
+    without.train(**rank_batch(*make_step(1, num_groups=2)))
+    without.train(**rank_batch(metas[2:], payloads[2:], step=2))
     for name, after in weights_of(without).items():
         assert torch.equal(skipping[name], after), name
     assert trainer.optimizer.steps_made == without.optimizer.steps_made == 2
@@ -318,11 +317,11 @@ def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not
 def test_skipped_optimizer_steps_are_counted_in_a_row_until_one_is_made(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     before = weights_of(trainer)
-    reports = [trainer.train(rank_batch(*spoiled_step(step, num_groups=1), step=step)) for step in (1, 2)]
+    reports = [trainer.train(**rank_batch(*spoiled_step(step, num_groups=1), step=step)) for step in (1, 2)]
     assert [report.skipped_in_a_row for report in reports] == [1, 2]
     assert "train/grad_norm" not in reports[0].metrics
     assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
-    assert trainer.train(rank_batch(*make_step(3, num_groups=1), step=3)).skipped_in_a_row == 0
+    assert trainer.train(**rank_batch(*make_step(3, num_groups=1), step=3)).skipped_in_a_row == 0
 
 
 def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, make_trainer):
@@ -339,7 +338,7 @@ def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, 
         )
     ]  # fmt: skip
     before = weights_of(trainer)
-    assert trainer.train(rank_batch(flat, payloads)).metrics["train/grad_norm"].value == 0.0
+    assert trainer.train(**rank_batch(flat, payloads)).metrics["train/grad_norm"].value == 0.0
     assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
 
 

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.weights.buckets import verified
 from tests.train.train_samples import make_step
 from tests.trainers import trainer_parts
@@ -112,7 +111,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, make_t
 def one_step(trainer, step=1):
     metas, payloads = make_step(step, num_groups=2)
     (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
-    trainer.train(RankBatch(step=step, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads))))
+    trainer.train(step=step, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
 
 
 def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir, make_trainer):

@@ -20,7 +20,7 @@ from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.export.model_files import check_fit, find_model_files
 from asyncrl_cli.export.saved_weights import SavedWeights
 from asyncrl_cli.export.source import Source, find_source
-from asyncrl_cli.models.resolve import check_config
+from asyncrl_cli.models.check import check_config
 from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.weights.buckets import torch_dtype
 from asyncrl_cli.weights.model_files import copy_model_files, write_index, write_weights

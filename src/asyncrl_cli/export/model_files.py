@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError, first_line, first_names
-from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, TOKENIZER_FILES
+from asyncrl_cli.models.check import TOKENIZER_FILES
+from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.weights.disk import kept_versions, version_directory

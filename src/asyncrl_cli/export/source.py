@@ -27,7 +27,7 @@ from asyncrl_cli.export.saved_weights import FileWeights, SavedWeights, TrainerW
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.publication import PUBLISHED_FILE
+from asyncrl_cli.train.trainer_state import PUBLISHED_FILE
 from asyncrl_cli.weights.disk import kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"

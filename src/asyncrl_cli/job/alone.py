@@ -183,16 +183,13 @@ class TrainingAlone:
 
     def measure(self, num_steps: int) -> Worked:
         """Until the slowest rank has ended the last step."""
-        from asyncrl_cli.train.policy_trainer import RankBatch
-
         began_s, cpu, tokens = time.perf_counter(), CpuTime(self._threads), 0
         for _ in range(num_steps):
             plan, groups = self._batches[self._step % BATCHES]
             step_in_window = self._step % self._window_steps
             self._step += 1
             payloads = {group: groups[group] for group in plan.groups}
-            batch = RankBatch(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads)
-            tokens += self._trainer.train(batch).tokens
+            tokens += self._trainer.train(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads).tokens
         return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
 
 

@@ -102,12 +102,10 @@ class TrainerActor:
         Given as arguments, small ones come with the call and large ones from the object store, to this rank only, before `train_s`
         begins; to ask for each would be a call to its owner.
         """
-        from asyncrl_cli.train.policy_trainer import RankBatch
-
         began_s = time.monotonic()
         with self._in(State.BUSY):
             groups = dict(zip(plan.groups, payloads, strict=True))
-            report = self._trainer.train(RankBatch(step=step, step_in_window=step_in_window, plan=plan, payloads=groups))
+            report = self._trainer.train(step=step, step_in_window=step_in_window, plan=plan, payloads=groups)
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
             self._clock.add("trained_tokens", report.tokens)

@@ -1,12 +1,11 @@
 """Where a run's first model comes from: a directory, the hub, or `builtin:tiny`, built and taught here.
 
 resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with config, weights and tokenizer
-    resolve.py                                   which of the three it is, and whether it is whole
+    resolve.py                                   which of the three it is
+    check.py                                     whether it is whole, and could be opened
     build.py                                     builtin:tiny: built once per content hash, then found again
-        tiny.py                                  its configuration and its character tokenizer
-        lessons.py                               the demonstrations it learns from, some of them wrong
+        tiny.py                                  its configuration, its character tokenizer, and the lessons it learns from
         warm_start.py                            supervised learning on them
-            muon.py                              by an optimizer that computes in float32
 
 attention.choose_attention(model)                which attention function computes what the model means
 saved_form.skeleton(directory)                   a model without memory: the names and shapes of its tensors

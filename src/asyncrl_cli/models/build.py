@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -14,14 +13,14 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.models.lessons import Course, Lesson, characters_of, make_lessons
-from asyncrl_cli.models.tiny import tiny_config, tiny_model, tiny_tokenizer
+from asyncrl_cli.models.tiny import Course, Lesson, characters_of, make_lessons, tiny_config, tiny_model, tiny_tokenizer
 from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
-from asyncrl_cli.storage import naming, storage_error, unfinished_directory
+from asyncrl_cli.storage import appearing_directory, naming, storage_error
 
 RECIPE_VERSION = 2
 """Raised when this code would make another model from the same inputs."""
@@ -37,21 +36,28 @@ Progress = Callable[[str, int, int, str], None]
 
 def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
     """The directory of this profile's warm-started model; built if it is not in the cache. Which of the two, `progress` is told."""
-    recipe = Recipe(steps=profile.model.warm_start_steps)
-    seed = profile.run.seed
+    recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
     lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
     characters = characters_of(task, lessons)
     description = _describe(recipe, characters, lessons, seed)
-    directory = cache_directory(profile) / f"tiny-{_digest(description)[:16]}"
+    directory = _cache_directory(profile) / f"tiny-{_digest(description)[:16]}"
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
-    else:
-        _build(directory, description, recipe, characters, lessons, seed, progress)
+        return directory
+    tokenizer = tiny_tokenizer(characters)
+    model = tiny_model(len(tokenizer), seed=seed)
+    pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
+
+    def report(losses: Sequence[float]) -> None:
+        progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
+
+    losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
+    _save(directory, model, tokenizer, {**description, "losses": [round(loss, 4) for loss in losses]})
     return directory
 
 
-def cache_directory(profile: Profile) -> Path:
+def _cache_directory(profile: Profile) -> Path:
     """`model.cache_dir`, else `asyncrl/models` in the user's cache directory."""
     if profile.model.cache_dir is not None:
         return expand(profile.model.cache_dir).resolve()
@@ -77,56 +83,20 @@ def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _build(
-    directory: Path,
-    description: dict[str, Any],
-    recipe: Recipe,
-    characters: Sequence[str],
-    lessons: Sequence[Lesson],
-    seed: int,
-    progress: Progress,
-) -> None:
-    from transformers.utils import logging
-
-    tokenizer = tiny_tokenizer(characters)
-    model = tiny_model(len(tokenizer), seed=seed)
-    pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
-
-    def report(losses: Sequence[float]) -> None:
-        progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
-
-    losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
-    with _temporary_beside(directory) as temporary:
-        logging.disable_progress_bar()
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        content = {**description, "losses": [round(loss, 4) for loss in losses]}
-        (temporary / DESCRIPTION).write_text(json.dumps(content, indent=1, default=str), encoding="utf-8")
-        _put_in_place(temporary, directory)
-
-
 def _encoded(tokenizer: Any, lesson: Lesson) -> Pair:
     return tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
 
 
-@contextlib.contextmanager
-def _temporary_beside(directory: Path) -> Iterator[Path]:
-    """Whatever cannot be written into the cache is told with the key that names another place."""
+def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
+    """Raises PreflightError with the key that names another place, if it cannot be written there."""
+    transformers.utils.logging.disable_progress_bar()
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished_directory(directory.parent, f".{directory.name}-") as temporary, naming(temporary):
-            yield temporary
+        with appearing_directory(directory) as working, naming(working):
+            model.save_pretrained(working)
+            tokenizer.save_pretrained(working)
+            (working / DESCRIPTION).write_text(json.dumps(description, indent=1, default=str), encoding="utf-8")
     except OSError as error:
-        raise PreflightError(
-            f"model.cache_dir: {storage_error(error).message}", hint="set model.cache_dir to a directory of yours"
-        ) from error
-
-
-def _put_in_place(temporary: Path, directory: Path) -> None:
-    """One rename. Another run may have built the same model meanwhile: then its copy stays."""
-    temporary.chmod(0o755)
-    try:
-        temporary.rename(directory)
-    except OSError:
-        if not (directory / DESCRIPTION).is_file():
-            raise
+        if (directory / DESCRIPTION).is_file():  # another run has built the same model meanwhile: its copy stays
+            return
+        why = f"model.cache_dir: {storage_error(error).message}"
+        raise PreflightError(why, hint="set model.cache_dir to a directory of yours") from error

@@ -1,18 +1,26 @@
-"""Whether trainer and engine could open a model, told before anything starts: its class, positions, vocabulary, shapes."""
+"""Whether trainer and engine could open a model, told before anything starts: files, class, positions, vocabulary, shapes."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypeVar
+
+from annotated_types import Interval
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.shape import tensor_shapes
 from asyncrl_cli.profile.schema import MOST, Profile
+from asyncrl_cli.safe_files import load_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WAY_OUT = "asyncrl trains causal language models that this transformers knows, as written by save_pretrained"
+T = TypeVar("T")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+WEIGHTS = "model.safetensors"
 SIZES = (
     "vocab_size",
     "hidden_size",
@@ -25,22 +33,85 @@ SIZES = (
 """Of a configuration, as most families name them."""
 
 
+class _Sizes(TypedDict):
+    """transformers makes a list of as many entries as there are layers."""
+
+    num_hidden_layers: NotRequired[Annotated[int, Interval(ge=1, le=100_000)] | None]
+
+
+class _Config(_Sizes):
+    """What is read here of config.json; the rest is its model's."""
+
+    model_type: NotRequired[str | None]
+    text_config: NotRequired[_Sizes | None]
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def refused(why: str, hint: str = "copy or download it again") -> PreflightError:
+    return PreflightError(f"model.path: {why}", hint=hint)
+
+
+def check_model_directory(directory: Path) -> None:
+    """PreflightError naming what is missing or damaged: configuration, weights (every shard), tokenizer."""
+    check_config(directory)
+    for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
+        if os.path.lexists(directory / name) and not os.path.isfile(directory / name):
+            raise refused(f"{directory / name} is no file")
+    _check_weights(directory)
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        hint = f"save one beside the weights: tokenizer.save_pretrained({str(directory)!r})"
+        raise refused(f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})", hint)
+
+
+def check_config(directory: Path) -> None:
+    """PreflightError for a config.json that transformers must not be given."""
+    if not _read_json(directory / "config.json", _Config).get("model_type"):
+        raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
+
+
+def _check_weights(directory: Path) -> None:
+    index = directory / f"{WEIGHTS}.index.json"
+    indexed = _read_json(index, _Index)["weight_map"] if os.path.lexists(index) else {"": WEIGHTS}
+    wanted = sorted(set(indexed.values()))
+    missing = [name for name in wanted if Path(name).name != name or not os.path.isfile(directory / name)]
+    if not wanted or missing:
+        what = f"{missing[0]} is missing" if missing else f"{index.name} names no file"
+        hint = "asyncrl reads safetensors: model.save_pretrained(directory) writes them"
+        raise refused(f"{directory} holds no weights: {what}", hint)
+    for name in wanted:
+        if not tensor_shapes(directory / name):
+            raise refused(f"{directory / name} holds no tensors")
+
+
+def _read_json(path: Path, kind: type[T]) -> T:
+    if not os.path.lexists(path):
+        raise refused(f"{path.parent} holds no {path.name}", "name a directory written by save_pretrained")
+    try:
+        return load_json(path, kind, error=PreflightError)
+    except PreflightError as error:
+        raise refused(error.message) from None
+
+
 def check_model(profile: Profile, directory: Path) -> int:
     """Returns its vocabulary's size. Raises PreflightError, or ConfigError for responses that are longer than its positions."""
     from asyncrl_cli.models.saved_form import skeleton
 
-    _check_config(directory, trust_remote_code=profile.model.trust_remote_code)
+    _check_class(directory, trust_remote_code=profile.model.trust_remote_code)
     try:
         model = skeleton(directory, trust_remote_code=profile.model.trust_remote_code)
     except Exception as error:  # whatever a configuration of another kind makes a library raise
-        raise PreflightError(f"model.path: {directory} cannot be opened: {first_line(error)}", hint=WAY_OUT) from error
+        hint = "asyncrl trains causal language models that this transformers knows, as written by save_pretrained"
+        raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
     config = model.config.get_text_config()
     check_positions(profile, _positions(config))
     _check_shapes(directory, model)
     return int(config.vocab_size)
 
 
-def _check_config(directory: Path, *, trust_remote_code: bool) -> None:
+def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
     """PreflightError unless config.json is that of a causal language model that transformers knows, with sizes that can be."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
 
@@ -50,24 +121,20 @@ def _check_config(directory: Path, *, trust_remote_code: bool) -> None:
         sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
     except Exception as error:  # of values that are no configuration's, transformers raises anything
         why = f"{directory}/config.json is no configuration that transformers {__version__} reads: {first_line(error)}"
-        raise PreflightError(f"model.path: {why}", hint="copy or download it again") from error
+        raise refused(why) from error
     if not known:
-        raise PreflightError(
-            f'model.path: {directory} is a model of type "{config.model_type}", which is no causal language model',
-            hint="asyncrl trains what AutoModelForCausalLM opens",
-        )
+        why = f'{directory} is a model of type "{config.model_type}", which is no causal language model'
+        raise refused(why, "asyncrl trains what AutoModelForCausalLM opens")
     wrong = [f"{name} = {size}" for name, size in sizes.items() if isinstance(size, int) and not 1 <= size <= MOST]
     if wrong:
-        raise PreflightError(f"model.path: {directory}/config.json: {wrong[0]:.100}", hint="copy or download it again")
+        raise refused(f"{directory}/config.json: {wrong[0]:.100}")
 
 
 def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
     """PreflightError if the tokenizer has more tokens than the model."""
     if num_tokens > vocab_size:
-        raise PreflightError(
-            f"model.path: the tokenizer in {directory} has {num_tokens} tokens, the model {vocab_size}",
-            hint="they are of different models, or tokens were added without resize_token_embeddings",
-        )
+        hint = "they are of different models, or tokens were added without resize_token_embeddings"
+        raise refused(f"the tokenizer in {directory} has {num_tokens} tokens, the model {vocab_size}", hint)
 
 
 def check_positions(profile: Profile, positions: int | None) -> None:
@@ -95,7 +162,5 @@ def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
     for path in sorted(directory.glob("*.safetensors")):
         for name, found in tensor_shapes(path).items():
             if wanted.get(name, found) != found:
-                raise PreflightError(
-                    f"model.path: {path}: {name} has shape {found}; by config.json it is {wanted[name]}",
-                    hint="weights and config.json are of different models: copy or download both again",
-                )
+                hint = "weights and config.json are of different models: copy or download both again"
+                raise refused(f"{path}: {name} has shape {found}; by config.json it is {wanted[name]}", hint)

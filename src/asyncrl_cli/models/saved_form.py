@@ -28,6 +28,12 @@ def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedMod
     return model
 
 
+def persistent_buffers(model: torch.nn.Module) -> Tensors:
+    """The buffers that files have."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
 class SavedForm:
     """`converts`: whether files differ from memory at all. Where they do not, nothing is copied or looked at."""
 
@@ -54,9 +60,7 @@ class SavedForm:
     @property
     def memory(self) -> Tensors:
         """Names and shapes of parameters and persistent buffers, tied ones once: tensors without memory."""
-        saved = self._empty.state_dict(keep_vars=True)
-        buffers = {name: buffer for name, buffer in self._empty.named_buffers() if name in saved}
-        return {name: parameter.detach() for name, parameter in self._empty.named_parameters()} | buffers
+        return {name: parameter.detach() for name, parameter in self._empty.named_parameters()} | persistent_buffers(self._empty)
 
     @property
     def required(self) -> Tensors:

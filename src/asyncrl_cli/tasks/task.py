@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.models.lessons import Course
+from asyncrl_cli.models.tiny import Course
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items

@@ -1,4 +1,10 @@
-"""Who trains what: splits a train step into optimizer steps, ranks and microbatches. Pure Python, deterministic.
+"""Who trains what: gives each trajectory of a train step its advantage, and splits the step into optimizer steps, ranks and
+microbatches. Pure Python, deterministic.
+
+GRPO advantages compare a trajectory's reward with the other trajectories of its prompt. With normalization:
+(r - mean) / (std + 1e-6), std with n - 1 in the denominator, as verl computes it (Shao et al. 2024, DeepSeekMath,
+arXiv:2402.03300, section 4.1). Without: r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783,
+section 3.2: dividing by std overweights very easy and very hard prompts).
 
 The driver calls `training_order` and `plan_train_step` on the groups' metadata and sends each rank its `RankPlan`; a rank
 cuts its share of an optimizer step into `microbatches` when it has the token arrays.
@@ -6,12 +12,14 @@ cuts its share of an optimizer step into `microbatches` when it has the token ar
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.train.advantages import group_advantages
+
+STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +67,24 @@ def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed:
 
 
 def plan_train_step(groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool) -> list[RankPlan]:
-    """Plan `num_minibatches` optimizer steps on the groups of a train step, in the order given.
-
-    Raises:
-        ValueError: if the groups do not divide into the mini-batches.
-    """
+    """Plan `num_minibatches` optimizer steps on the groups of a train step, in order. ValueError if they do not divide."""
     if not groups or len(groups) % num_minibatches:
         raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
     size = len(groups) // num_minibatches
     per_step = [_plan_optimizer_step(groups, range(start, start + size), ranks, normalize) for start in range(0, len(groups), size)]
     return [RankPlan(optimizer_steps=tuple(step[rank] for step in per_step)) for rank in range(ranks)]
+
+
+def group_advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
+    """One advantage per trajectory of a group, in order. Equal rewards (or a single one) teach nothing: all zeros."""
+    if len(set(rewards)) < 2:
+        return [0.0] * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [reward - mean for reward in rewards]
+    if not normalize:
+        return centred
+    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
+    return [c / (std + STD_EPSILON) for c in centred]
 
 
 def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -107,10 +123,7 @@ def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: i
     best = max(range(len(rows)), key=savings.__getitem__)
     if savings[best] <= split_cost_tokens:
         return [rows]
-    return [
-        *_split_padding(rows[:best], lengths, split_cost_tokens),
-        *_split_padding(rows[best:], lengths, split_cost_tokens),
-    ]
+    return [part for half in (rows[:best], rows[best:]) for part in _split_padding(half, lengths, split_cost_tokens)]
 
 
 def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, ranks: int, normalize: bool) -> list[OptimizerStepPlan]:

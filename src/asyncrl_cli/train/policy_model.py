@@ -11,7 +11,7 @@ Legend: B = rows, T = positions, K = kept positions, V = vocabulary, N = sampled
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.models.attention import choose_attention
-from asyncrl_cli.models.saved_form import SavedForm, skeleton
+from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleton
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
@@ -63,7 +63,7 @@ class PolicyModel:
         self.keeps_logits = can_keep and ranks.device.type == "cuda"
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
-        self._buffers = _persistent_buffers(model)
+        self._buffers = persistent_buffers(model)
         self._aliases = _aliases(model)
         self._wire_dtype = torch_dtype(profile.model.dtype)
         self.form = SavedForm(skeleton(model_dir, trust_remote_code=profile.model.trust_remote_code))
@@ -121,9 +121,11 @@ class PolicyModel:
 
     def _make_specs(self) -> list[Spec]:
         aliases = {self._file_name(name): tuple(map(self._file_name, others)) for name, others in self._aliases.items()}
+        empty = {n: torch.empty(p.shape, dtype=self._wire_dtype, device="meta") for n, p in self.parameters.items()}
+        empty |= {name: buffer.to("meta") for name, buffer in self._buffers.items()}
         converted: dict[str, torch.Tensor] = {}
         for names in self._parts:
-            converted |= self.form.to_files({name: self._empty(name) for name in names})
+            converted |= self.form.to_files({name: empty[name] for name in names})
         return [
             Spec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), aliases=aliases.get(name, ()))
             for name, tensor in converted.items()
@@ -132,11 +134,6 @@ class PolicyModel:
     def _file_name(self, name: str) -> str:
         (converted,) = self.form.to_files({name: torch.empty(0, device="meta")})
         return converted
-
-    def _empty(self, name: str) -> torch.Tensor:
-        if name in self._buffers:
-            return self._buffers[name].to("meta")
-        return torch.empty(self.parameters[name].shape, dtype=self._wire_dtype, device="meta")
 
 
 def select_logprobs(logprobs_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -168,8 +165,3 @@ def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return {first: tuple(others) for first, *others in names.values() if others}
-
-
-def _persistent_buffers(model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}

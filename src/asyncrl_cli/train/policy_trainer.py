@@ -1,6 +1,6 @@
 """The policy trainer: one object per rank. All ranks make the same calls in the same order.
 
-    train(batch)                one train step (policy_update.py)
+    train(...)                  one train step (policy_update.py)
     gather(version)             full parameters -> host buckets (rank 0) + probe logprobs
     published(version)          manifest and buckets (rank 0)
     snapshot / write / load     trainer state to the host, to disk, back
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,27 +24,32 @@ import torch
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel
-from asyncrl_cli.train.policy_update import PolicyUpdate, RankBatch, RankReport
-from asyncrl_cli.train.publication import Publication, load_publication
+from asyncrl_cli.train.policy_update import PolicyUpdate, RankReport
 from asyncrl_cli.train.ranks import Ranks
-from asyncrl_cli.train.trainer_state import HostState, read_counters, read_state, to_host, write_state
+from asyncrl_cli.train.trainer_state import (
+    HostState,
+    Publication,
+    load_publication,
+    read_counters,
+    read_state,
+    save_publication,
+    to_host,
+    write_state,
+)
 from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, plan_layout
 from asyncrl_cli.weights.probes import make_probes
-
-__all__ = ["PolicyTrainer", "RankBatch", "RankReport"]
 
 BYTES_PER_MB = 2**20
 
 
 class PolicyTrainer:
     """See the module's docstring. `init_method` is tcp://host:port or file://path; `total_optimizer_steps` ends the learning rate's
-    schedule.
-
-    Raises:
-        OSError, ValueError: from transformers, if `place.model_dir` is no model.
+    schedule. Raises OSError or ValueError, from transformers, if `place.model_dir` is no model.
     """
 
     def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
@@ -73,15 +79,14 @@ class PolicyTrainer:
         """Leave the process group. Not to be called while a `write` runs."""
         self.ranks.close()
 
-    # --- train
+    def train(self, *, step: int, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> RankReport:
+        """Make the train step's optimizer steps, without those whose gradient is not finite. A collective.
 
-    def train(self, batch: RankBatch) -> RankReport:
-        """Make the train step's optimizer steps, without those whose gradient is not finite. A collective."""
-        report = self._update.run(batch)
-        self.step = batch.step
+        `payloads` has, by index in the train step, at least `plan.groups`.
+        """
+        report = self._update.run(step_in_window, plan, payloads)
+        self.step = step
         return report
-
-    # --- weights
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs of tokens 1.. of each sequence by the current weights, at the sampling temperature. A collective."""
@@ -122,18 +127,16 @@ class PolicyTrainer:
         return time.monotonic() - started_s
 
     def published(self, version: int) -> tuple[Manifest, list[Bucket]]:
-        """Manifest and buckets of the newest gathered version (rank 0). Any thread.
+        """Manifest and buckets of the newest gathered version (rank 0), with their fingerprints. Any thread.
 
-        Raises:
-            ValueError: if `version` is not the one held.
+        ValueError if `version` is not the one held.
         """
         publication = self._publication
         if publication is None or publication.manifest.version != version:
             held = "none" if publication is None else publication.manifest.version
             raise ValueError(f"version {version} is not held by rank {self.ranks.rank} (held: {held})")
-        return publication.sealed()
-
-    # --- checkpoint
+        buckets = publication.packing.seal()
+        return replace(publication.manifest, fingerprints=tuple(bucket.fingerprint for bucket in buckets)), buckets
 
     def snapshot(self, step: int) -> float:
         """Copy this rank's state to the host under the name `step`. Returns seconds."""
@@ -150,8 +153,7 @@ class PolicyTrainer:
     def write(self, step: int, directory: Path, with_published: bool) -> None:
         """Write the snapshot of `step` and forget it. Any thread; a collective over ranks, one at a time.
 
-        Raises:
-            ValueError: if there is no such snapshot, or `with_published` before anything was gathered.
+        ValueError if there is no such snapshot, or `with_published` before anything was gathered.
         """
         if step not in self._snapshots:
             raise ValueError(f"there is no snapshot of step {step} to write")
@@ -160,14 +162,13 @@ class PolicyTrainer:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
             directory.mkdir(parents=True, exist_ok=True)
-            publication.save(directory)
+            save_publication(publication, directory)
         write_state(self.ranks, state, directory)
 
     def load(self, directory: Path) -> None:
         """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.
 
-        A collective. Raises:
-            RefusedError: if the directory is no trainer state of this model.
+        A collective. RefusedError if the directory is no trainer state of this model.
         """
         counters = read_counters(directory)
         if counters["has_window_first"]:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl_cli.loop.values import Last, Ratio, Sum, Value
+from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch, rows_of
 from asyncrl_cli.train.losses import find_loss
 from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
-from asyncrl_cli.train.metric_sums import MetricSums
 from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
 from asyncrl_cli.train.ranks import Ranks
@@ -29,16 +28,6 @@ from asyncrl_cli.train.ranks import Ranks
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); a GPU
 wants full microbatches."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankBatch:
-    """One rank's work of a train step. `payloads` has, by index in the train step, at least `plan.groups`."""
-
-    step: int
-    step_in_window: int
-    plan: RankPlan
-    payloads: Mapping[int, GroupPayload]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +41,6 @@ class RankReport:
     metrics: dict[str, Value]
     skipped_steps: int
     skipped_in_a_row: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OptimizerStep:
-    """`prox[i]`: proximal logprobs of microbatch i; None means theta's own, detached: it then has the same value."""
-
-    plan: OptimizerStepPlan
-    microbatches: list[Microbatch]
-    prox: list[torch.Tensor | None]
 
 
 class PolicyUpdate:
@@ -79,16 +59,17 @@ class PolicyUpdate:
         """Whether later steps of a window need its first weights for prox."""
         return self._profile.algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
 
-    def run(self, batch: RankBatch) -> RankReport:
+    def run(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> RankReport:
         """Make the train step's optimizer steps. A collective."""
         started_s = time.monotonic()
-        work = self._microbatches(batch)
+        work = self._microbatches(plan, payloads)
         prox_started_s = time.monotonic()
-        steps = self._with_prox(batch, work)
+        prox = self._prox(work, step_in_window)
         self._ranks.synchronize()
         prox_s = time.monotonic() - prox_started_s
         sums = MetricSums(self._ranks)
-        norms, rates = zip(*(self._optimizer_step(step, sums) for step in steps), strict=True)
+        steps = plan.optimizer_steps
+        norms, rates = zip(*(self._optimizer_step(*step, sums) for step in zip(steps, work, prox, strict=True)), strict=True)
         made = [norm for norm in norms if math.isfinite(norm)]
         metrics = sums.reduced()
         metrics |= {
@@ -98,46 +79,41 @@ class PolicyUpdate:
             "train/skipped_steps": Sum(float(len(norms) - len(made))),
         }
         if self._profile.algorithm.old_logprobs == "recompute":
-            scored = [step.plan.num_loss_tokens for step in steps if any(prox_N is not None for prox_N in step.prox)]
+            scored = [step.num_loss_tokens for step, part in zip(steps, prox, strict=True) if part[0] is not None]
             metrics["train/old_logprob_tokens"] = Sum(float(sum(scored)))
         self._ranks.synchronize()
         return RankReport(
             train_s=time.monotonic() - started_s - prox_s,
             old_logprob_s=prox_s,
-            tokens=sum(step.plan.num_loss_tokens for step in steps),
+            tokens=sum(step.num_loss_tokens for step in steps),
             metrics={name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)},
             skipped_steps=len(norms) - len(made),
             skipped_in_a_row=self._optimizer.skipped_in_a_row,
         )
 
-    def _microbatches(self, batch: RankBatch) -> list[list[Microbatch]]:
+    def _microbatches(self, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> list[list[Microbatch]]:
+        """Of each optimizer step, as many as the rank with the most has."""
         device, max_tokens = self._ranks.device, self._profile.trainer.max_tokens_per_microbatch
         own = [
-            build_microbatches(rows_of(plan, batch.payloads), max_tokens, SPLIT_COST_TOKENS[device.type], device)
-            for plan in batch.plan.optimizer_steps
+            build_microbatches(rows_of(step, payloads), max_tokens, SPLIT_COST_TOKENS[device.type], device)
+            for step in plan.optimizer_steps
         ]
         counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
         return [
             part + [empty_microbatch(device) for _ in range(count - len(part))] for part, count in zip(own, counts, strict=True)
         ]
 
-    def _with_prox(self, batch: RankBatch, work: list[list[Microbatch]]) -> list[_OptimizerStep]:
-        prox: list[list[torch.Tensor | None]]
+    def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> list[list[torch.Tensor | None]]:
+        """Proximal logprobs of each microbatch of each optimizer step. None: theta's own, detached, which have the same value."""
         if self._profile.algorithm.old_logprobs == "rollout":
-            prox = [[m.logp_mu_N for m in part] for part in work]
-        elif batch.step_in_window == 0:
-            if self.needs_window_first:
-                self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
-            # The first optimizer step trains the very weights that define prox: its own forward yields both.
-            prox = [[None] * len(work[0])]
-            prox += [[self._model.logprobs_N(m) for m in part] for part in work[1:]]
-        else:
+            return [[m.logp_mu_N for m in part] for part in work]
+        if step_in_window > 0:
             with self._window_first_weights():
-                prox = [[self._model.logprobs_N(m) for m in part] for part in work]
-        return [
-            _OptimizerStep(plan=plan, microbatches=part, prox=part_prox)
-            for plan, part, part_prox in zip(batch.plan.optimizer_steps, work, prox, strict=True)
-        ]
+                return [[self._model.logprobs_N(m) for m in part] for part in work]
+        if self.needs_window_first:
+            self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
+        # The first optimizer step trains the very weights that define prox: its own forward yields both.
+        return [[None] * len(work[0]), *([self._model.logprobs_N(m) for m in part] for part in work[1:])]
 
     @contextmanager
     def _window_first_weights(self) -> Iterator[None]:
@@ -150,12 +126,13 @@ class PolicyUpdate:
         finally:
             _copy_into(live, current)
 
-    def _optimizer_step(self, step: _OptimizerStep, sums: MetricSums) -> tuple[float, float]:
+    def _optimizer_step(
+        self, plan: OptimizerStepPlan, microbatches: list[Microbatch], prox: list[torch.Tensor | None], sums: MetricSums
+    ) -> tuple[float, float]:
         """Returns the gradient's norm and the learning rate."""
-        num_tokens = max(step.plan.num_loss_tokens, 1)
-        last = step.microbatches[-1]
-        for microbatch, prox_N in zip(step.microbatches, step.prox, strict=True):
-            self._model.before_backward(is_last=microbatch is last)
+        num_tokens = max(plan.num_loss_tokens, 1)
+        for microbatch, prox_N in zip(microbatches, prox, strict=True):
+            self._model.before_backward(is_last=microbatch is microbatches[-1])
             logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
             logp_theta_N = select_logprobs(logprobs_NV, microbatch.targets_N)
             given = LossBatch(
@@ -166,7 +143,7 @@ class PolicyUpdate:
                 rows_N=microbatch.rows_N,
                 num_rows=len(microbatch.inputs_BT),
                 step_tokens=num_tokens,
-                step_trajectories=step.plan.num_trajectories,
+                step_trajectories=plan.num_trajectories,
             )
             loss_sum, metrics = self._loss(given, self._profile.algorithm)
             # FSDP averages gradients over ranks, the loss is a mean over all ranks' tokens: hence the factor.
@@ -179,3 +156,40 @@ class PolicyUpdate:
 def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])
+
+
+class MetricSums:
+    """The metrics of a train step on one rank: summed on the device, and reduced over ranks once at its end.
+
+    Every rank must add the same names: the reduction is a collective over all of them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._kinds: dict[str, str] = {}
+        self._amounts: dict[str, torch.Tensor] = {}
+        self._weights: dict[str, int] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            amount = metric.amount.double()
+            before = self._amounts.get(name)
+            if before is not None:
+                amount = torch.maximum(before, amount) if metric.kind == "max" else before + amount
+            self._kinds[name] = metric.kind
+            self._amounts[name] = amount
+            self._weights[name] = self._weights.get(name, 0) + metric.weight
+
+    def reduced(self) -> dict[str, Value]:
+        """Over all ranks. A collective."""
+        maxima = sorted(name for name, kind in self._kinds.items() if kind == "max")
+        sums = sorted(self._kinds.keys() - set(maxima))
+        weights = torch.tensor([self._weights[name] for name in sums], dtype=torch.float64, device=self._ranks.device)
+        totals = self._ranks.sum(torch.stack([*(self._amounts[name] for name in sums), *weights])).view(2, -1).tolist()
+        values: dict[str, Value] = {}
+        for name, amount, weight in zip(sums, *totals, strict=True):
+            values[name] = Ratio(amount, weight) if self._kinds[name] == "mean" else Sum(amount)
+        if maxima:
+            largest = self._ranks.max(torch.stack([self._amounts[name] for name in maxima])).tolist()
+            values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
+        return values

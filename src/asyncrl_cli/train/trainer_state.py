@@ -10,30 +10,34 @@ trainer itself draws no random numbers.)
 
 from __future__ import annotations
 
-import io
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.safe_files import Count, load_json
+from asyncrl_cli.storage import naming
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.state_reader import StateReader, read_tensors
+from asyncrl_cli.weights.buckets import Manifest, Packing, Spec, plan_layout
 from asyncrl_cli.weights.disk import sync_files
 
-SCHEMA_VERSION = 1
 COUNTERS_FILE = "trainer.json"
+PUBLISHED_FILE = "published.safetensors"
 
 
 class Counters(TypedDict):
@@ -55,12 +59,7 @@ class HostState:
     counters: dict[str, int]
 
 
-def to_host(
-    ranks: Ranks,
-    like: dict[str, DTensor],
-    local_tensors: dict[str, torch.Tensor],
-    counters: dict[str, int],
-) -> HostState:
+def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor], counters: dict[str, int]) -> HostState:
     """Copy shards to the host. Keys of `local_tensors` end in a parameter's name, which tells shape and sharding."""
     shards = {key: _host_shard(ranks, like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
     return HostState(shards=shards, rng=_rng_state(ranks), counters=counters)
@@ -69,47 +68,29 @@ def to_host(
 def write_state(ranks: Ranks, state: HostState, directory: Path) -> None:
     """Write and fsync. A collective over `host_group` only, so it may run in a thread beside training.
 
-    Raises OSError with what the system said, where this rank could not write.
+    Raises OSError with what the system said, where a rank could not write.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    writer = FileSystemWriter(directory, sync_files=True)
-    writer.fs = files = _TellingFiles()
+    writer = _Writer(directory, sync_files=True)
     try:
         dcp.save({**state.shards, **state.rng}, storage_writer=writer, process_group=ranks.host_group)
     except CheckpointException as error:  # not even an Exception, and its text is every rank's traceback
-        failures = error.failures
-        first = files.error or next(iter(failures.values()))[0]
-        raise first if isinstance(first, OSError) else AsyncrlError(f"rank {next(iter(failures))} failed: {first}") from error
+        rank, (first, _) = next(iter(error.failures.items()))
+        with naming(directory):
+            raise first if isinstance(first, OSError) else AsyncrlError(f"rank {rank} failed: {first}") from error
     if ranks.rank == 0:
-        counters = Counters(schema_version=SCHEMA_VERSION, ranks=ranks.world_size, **state.counters)
+        counters = Counters(schema_version=1, ranks=ranks.world_size, **state.counters)
         (directory / COUNTERS_FILE).write_text(json.dumps(counters, indent=1) + "\n")
         sync_files(directory)
 
 
-class _TellingFiles(FileSystem):
-    """Keeps the first error of a write: torch ends a half-written file with an error of its own, which hides it."""
-
-    error: OSError | None = None
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        assert mode == "wb", mode
-        with io.BufferedWriter(_TellingFile(path, self)) as stream:
-            yield stream
-
-
-class _TellingFile(io.FileIO):
-    def __init__(self, path: str | os.PathLike[str], files: _TellingFiles) -> None:
-        super().__init__(path, "wb")
-        self._files = files
-
-    def write(self, data: Any) -> int:
+class _Writer(FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """torch ends a half-written file with an error of its own, whose context is the system's: that one is raised."""
         try:
-            return super().write(data)
-        except OSError as error:
-            error.filename = os.fspath(self.name)
-            self._files.error = self._files.error or error
-            raise
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def read_counters(directory: Path) -> Counters:
@@ -123,11 +104,7 @@ def saved_keys(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_state(ranks: Ranks, state: HostState, directory: Path) -> None:
-    """Fill the host tensors of `state` from disk. A collective.
-
-    Raises:
-        RefusedError: if the checkpoint lacks a tensor or has it in another shape.
-    """
+    """Fill the host tensors of `state` from disk. A collective. RefusedError if one is not there, or of another shape."""
     saved = saved_keys(directory)
     for key, tensor in state.shards.items():
         if saved.get(key) != tuple(tensor.shape):
@@ -161,3 +138,50 @@ def _restore_rng(rng: dict[str, torch.Tensor]) -> None:
             torch.cuda.set_rng_state(tensor)
         else:
             torch.set_rng_state(tensor)
+
+
+class Publication(NamedTuple):
+    """The newest gathered version, on rank 0. `packing` is never written to once it is filled, so any thread may read it.
+
+    `manifest` has no fingerprints yet. Its `previous_logprobs` are empty for the first version of a process, and not saved.
+    """
+
+    manifest: Manifest
+    packing: Packing
+
+
+def save_publication(publication: Publication, directory: Path) -> None:
+    """Write and fsync."""
+    manifest = publication.manifest
+    header = {
+        "format": "pt",
+        "version": str(manifest.version),
+        "temperature": repr(manifest.temperature),
+        "probes": json.dumps({"tokens": manifest.probe_tokens, "logprobs": manifest.probe_logprobs}),
+    }
+    save_file(publication.packing.tensors(), directory / PUBLISHED_FILE, metadata=header)
+    sync_files(directory)
+
+
+def load_publication(directory: Path, specs: Sequence[Spec], bucket_size_bytes: int) -> Publication | None:
+    """The saved version, packed as a gather would pack it; None if there is none. RefusedError if it is of another model."""
+    path = directory / PUBLISHED_FILE
+    if not path.exists():
+        return None
+    packing = Packing(plan_layout(specs, bucket_size_bytes))
+    with safe_open(path, framework="pt") as saved:
+        if set(saved.keys()) != {spec.name for spec in specs}:
+            raise RefusedError(f"{path}: published weights are of another model")
+        header = saved.metadata()
+        for spec in specs:
+            packing.put(spec.name, saved.get_tensor(spec.name))
+    probes = json.loads(header["probes"])
+    manifest = Manifest(
+        version=int(header["version"]),
+        num_bytes=packing.num_bytes,
+        fingerprints=(),
+        temperature=float(header["temperature"]),
+        probe_tokens=tuple(map(tuple, probes["tokens"])),
+        probe_logprobs=tuple(map(tuple, probes["logprobs"])),
+    )
+    return Publication(manifest, packing)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.train.policy_trainer import RankBatch
 from asyncrl_cli.weights.buckets import Bucket, Manifest
 from asyncrl_cli.weights.disk import DiskSender, keep_version
 from asyncrl_cli.weights.transports import send
@@ -52,7 +51,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     try:
         metas, payloads = make_step(1, num_groups=2)
         (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
-        trainer.train(RankBatch(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads))))
+        trainer.train(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
         trainer.gather(1)
         manifest, buckets = trainer.published(1)
         model.load_state_dict(trainer.model.locals())
