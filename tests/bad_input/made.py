@@ -23,8 +23,7 @@ from asyncrl_cli.loop.pipeline import Pipeline, World
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
-from asyncrl_cli.observe.timeline import TimelineFile
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from asyncrl_cli.loop.states import Span, State
+from asyncrl_cli.observe.lines import read_timeline
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.timeline import TimelineFile, read_timeline
+from asyncrl_cli.observe.sinks import TimelineFile
 from tests.observe.conftest import record
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from asyncrl_cli.bench.measure import stretch_of
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
-from asyncrl_cli.observe.lines import Line, read_events
-from asyncrl_cli.observe.timeline import Counts, Spans, add_span, read_timeline
+from asyncrl_cli.observe.lines import Counts, Line, Spans, add_span, read_events, read_timeline
 
 MAX_WORKERS = 8
 TRAINER, ROLLOUT = "trainer", "rollout"

@@ -16,8 +16,7 @@ from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.screen import make_ui
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile
-from asyncrl_cli.observe.timeline import TimelineFile
+from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import telling_storage
 from asyncrl_cli.tasks.feed import PromptFeed

@@ -1,7 +1,8 @@
-"""What one line of metrics.jsonl says: seconds of its parts, what its step trained, values between those it has."""
+"""What a run left in its files: lines of metrics.jsonl and events.jsonl, spans of timeline.jsonl, and what a line says."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
@@ -15,6 +16,8 @@ from asyncrl_cli.observe.status_file import Figure, Seconds
 from asyncrl_cli.safe_files import UnsafeFile, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
+Spans = dict[str, list[tuple[str, float, float]]]
+Counts = dict[str, list[tuple[float, float]]]
 LISTS = frozenset({"staleness/histogram", "response_tokens/quantiles"})
 """The keys whose figures are lists; all others are single ones."""
 
@@ -54,6 +57,30 @@ def _read(path: Path, kind: Any) -> list[Any]:
     except ValueError as error:
         raise ConfigError(f"{path}:{number}: {error}", hint="a half-written last line can be deleted") from None
     return found
+
+
+def read_timeline(path: Path) -> tuple[Spans, Counts]:
+    """All of a run's spans and counts of running sequences, by executor, ascending in time; stays cut by a line are joined."""
+    spans: Spans = {}
+    running: Counts = {}
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            line = json.loads(text)
+            for name, stays in line["spans"].items():
+                joined = spans.setdefault(name, [])
+                for state, start_s, end_s in stays:
+                    add_span(joined, state, start_s, end_s)
+            for name, samples in line.get("running", {}).items():
+                running.setdefault(name, []).extend((time_s, count) for time_s, count in samples)
+    return spans, running
+
+
+def add_span(spans: list[tuple[str, float, float]], state: str, start_s: float, end_s: float) -> None:
+    """Append a stay, or lengthen the last one if it goes on."""
+    if spans and spans[-1][0] == state and start_s - spans[-1][2] < 1e-3:
+        spans[-1] = (state, spans[-1][1], max(end_s, spans[-1][2]))
+    else:
+        spans.append((state, start_s, end_s))
 
 
 def _finite(line: Line) -> Line:

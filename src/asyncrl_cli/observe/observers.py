@@ -22,8 +22,7 @@ from asyncrl_cli.loop.values import from_json
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
-from asyncrl_cli.observe.sinks import Sink, to_json
-from asyncrl_cli.observe.timeline import span_line
+from asyncrl_cli.observe.sinks import Sink, span_line, to_json
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.storage import storage_error
 

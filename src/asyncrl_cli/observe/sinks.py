@@ -1,4 +1,4 @@
-"""Files that a run leaves behind while it goes: metrics.jsonl, events.jsonl, status.json."""
+"""Files that a run leaves behind while it goes: metrics.jsonl, events.jsonl, timeline.jsonl, status.json."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.loop.watching import StepRecord
 from asyncrl_cli.storage import naming, repair_lines, replace_text
+
+DIGITS = 4
+"""Of times in timeline.jsonl: a tenth of a millisecond keeps the file small."""
 
 
 class Sink:
@@ -72,6 +76,39 @@ class EventsFile(LineFile):
     """events.jsonl: nothing is ever taken back; `resumed` says which events were lost with a crash."""
 
     event = LineFile.append
+
+
+class TimelineFile(StepFile):
+    """timeline.jsonl: what every executor did when, on the run's time axis (`time_s`).
+
+        {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ["busy", 11.9, 13.1]], ...}, "running": {"rollout-0": [[12.1, 64]]}}
+
+    A step's line holds what was reported since the line before; `running` counts a worker's running sequences, once a second.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._running: dict[str, list[tuple[float, float]]] = {}
+
+    def spans(self, spans: Mapping[str, Any]) -> None:
+        self.append({**spans, "running": self._running})
+        self._running = {}
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        """Remember how many sequences run now."""
+        for executor in status.get("executors", ()):
+            if executor["role"] == "rollout" and "running_sequences" in executor["gauges"]:
+                sample = (round(status["progress"]["time_s"], DIGITS), executor["gauges"]["running_sequences"])
+                self._running.setdefault(executor["name"], []).append(sample)
+
+
+def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
+    """A step's spans as JSON; `ahead_s` is what the run's time is ahead of the driver's clock."""
+    spans = {
+        name: [(str(span.state), round(span.start_s + ahead_s, DIGITS), round(span.end_s + ahead_s, DIGITS)) for span in stays]
+        for name, stays in record.spans.items()
+    }
+    return {"step": record.step, "spans": spans}
 
 
 class StatusFile(Sink):
