@@ -15,7 +15,7 @@ from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import Sink, to_json
-from asyncrl_cli.observe.status_file import Status
+from asyncrl_cli.observe.status import Status
 from asyncrl_cli.observe.summary import summary_rows
 from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.simulate.clock import run_virtual

@@ -14,9 +14,8 @@ from rich.console import Console
 from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.observe.format import bar, clock, duration, sparkline
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.plain import Plain
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.screen import Screen, can_show, make_ui, print_status
+from asyncrl_cli.observe.screen import Plain, Screen, can_show, make_ui, print_status
 from asyncrl_cli.observe.status import RunStatus
 
 

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.table import Table
 
-from asyncrl_cli.observe.plain import Plain
+from asyncrl_cli.observe.screen import Plain
 from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.observe.terminal import SafeConsole, neutral, uncoloured
 

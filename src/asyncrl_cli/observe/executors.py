@@ -15,15 +15,6 @@ FLOW = ("feed", ROLLOUT, "reward", TRAINER)
 """The roles in the order of the flow, as they are shown."""
 STATES = "state_s/"
 """Of keys `state_s/<executor>/<state>`: seconds. They are joined over periods and are in no line."""
-UTILIZATION = (
-    "rollouter/slot_utilization",
-    "rollouter/idle_ratio",
-    "trainer/idle_ratio",
-    "rollouter/tokens_per_s",
-    "trainer/tokens_per_s",
-    "overlap_ratio",
-)
-"""The figures that lead in every view."""
 TRAINER_IDLE = (State.STARVED, State.BLOCKED, State.SYNCING, State.PAUSED)
 
 

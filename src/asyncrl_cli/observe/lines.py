@@ -12,7 +12,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import is_number
-from asyncrl_cli.observe.status_file import Figure, Seconds
+from asyncrl_cli.observe.status import Figure, Seconds
 from asyncrl_cli.safe_files import UnsafeFile, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]

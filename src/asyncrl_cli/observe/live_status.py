@@ -20,11 +20,11 @@ from typing import Any, NotRequired, cast
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.watching import ENDED, Snapshot
-from asyncrl_cli.observe.executors import FLOW, STATES, UTILIZATION
+from asyncrl_cli.observe.executors import FLOW, STATES
 from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
 from asyncrl_cli.observe.periods import Period
-from asyncrl_cli.observe.status_file import SCHEMA_VERSION, EvalPoint
-from asyncrl_cli.observe.summary import event_text
+from asyncrl_cli.observe.status import SCHEMA_VERSION, EvalPoint
+from asyncrl_cli.observe.summary import LEADING, event_text
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count
@@ -210,7 +210,7 @@ class LiveStatus:
 
     def _utilization(self, using: Period | None) -> dict[str, Any]:
         figures = using.figures if using else {}
-        known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in UTILIZATION if name in figures}
+        known: dict[str, Any] = {name.replace("/", "_"): figures[name] for name in LEADING if name in figures}
         gauges = [report.gauges for report in self._snapshot.reports.values()] if self._snapshot else []
         totals = {name: [own[name] for own in gauges if name in own] for name in ("running_sequences", "slots")}
         return known | {name: sum(amounts) for name, amounts in totals.items() if amounts}

@@ -1,4 +1,4 @@
-"""The live screen. Rich draws the newest status in a thread of its own, so that a slow terminal never holds up the loop."""
+"""Who shows a run to people: the live screen, plain lines where there is no terminal, and `asyncrl status`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from asyncrl_cli.observe.plain import Plain
+from asyncrl_cli.loop.watching import ENDED
+from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.render import render, render_summary
 from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.status import RunStatus, StillStarting
-from asyncrl_cli.observe.terminal import SafeConsole
+from asyncrl_cli.observe.summary import event_text, step_text, summary_rows
+from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 REDRAWS_PER_S = 2
 """A status is made every second."""
 CLOSE_TIMEOUT_S = 5.0
+PLAIN_EVERY_S = 5.0
+"""Least time between two step lines: a fast run must not flood a log."""
 
 
 class Screen(Sink):
@@ -48,6 +52,48 @@ class Screen(Sink):
 
     def _picture(self) -> Text:
         return Text() if self._status is None else _on(self._console, self._status)
+
+
+class Plain(Sink):
+    """Writes to `stream` (stderr: stdout carries data). A closed stream is no reason to stop."""
+
+    def __init__(self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._now = now
+        self._said_s = float("-inf")
+        self._said_step = 0
+        self._phase = ""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if (text := event_text(event)) is None:
+            return
+        told = {"warning": f"warning: {text}", "checkpointed": f"{text} written", "failed": f"stopping: {event.get('error', '')}"}
+        self._write(event["time_s"], told.get(event["event"], text))
+
+    def status(self, status: Mapping[str, Any]) -> None:
+        if status["phase"] != self._phase:
+            self._phase = status["phase"]
+            self._write(status["progress"]["time_s"], f"{status['name']} ({status['mode']}): {self._phase}")
+        if status["phase"] not in ENDED and self._now() - self._said_s >= self._every_s:
+            self._say_step(status)
+
+    def close(self, status: Mapping[str, Any]) -> None:
+        self._say_step(status)
+        rows = summary_rows({**status, "error": ""})
+        self._stream.write(neutral("".join(f"{what:<11}{figures}\n" for what, figures in rows)))
+        self._stream.flush()
+
+    def _say_step(self, status: Mapping[str, Any]) -> None:
+        """Once per step at most, and none before the first has ended."""
+        step = status["progress"]["step"]
+        if step != self._said_step and status["periods"]["steps"]:
+            self._write(status["progress"]["time_s"], step_text(status))
+            self._said_s, self._said_step = self._now(), step
+
+    def _write(self, time_s: float, text: str) -> None:
+        self._stream.write(neutral(f"{clock(time_s)}  {text}\n"))
+        self._stream.flush()
 
 
 def _on(console: Console, status: Mapping[str, Any], remark: str = "") -> Text:

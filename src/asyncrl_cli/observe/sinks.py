@@ -81,7 +81,7 @@ class EventsFile(LineFile):
 class TimelineFile(StepFile):
     """timeline.jsonl: what every executor did when, on the run's time axis (`time_s`).
 
-        {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ["busy", 11.9, 13.1]], ...}, "running": {"rollout-0": [[12.1, 64]]}}
+        {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]}, "running": {"rollout-0": [[12.1, 64], ...]}}
 
     A step's line holds what was reported since the line before; `running` counts a worker's running sequences, once a second.
     """

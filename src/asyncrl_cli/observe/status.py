@@ -1,4 +1,7 @@
-"""`asyncrl status`: what a run's status.json says, and whether somebody still stands behind it."""
+"""status.json as its readers see it: what they may rely on, and whether somebody still stands behind it.
+
+A `Figure` is only shown: format.py takes whatever is there. Keys that are not named here are for programs that read the file.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,144 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import psutil
+from annotated_types import Interval, Len
+from pydantic import ConfigDict
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.checkpoint.run_directory import never_began
 from asyncrl_cli.checkpoint.runs import find_run, is_locked, run_names
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.status_file import parse_status
-from asyncrl_cli.safe_files import MIB, read_bytes, reason
+from asyncrl_cli.safe_files import MIB, Count, parse_json, read_bytes, reason
 
+SCHEMA_VERSION = 2
 MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
 """Older than that, a live run's status is stale: it is rewritten once a second."""
 
 Liveness = Literal["ended", "live", "silent", "dead"]
+Figure = int | float | Literal["nan", "inf", "-inf"]
+"""JSON has no numbers that are not finite: they are written as strings."""
+Figures = dict[str, Figure]
+Seconds = Annotated[float, Interval(ge=0, le=1e12)]
+Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
+
+
+class _Open(TypedDict):
+    """Keeps the keys that it does not know."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+
+class Progress(_Open):
+    step: Count
+    train_steps: Count
+    version: Count
+    groups_trained: Count
+    groups_total: Count
+    time_s: Seconds
+    fraction: float
+
+
+class Admission(_Open):
+    closed_by: str
+    cause: str
+    window_taken: Count
+    window_groups: Count
+    window_budget: Count
+
+
+class PeriodOf(_Open):
+    """Which time figures cover (periods.py)."""
+
+    words: str
+
+
+class Periods(_Open):
+    utilization: PeriodOf | None
+    steps: PeriodOf | None
+
+
+class ExecutorStatus(_Open):
+    name: str
+    role: str
+    state: str
+    waiting_for: str
+    state_s: dict[str, Seconds]
+    gauges: Figures
+
+
+class Utilization(_Open):
+    slot_history: list[float]
+
+
+class Staleness(_Open):
+    bound: Count
+    histogram: NotRequired[list[Count]]
+
+
+class Reward(_Open):
+    history: list[Figure]
+
+
+class EvalPoint(_Open):
+    version: Count
+    reward_mean: float
+    num_prompts: NotRequired[Count]
+
+
+class Evals(_Open):
+    running: str
+    history: list[EvalPoint]
+
+
+class Note(_Open):
+    time_s: Seconds
+    event: str
+    text: str
+
+
+class Status(_Open):
+    name: str
+    profile: str
+    phase: str
+    doing: NotRequired[str]
+    error: str
+    pid: Pid
+    host: str
+    updated_at: Seconds
+    max_staleness: Count
+    on_stale: str
+    progress: Progress
+    admission: Admission | Annotated[dict[str, Any], Len(0, 0)]
+    periods: Periods
+    executors: list[ExecutorStatus]
+    utilization: Utilization
+    staleness: Staleness
+    partial: Figures
+    versions: dict[str, Count]
+    restarting: dict[str, str]
+    reward: Reward
+    eval: Evals
+    sync: Figures
+    timing: Figures
+    ledger: dict[str, Count]
+    tokens_discarded: Figure | None
+    checkpoint: str
+    notes: list[Note]
+    num_warnings: Count
+    totals: dict[str, Any]
+
+
+def parse_status(content: str | bytes) -> Status:
+    """Raises ValueError for what is not of this version, or that no driver writes."""
+    version = parse_json(content, dict[str, Any]).get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
+    return parse_json(content, Status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +224,11 @@ def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
 
 
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
+    is_held = is_locked(directory)
     if status["phase"] in ENDED:  # a driver that resumes it holds the lock before it says anything
-        return "live" if is_locked(directory) else "ended"
-    here = status["host"] == socket.gethostname()
-    if here and not psutil.pid_exists(status["pid"]) and not is_locked(directory):
-        return "dead"
-    if age_s <= SILENT_AFTER_S:
-        return "live"
+        return "live" if is_held else "ended"
+    is_old, here = age_s > SILENT_AFTER_S, status["host"] == socket.gethostname()
     # A pid may have been given to somebody else since; the lock ends with its process.
-    return "dead" if here and not is_locked(directory) else "silent"
+    if here and not is_held and (is_old or not psutil.pid_exists(status["pid"])):
+        return "dead"
+    return "silent" if is_old else "live"

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl_cli.observe.format import NOTHING, clock, count, duration, number, share
 
+LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
+    "rollouter/slot_utilization": ("slots used", share),
+    "rollouter/idle_ratio": ("rollouter idle", share),
+    "trainer/idle_ratio": ("trainer idle", share),
+    "overlap_ratio": ("overlap", share),
+    "rollouter/tokens_per_s": ("tokens/s rollouter", count),
+    "trainer/tokens_per_s": ("trainer", count),
+}
+"""The figures that lead in every view, with their words and their form."""
 _HEADLINES = {"done": "done", "stopped": "stopped on request", "failed": "failed"}
 _EVENTS = {
     "warning": lambda event: str(event.get("message", "")),
@@ -24,15 +33,35 @@ def event_text(event: Mapping[str, Any]) -> str | None:
     return _EVENTS[name](event) if name in _EVENTS else None
 
 
+def step_text(status: Mapping[str, Any]) -> str:
+    """The screen's leading figures, in its words and over the same time."""
+    progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
+    parts = [
+        f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
+        f"reward {number(status['reward'].get('mean'), 3)}",
+        f"{steps['words']}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
+    ]
+    using = status["periods"]["utilization"]
+    if using != steps:
+        parts.append(f"{using['words']}:")
+    parts += [
+        f"slots used {share(use.get('rollouter_slot_utilization'))}",
+        f"trainer idle {share(use.get('trainer_idle_ratio'))}",
+        f"rollouter idle {share(use.get('rollouter_idle_ratio'))}",
+        f"tokens/s {count(use.get('rollouter_tokens_per_s'))}",
+    ]
+    return "  ".join(parts)
+
+
 def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(what, figures) of the whole run, in the words of the screen; rows of which nothing was measured are absent."""
-    progress = status["progress"]
+    progress, totals = status["progress"], status["totals"]
     steps = f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
     rows = [
         ("run", f"{status['name']}: {_HEADLINES.get(status['phase'], status['phase'])} ({status['profile']})"),
         ("trained", f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}"),
         ("eval", _evals(status["eval"]["history"])),
-        ("whole run", _use(status["totals"])),
+        ("whole run", ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items()) if totals else ""),
         ("staleness", _staleness(status)),
         ("ledger", ledger_line(status["ledger"])),
         ("checkpoint", str(status["checkpoint"])),
@@ -54,18 +83,6 @@ def _evals(history: list[Mapping[str, Any]]) -> str:
     ends = [history[0], history[-1]] if len(history) > 1 else history
     values = " -> ".join(f"{number(point['reward_mean'], 3)} (version {point['version']})" for point in ends)
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
-
-
-def _use(totals: Mapping[str, Any]) -> str:
-    parts = [
-        ("slots used", share, "rollouter/slot_utilization"),
-        ("rollouter idle", share, "rollouter/idle_ratio"),
-        ("trainer idle", share, "trainer/idle_ratio"),
-        ("overlap", share, "overlap_ratio"),
-        ("tokens/s rollouter", count, "rollouter/tokens_per_s"),
-        ("trainer", count, "trainer/tokens_per_s"),
-    ]
-    return ", ".join(f"{what} {shown(totals.get(key))}" for what, shown, key in parts) if totals else ""
 
 
 def _staleness(status: Mapping[str, Any]) -> str:

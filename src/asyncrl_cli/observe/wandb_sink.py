@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.observe.executors import UTILIZATION
 from asyncrl_cli.observe.sinks import Sink
+from asyncrl_cli.observe.summary import LEADING
 from asyncrl_cli.storage import replace_text
 
 log = logging.getLogger("asyncrl")
@@ -66,7 +66,7 @@ class Wandb(Sink):
         """Waits for the queue to be written, within a limit that is short unless the run is `done`."""
         limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
         until_s = time.monotonic() + limit_s
-        self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in UTILIZATION}
+        self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in LEADING}
         if self._dropped:
             log.warning("W&B was too slow: %d lines are in metrics.jsonl only", self._dropped)
         with contextlib.suppress(queue.Full):
