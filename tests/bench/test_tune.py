@@ -194,7 +194,7 @@ def test_a_search_starts_with_the_profiles_split_scaled_to_all_of_the_gpus(
     scaled = profile_of(*scaled_sets("big", profile, sets, gpus))
     cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=gpus),), elastic_cpus=True)
     plan = compile_job(scaled, cluster)
-    assert (plan.counts.trainer_workers, plan.counts.rollout_workers) == split
+    assert (plan.trainer_workers, plan.rollout_workers) == split
     assert plan.gpus == gpus
 
 

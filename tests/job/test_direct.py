@@ -330,7 +330,7 @@ def test_ipc_shares_one_gpu_only() -> None:
         with pytest.raises(ConfigError, match=r'weights.transport = "ipc" with [24] GPUs') as caught:
             cuda_counts(direct_profile("ipc", colocate=True, **placement), four)
         assert f"--set {hint}" in caught.value.hint
-    assert cuda_counts(direct_profile("ipc", colocate=True, gpus=1), four).gpus == 1
+    assert cuda_counts(direct_profile("ipc", colocate=True, gpus=1), four) == (1, 1)
 
 
 def test_the_memory_estimate_counts_what_weights_pass_through_on_the_gpus(tmp_path: Path) -> None:

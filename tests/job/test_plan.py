@@ -45,13 +45,13 @@ def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
     plan = job()
     assert (plan.device, plan.cpus, plan.gpus) == ("cpu", 2, 0)
     assert shape(plan) == {"trainer": (1, 0, 1, 1), "rollout": (1, 0, 1, 1)}
-    assert list(plan.counts.groups) == ["trainer", "rollout"]
+    assert list(plan.groups) == ["trainer", "rollout"]
     assert plan.warnings == ()
 
 
 def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_use_apart() -> None:
     plan = job(colocate=True)
-    assert [(name, len(bundles)) for name, bundles in plan.counts.groups.items()] == [("colocated", 2)]
+    assert [(name, len(bundles)) for name, bundles in plan.groups.items()] == [("colocated", 2)]
     assert shape(plan) == {"trainer": (2, 0, 1, 1), "rollout": (2, 0, 0, 1)}
     assert {(role.group, role.workers) for role in plan.roles} == {("colocated", 2)}
     assert plan.cpus == job().cpus
@@ -93,7 +93,7 @@ def test_colocated_gpus_are_shared_by_halves() -> None:
 def test_colocated_places_on_cpus_have_as_many_threads_as_cores() -> None:
     plan = job(nodes((12, 0)), colocate=True, workers=2, cpus_per_worker=4)
     assert shape(plan) == {"trainer": (3, 0, 4, 4), "rollout": (3, 0, 0, 4)}
-    assert [bundle.cpus for bundle in plan.counts.bundles] == [4, 4, 4]
+    assert [bundle.cpus for bundle in plan.bundles] == [4, 4, 4]
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 2), (1, 3)])

@@ -131,7 +131,7 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
     """How well the workload's parameters fit the rows that it is held against, row by row, and what its notes leave open."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in fit:
-        text = f"{one.part} {one.measured_s:.4g} {one.known}, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
+        text = f"{one.part} {one.measured_s:.4g} {one.evidence}, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
         rows.setdefault((one.profile, "calibrated on" if one.calibrated else "predicted"), []).append(text)
     lines = [f"{profile} ({how}), seconds per window: {'; '.join(parts)}" for (profile, how), parts in rows.items()]
     return (*lines, *([workload.notes.strip()] if workload.notes.strip() else ()))

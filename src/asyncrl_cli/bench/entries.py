@@ -159,11 +159,10 @@ def _same_resources(plan: JobPlan) -> str:
     """`--set`s that give every profile what this one has: a colocated one's places are halved between ranks and workers."""
     if plan.device == "cuda":
         return f"--set placement.gpus={plan.gpus}"
-    counts = plan.counts
-    ranks, workers = counts.trainer_workers, counts.rollout_workers
+    ranks, workers = plan.trainer_workers, plan.rollout_workers
     if plan.colocate:
         ranks, workers = max(ranks // 2, 1), max(ranks - ranks // 2, 1)
     return (
         f"--set placement.trainer_workers={ranks} --set rollout.workers={workers} "
-        f"--set placement.cpus_per_worker={counts.cpus_per_worker}"
+        f"--set placement.cpus_per_worker={plan.cpus_per_worker}"
     )

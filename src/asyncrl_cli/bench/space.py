@@ -52,9 +52,9 @@ class Setting:
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
         training = profile.async_training
         return cls(
-            trainer_workers=plan.counts.trainer_workers,
-            rollout_workers=plan.counts.rollout_workers,
-            gpus_per_rollout_worker=plan.counts.gpus_per_rollout_worker,
+            trainer_workers=plan.trainer_workers,
+            rollout_workers=plan.rollout_workers,
+            gpus_per_rollout_worker=plan.gpus_per_rollout_worker,
             gpus=plan.gpus,
             window_steps=training.trigger_parameter_sync_step,
             require_batches=training.require_batches,

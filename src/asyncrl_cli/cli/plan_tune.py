@@ -19,7 +19,7 @@ from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.calibrate import calibrate
-from asyncrl_cli.simulate.references import WINDOW, Residual, how_known, residuals
+from asyncrl_cli.simulate.references import WINDOW, Residual, residuals
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import load_workload
 
@@ -87,7 +87,7 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
         print_json(tuned.to_json() | {"residuals": [asdict(residual) for residual in fit], "profile_file": written})
         return
     for one in fit:
-        found = f"{one.part} {one.measured_s:.4g} s {one.known}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
+        found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
     _print_table(tuned)
     _print_recommendation(tuned, fit)
@@ -192,7 +192,7 @@ def _against_known(tuned: Tuned) -> str:
     if tuned.known is None:
         return ""
     known_s, best_s = tuned.known.window_time_s, tuned.found.best.window_time_s
-    return f"{how_known(tuned.known.source)} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
+    return f"{tuned.known.evidence} for the current setting: {known_s:.2f} s ({known_s / best_s:.2f}x)"
 
 
 def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:

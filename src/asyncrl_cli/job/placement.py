@@ -14,9 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.counts import Bundle
-from asyncrl_cli.plan.job_plan import JobPlan
-from asyncrl_cli.plan.packing import asked, check_fit, fitting_hint
+from asyncrl_cli.plan.job_plan import Bundle, JobPlan, asked, check_fit, fitting_hint
 
 RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""
@@ -48,11 +46,11 @@ class Placement:
 
 async def place(plan: JobPlan, *, timeout_s: float) -> Placement:
     """Reserve every bundle within `timeout_s` in total. Raises PreflightError, at once if the cluster is too small."""
-    check_fit(plan.counts, ray_cluster())
+    check_fit(plan, ray_cluster())
     placement = Placement(plan=plan)
     try:
         async with asyncio.timeout(timeout_s):
-            for name, group in plan.counts.groups.items():
+            for name, group in plan.groups.items():
                 placement.groups[name] = _create(group)
             await asyncio.gather(*(_ready(group) for group in placement.groups.values()))
     except TimeoutError:
@@ -60,9 +58,9 @@ async def place(plan: JobPlan, *, timeout_s: float) -> Placement:
         await asyncio.sleep(RELEASE_S)
         free = free_cluster()
         raise PreflightError(
-            f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan.counts)}; "
+            f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
             f"the cluster has {ray_cluster()}, of which are free {free}",
-            hint=f"wait until other jobs end; now this would fit: {fitting_hint(plan.counts, free)}",
+            hint=f"wait until other jobs end; now this would fit: {fitting_hint(plan, free)}",
         ) from None
     except BaseException:
         placement.remove()

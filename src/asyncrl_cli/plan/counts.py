@@ -1,59 +1,13 @@
-"""How many trainer ranks and rollout workers, from explicit counts or from a ratio of GPUs, and the bundles that they live in."""
+"""How many trainer ranks and rollout workers: from explicit counts, or from a ratio of GPUs."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, counted
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
-TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Bundle:
-    """What one bundle of a placement group reserves on one node."""
-
-    gpus: int = 0
-    cpus: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Resolved counts; on CPUs `gpus_per_rollout_worker` is 0."""
-
-    trainer_workers: int
-    rollout_workers: int
-    gpus_per_rollout_worker: int
-    cpus_per_worker: int
-    colocate: bool
-
-    @property
-    def gpus(self) -> int:
-        """Of the whole job."""
-        if self.colocate or not self.gpus_per_rollout_worker:
-            return self.trainer_workers * self.gpus_per_rollout_worker
-        return self.trainer_workers + self.rollout_workers * self.gpus_per_rollout_worker
-
-    @property
-    def cpus(self) -> int:
-        """Of the whole job. Colocated on CPUs, a rank and a worker compute with the same cores."""
-        shared = self.colocate and not self.gpus
-        return self.cpus_per_worker * (self.trainer_workers + (0 if shared else self.rollout_workers))
-
-    @property
-    def groups(self) -> dict[str, list[Bundle]]:
-        """Bundles by placement group. A colocated one has one rank and one worker."""
-        ranks, cpus = self.trainer_workers, self.cpus_per_worker
-        if self.colocate:
-            return {COLOCATED: [Bundle(cpus=self.cpus // ranks, gpus=self.gpus // ranks)] * ranks}
-        rank = Bundle(cpus=cpus, gpus=min(self.gpus_per_rollout_worker, 1))
-        return {TRAINER: [rank] * ranks, ROLLOUT: [Bundle(cpus=cpus, gpus=self.gpus_per_rollout_worker)] * self.rollout_workers}
-
-    @property
-    def bundles(self) -> list[Bundle]:
-        return [bundle for group in self.groups.values() for bundle in group]
+Counts = tuple[int, int]
+"""Trainer ranks and rollout workers."""
 
 
 def cpu_counts(profile: Profile) -> Counts:
@@ -63,9 +17,7 @@ def cpu_counts(profile: Profile) -> Counts:
     would have apart: the same resources. (More threads for one of each would not help small matrices: they get slower.)
     """
     ranks, workers = profile.placement.trainer_workers or 1, profile.rollout.workers or 1
-    if profile.placement.colocate:
-        ranks = workers = ranks + workers
-    return _counts(profile, ranks, workers, 0)
+    return (ranks + workers, ranks + workers) if profile.placement.colocate else (ranks, workers)
 
 
 def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
@@ -83,24 +35,14 @@ def cuda_counts(profile: Profile, cluster: ClusterResources) -> Counts:
     elif workers is None:
         total = _total(profile, cluster)
         workers = _rest(total, ranks, per_worker, "placement.trainer_workers", total - per_worker)
-    counts = _counts(profile, ranks, workers, per_worker)
-    if profile.placement.gpus is not None and counts.gpus > profile.placement.gpus:
+    needed = ranks + workers * per_worker
+    if profile.placement.gpus is not None and needed > profile.placement.gpus:
         raise ConfigError(
             f"placement.gpus = {profile.placement.gpus}, but {ranks} trainer ranks and {workers} rollout workers "
-            f"of {per_worker} need {counts.gpus}",
-            hint=f"--set placement.gpus={counts.gpus}",
+            f"of {per_worker} need {needed}",
+            hint=f"--set placement.gpus={needed}",
         )
-    return counts
-
-
-def _counts(profile: Profile, ranks: int, workers: int, per_worker: int) -> Counts:
-    return Counts(
-        trainer_workers=ranks,
-        rollout_workers=workers,
-        gpus_per_rollout_worker=per_worker,
-        cpus_per_worker=profile.placement.cpus_per_worker,
-        colocate=profile.placement.colocate,
-    )
+    return ranks, workers
 
 
 def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
@@ -130,7 +72,7 @@ def _colocated_counts(profile: Profile, cluster: ClusterResources) -> Counts:
             "workers of the others cannot map",
             hint=" ".join(f"--set {key}=1" for key in given or ("placement.gpus",)) + ", or --set weights.transport=object-store",
         )
-    return _counts(profile, gpus, gpus, 1)
+    return gpus, gpus
 
 
 def _total(profile: Profile, cluster: ClusterResources) -> int:
@@ -145,7 +87,7 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
     return total
 
 
-def _by_ratio(profile: Profile, total: int) -> tuple[int, int]:
+def _by_ratio(profile: Profile, total: int) -> Counts:
     """trainer : rollout shares of all GPUs, in whole GPUs and whole rollout workers."""
     per_worker = profile.placement.gpus_per_rollout_worker
     left, right = map(int, profile.placement.ratio.split(":"))

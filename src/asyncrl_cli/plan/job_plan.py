@@ -11,16 +11,26 @@ share its GPU by halves, and each computes with all of its cores, because the ot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, counted
-from asyncrl_cli.plan.counts import COLOCATED, ROLLOUT, TRAINER, Counts, cpu_counts, cuda_counts
-from asyncrl_cli.plan.packing import check_fit
+from asyncrl_cli.plan.counts import cpu_counts, cuda_counts
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
+
+TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Bundle:
+    """What one bundle of a placement group reserves on one node."""
+
+    gpus: int = 0
+    cpus: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,55 +47,81 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything placement needs. `engine` is what every rollout worker starts; `warnings` are for people, one line each."""
+    """Everything placement needs. On CPUs `gpus_per_rollout_worker` is 0. `engine` is what every rollout worker starts; `warnings`
+    are for people, one line each."""
 
     device: str
-    counts: Counts
+    trainer_workers: int
+    rollout_workers: int
+    gpus_per_rollout_worker: int
+    cpus_per_worker: int
+    colocate: bool
     engine: str = "transformers"
     warnings: tuple[str, ...] = ()
 
     @property
-    def colocate(self) -> bool:
-        return self.counts.colocate
+    def gpus(self) -> int:
+        """Of the whole job."""
+        has_gpus_apart = self.gpus_per_rollout_worker and not self.colocate
+        return self.rollout_workers * self.gpus_per_rollout_worker + (self.trainer_workers if has_gpus_apart else 0)
 
     @property
     def cpus(self) -> int:
-        return self.counts.cpus
+        """Of the whole job. Colocated on CPUs, a rank and a worker compute with the same cores."""
+        shared = self.colocate and not self.gpus
+        return self.cpus_per_worker * (self.trainer_workers + (0 if shared else self.rollout_workers))
 
     @property
-    def gpus(self) -> int:
-        return self.counts.gpus
+    def groups(self) -> dict[str, list[Bundle]]:
+        """Bundles by placement group. A colocated one has one rank and one worker."""
+        ranks, cpus = self.trainer_workers, self.cpus_per_worker
+        if self.colocate:
+            return {COLOCATED: [Bundle(cpus=self.cpus // ranks, gpus=self.gpus // ranks)] * ranks}
+        rank = Bundle(cpus=cpus, gpus=min(self.gpus_per_rollout_worker, 1))
+        return {TRAINER: [rank] * ranks, ROLLOUT: [Bundle(cpus=cpus, gpus=self.gpus_per_rollout_worker)] * self.rollout_workers}
+
+    @property
+    def bundles(self) -> list[Bundle]:
+        return [bundle for group in self.groups.values() for bundle in group]
 
     @property
     def roles(self) -> tuple[RolePlan, RolePlan]:
         return self.role(TRAINER), self.role(ROLLOUT)
 
     def role(self, name: str) -> RolePlan:
-        counts, group = self.counts, COLOCATED if self.colocate else name
-        bundle = counts.groups[group][0]
+        group = COLOCATED if self.colocate else name
+        bundle = self.groups[group][0]
         # What a rank has reserved on shared cores, its worker cannot reserve again.
-        shares_cores = counts.colocate and not counts.gpus and name == ROLLOUT
+        shares_cores = self.colocate and not self.gpus and name == ROLLOUT
         return RolePlan(
             name=name,
             group=group,
-            workers=counts.trainer_workers if name == TRAINER else counts.rollout_workers,
-            cpus=0 if shares_cores else counts.cpus_per_worker,
-            gpus=bundle.gpus / 2 if counts.colocate else bundle.gpus,
+            workers=self.trainer_workers if name == TRAINER else self.rollout_workers,
+            cpus=0 if shares_cores else self.cpus_per_worker,
+            gpus=bundle.gpus / 2 if self.colocate else bundle.gpus,
             threads=bundle.cpus,
         )
 
     def __str__(self) -> str:
-        sides = f"{self.counts.trainer_workers} {TRAINER} + {self.counts.rollout_workers} {ROLLOUT} with {self.engine}"
+        sides = f"{self.trainer_workers} {TRAINER} + {self.rollout_workers} {ROLLOUT} with {self.engine}"
         return f"{sides} ({'colocated' if self.colocate else 'apart'}): {self.gpus} GPUs and {self.cpus} CPUs"
 
 
 def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
     """Raises ConfigError if the profile's numbers do not go together, PreflightError if the cluster has too little."""
-    device = device_of(profile, cluster)
+    device, placement = device_of(profile, cluster), profile.placement
     tensor_parallel_size(profile, device)
-    counts = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
-    check_fit(counts, cluster)
-    plan = JobPlan(device=device, counts=counts, engine=profile.rollout.engine)
+    ranks, workers = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
+    plan = JobPlan(
+        device=device,
+        trainer_workers=ranks,
+        rollout_workers=workers,
+        gpus_per_rollout_worker=placement.gpus_per_rollout_worker if device == "cuda" else 0,
+        cpus_per_worker=placement.cpus_per_worker,
+        colocate=placement.colocate,
+        engine=profile.rollout.engine,
+    )
+    check_fit(plan, cluster)
     return replace(plan, warnings=tuple(_warnings(profile, plan, cluster)))
 
 
@@ -133,3 +169,61 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
     if cluster.elastic_cpus and plan.cpus + more > cluster.cpus:
         cores = counted(cluster.cpus, "core")
         yield f"the job's workers compute with {plan.cpus + more} threads on {cores} and slow each other down"
+
+
+def fits(bundles: Sequence[Bundle], cluster: ClusterResources) -> bool:
+    """True if the bundles can be packed into the cluster's nodes; a local session's CPUs never run out.
+
+    First-fit, largest first: exact for a plan's one or two sizes of bundles on equal nodes, a good guess elsewhere. The placement
+    groups themselves have the last word, within `placement.timeout_s`.
+    """
+    free = [[node.gpus, node.cpus] for node in cluster.nodes]
+    for bundle in sorted(bundles, reverse=True):
+        cpus = 0 if cluster.elastic_cpus else bundle.cpus
+        node = next((node for node in free if node[0] >= bundle.gpus and node[1] >= cpus), None)
+        if node is None:
+            return False
+        node[0] -= bundle.gpus
+        node[1] -= cpus
+    return True
+
+
+def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
+    """Raises PreflightError with what was asked, what there is, and the `--set` that would fit."""
+    if not fits(plan.bundles, cluster):
+        raise PreflightError(f"the cluster is too small: {asked(plan)}; it has {cluster}", hint=fitting_hint(plan, cluster))
+
+
+def asked(plan: JobPlan) -> str:
+    largest = max(plan.bundles)
+    return (
+        f"{counted(plan.trainer_workers, 'trainer rank')} and {counted(plan.rollout_workers, 'rollout worker')} "
+        f"ask for {counted(plan.gpus, 'GPU')} and {counted(plan.cpus, 'CPU')}, "
+        f"at most {counted(largest.gpus, 'GPU')} and {counted(largest.cpus, 'CPU')} of one node at a time"
+    )
+
+
+def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
+    """The largest smaller job that fits, as `--set`s."""
+    for smaller, sets in _smaller_jobs(plan):
+        if fits(smaller.bundles, cluster):
+            return sets
+    if plan.gpus and cluster.cpus:
+        return "--set placement.device=cpu"
+    return f"the smallest job of this profile needs {2 * plan.cpus_per_worker} CPUs"
+
+
+def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
+    """Fewer CPUs per worker first (if that is what is short), then fewer workers, shared as before."""
+    for cpus in range(plan.cpus_per_worker - 1, 0, -1):
+        yield replace(plan, cpus_per_worker=cpus), f"--set placement.cpus_per_worker={cpus}"
+    total = plan.trainer_workers + plan.rollout_workers
+    for workers in range(total - 1, 1, -1):
+        ranks = min(max(1, round(workers * plan.trainer_workers / total)), workers - 1)
+        rollouts = ranks if plan.colocate else workers - ranks
+        for cpus in dict.fromkeys((plan.cpus_per_worker, 1)):
+            smaller = replace(plan, trainer_workers=ranks, rollout_workers=rollouts, cpus_per_worker=cpus)
+            sets = f"--set placement.trainer_workers={ranks} --set rollout.workers={rollouts}"
+            sets += f" --set placement.gpus={smaller.gpus}" if smaller.gpus else ""
+            sets += f" --set placement.cpus_per_worker={cpus}" if cpus != plan.cpus_per_worker else ""
+            yield smaller, sets

@@ -81,7 +81,8 @@ def _cpu() -> Finding:
 
 def _threads() -> Finding:
     """On CPUs; where there are GPUs, they compute."""
-    cores, load, threads = usable_cores(), os.getloadavg()[0], cpu_counts(Profile()).cpus
+    profile, cores, load = Profile(), usable_cores(), os.getloadavg()[0]
+    threads = sum(cpu_counts(profile)) * profile.placement.cpus_per_worker
     found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
     found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
     if load + threads > cores + 0.5:

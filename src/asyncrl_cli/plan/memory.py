@@ -27,13 +27,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.registry import kind_of
-from asyncrl_cli.models.shape import ModelShape
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+
+if TYPE_CHECKING:
+    from asyncrl_cli.models.shape import ModelShape
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -211,7 +213,7 @@ def _rollout(
     profile: Profile, plan: JobPlan, shape: ModelShape, engine: EngineMemory | None, available_bytes: int | None
 ) -> Iterator[MemoryItem]:
     rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
-    gpus = max(plan.counts.gpus_per_rollout_worker, 1)
+    gpus = max(plan.gpus_per_rollout_worker, 1)
     batch_tokens = engine.batch_tokens if engine else rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
     prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus

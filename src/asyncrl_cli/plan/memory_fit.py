@@ -142,7 +142,7 @@ def _cache_warning(estimate: MemoryEstimate) -> list[str]:
     plan, rollout = estimate.plan, estimate.profile.rollout
     if plan.device == "cpu" or estimate.available_bytes is None:
         return []
-    needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.counts.gpus_per_rollout_worker, 1)
+    needed = kv_cache_bytes(estimate.profile, estimate.shape) // max(plan.gpus_per_rollout_worker, 1)
     held = {item.what: item.num_bytes for item in estimate.of(ROLLOUT, "device")}
     if estimate.engine is not None:
         room = held.get("KV cache", 0) + held.get(SHARED_CACHE, 0)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 from asyncrl_cli.profile.schema import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
-TokenList = Annotated[tuple[PositiveInt, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 
 
 class Lengths(Section):
@@ -28,7 +28,7 @@ class Lengths(Section):
     """Standard deviation of the logarithm."""
     prompt_variance_ratio: Ratio = 0.0
     """Share of the logarithm's variance that lies between prompts; the rest lies between the trajectories of one prompt."""
-    response_tokens: TokenList = ()
+    response_tokens: Annotated[tuple[PositiveInt, ...], FromList] = ()
     """The list: one entry per observed trajectory."""
 
 
@@ -120,7 +120,9 @@ class Reference(Section):
     calibrated: bool = True
     """Whether the parameters were fitted to this row (false: a prediction is held against it)."""
     source: str = ""
-    """Where it comes from; begins with `published` if it was measured by somebody else."""
+    """Where it comes from."""
+    evidence: Literal["measured", "published"] = "measured"
+    """`published` if somebody else measured it."""
 
 
 class Workload(Section):
@@ -145,7 +147,5 @@ class Workload(Section):
     rewarding: Rewarding = Rewarding()
     training: Training
     syncing: Syncing
-    references: Annotated[
-        tuple[Reference, ...], BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-    ] = ()
+    references: Annotated[tuple[Reference, ...], FromList] = ()
     """Measured rows."""

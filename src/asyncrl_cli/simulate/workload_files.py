@@ -9,7 +9,7 @@ Evals and checkpoints are off: they cost every profile the same and would only b
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -19,16 +19,21 @@ from pydantic import BaseModel, ValidationError
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.check import MOST_PROBLEMS, combine
-from asyncrl_cli.profile.keys import keys, nearest
+from asyncrl_cli.profile.keys import nearest
 from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
 from asyncrl_cli.profile.sources import chain, is_file_reference, shipped_directory, shipped_profiles
 from asyncrl_cli.profile.toml import read, shortened
 from asyncrl_cli.safe_files import expand
-from asyncrl_cli.simulate.workload import Workload
+from asyncrl_cli.simulate.workload import Lengths, Workload
 
 BASELINE = "colocate"
 WINDOW_KEYS = ("trainer.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step")
 SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0}
+LENGTH_KEYS = {
+    "lognormal": (("median_tokens", "sigma"), "median_tokens = 1000.0 and sigma = 1.0, for example"),
+    "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
+}
+"""What a distribution of lengths needs, and an example."""
 
 
 def shipped_workloads() -> dict[str, Path]:
@@ -48,22 +53,15 @@ def load_workload(reference: str) -> Workload:
         problems += [_wrong_value(detail, path) for detail in unknown_first[: MOST_PROBLEMS + 1]]
     if problems:
         raise combine(problems)
-    return checked(workload, str(path))
-
-
-def checked(workload: Workload, where: str) -> Workload:
-    """The workload itself, if its lengths are complete."""
-    lengths = workload.lengths
-    if lengths.distribution == "lognormal" and (lengths.median_tokens is None or lengths.sigma is None):
-        raise ConfigError(
-            f'{where}: lengths.distribution = "lognormal" needs lengths.median_tokens and lengths.sigma',
-            hint="median_tokens = 1000.0 and sigma = 1.0, for example",
-        )
-    if lengths.distribution == "list" and not lengths.response_tokens:
-        raise ConfigError(
-            f'{where}: lengths.distribution = "list" needs lengths.response_tokens', hint="response_tokens = [12, 40, 96]"
-        )
+    _check_lengths(workload.lengths, path)
     return workload
+
+
+def _check_lengths(lengths: Lengths, path: Path) -> None:
+    names, example = LENGTH_KEYS[lengths.distribution]
+    if any(getattr(lengths, name) in (None, ()) for name in names):
+        needed = " and ".join(f"lengths.{name}" for name in names)
+        raise ConfigError(f'{path}: lengths.distribution = "{lengths.distribution}" needs {needed}', hint=example)
 
 
 def profile_for(
@@ -118,22 +116,23 @@ def _locate(reference: str) -> Path:
         raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {', '.join(known)}")
     if reference in known:
         return known[reference]
-    guess = nearest(reference, known)
-    hint = f"did you mean `{guess}`?" if guess else f"known workloads: {', '.join(known)}."
+    hint = _meant(reference, known, f"known workloads: {', '.join(known)}.", quote="`")
     raise ConfigError(f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml")
 
 
+def _meant(name: str, known: Collection[str], otherwise: str, *, quote: str = "") -> str:
+    guess = nearest(name, known)
+    return f"did you mean {quote}{guess}{quote}?" if guess else otherwise
+
+
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
-    tables = {"profile": content.get("profile", {})}
-    by_name = content.get("profiles", {})
-    if isinstance(by_name, Mapping):
-        tables |= {f"profiles.{name}": table for name, table in by_name.items()}
-        known = shipped_profiles()
-        for name in by_name:
-            if name not in known:
-                guess = nearest(name, known)
-                hint = f"did you mean {guess}?" if guess else f"known profiles: {', '.join(known)}"
-                yield ConfigError(f"{path}: profiles.{name}: there is no profile '{name}'", hint=hint)
+    """What is wrong with the profile keys; what is no table is told with the workload's own keys."""
+    by_name, known = content.get("profiles", {}), shipped_profiles()
+    by_name = by_name if isinstance(by_name, Mapping) else {}
+    for name in (name for name in by_name if name not in known):
+        hint = _meant(name, known, f"known profiles: {', '.join(known)}")
+        yield ConfigError(f"{path}: profiles.{name}: there is no profile '{name}'", hint=hint)
+    tables = {"profile": content.get("profile"), **{f"profiles.{name}": table for name, table in by_name.items()}}
     for where, table in tables.items():
         try:
             if isinstance(table, Mapping):
@@ -148,9 +147,8 @@ def _wrong_value(detail: Any, path: Path) -> ConfigError:
     if detail["type"] == "missing":
         return ConfigError(f"{path}: {key} is missing", hint=meaning)
     if detail["type"] == "extra_forbidden":
-        guess, sections = nearest(key, known), [name for name in known if "." not in name]
-        hint = f"did you mean {guess}?" if guess else f"keys: {', '.join(sections)}"
-        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=hint)
+        sections = ", ".join(name for name in known if "." not in name)
+        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=_meant(key, known, f"keys: {sections}"))
     given = shortened(detail["input"])
     shown = f'"{given}"' if isinstance(detail["input"], str) else given
     return ConfigError(f"{path}: {key} = {shown}: {str(detail['msg']).removeprefix('Input ')}", hint=meaning)
@@ -163,6 +161,3 @@ def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from _keys_of(inner, f"{prefix}{name}.")
-
-
-assert set(SWITCHED_OFF) <= set(keys())
