@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.job.resuming import refuse_other_prompts
+from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
 from asyncrl_cli.loop.settings import LoopSettings

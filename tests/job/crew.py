@@ -70,11 +70,11 @@ class Witness:
         return os.environ.get("CUDA_VISIBLE_DEVICES", ""), ray.get_runtime_context().get_node_id()
 
 
-def witnesses(plan: JobPlan, placement: Any) -> dict[str, list[tuple[str, str]]]:
+def witnesses(plan: JobPlan, options: Any) -> dict[str, list[tuple[str, str]]]:
     import ray
 
     actors = {
-        role.name: [ray.remote(Witness).options(**placement.options(role.name, index)).remote() for index in range(role.workers)]
+        role.name: [ray.remote(Witness).options(**options(role.name, index)).remote() for index in range(role.workers)]
         for role in plan.roles
     }
     seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=60) for name, made in actors.items()}
@@ -83,16 +83,15 @@ def witnesses(plan: JobPlan, placement: Any) -> dict[str, list[tuple[str, str]]]
     return seen
 
 
-def placed(check: Callable[[JobPlan, Any], Any], cluster: Any, **placement_keys: Any) -> Any:
-    from asyncrl_cli.job.placement import place
+def in_place(check: Callable[[JobPlan, Any], Any], cluster: Any, **placement_keys: Any) -> Any:
+    return reserved(compile_job(small_profile(placement=placement_keys), cluster), check)
 
-    plan = compile_job(small_profile(placement=placement_keys), cluster)
+
+def reserved(plan: JobPlan, check: Callable[[JobPlan, Any], Any] = lambda plan, options: None, timeout_s: float = 30.0) -> Any:
+    from asyncrl_cli.job.workers import placed
 
     async def main() -> Any:
-        placement = await place(plan, timeout_s=30.0)
-        try:
-            return check(plan, placement)
-        finally:
-            placement.remove()
+        async with placed(plan, timeout_s=timeout_s) as options:
+            return check(plan, options)
 
     return asyncio.run(main())

@@ -21,11 +21,10 @@ from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
 from asyncrl_cli.engines.vllm.settings import set_environment, weight_backend
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job import direct, ports, trainer_actor
-from asyncrl_cli.job.calls import Limit
-from asyncrl_cli.job.direct import RayRankZero
-from asyncrl_cli.job.loading import Loader
-from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
+from asyncrl_cli.job import adapters, calls, trainer_actor
+from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
+from asyncrl_cli.job.calls import Limit, RayRankZero
+from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.settings import LoopSettings
@@ -87,7 +86,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         patch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
         kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
         patch.setattr(trainer_actor, "engine_kind", lambda name: kind)
-        rank_zero = TrainerActor(0, profile, parts.place, run_dir=directory)
+        rank_zero = TrainerActor(0, profile, parts.place, directory, log_path=directory / "log")
         rank_zero.start(f"file://{directory}/meet")
     yield rank_zero
     rank_zero.stop()
@@ -191,7 +190,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
         limits[call.partition(" of ")[0]] = limit.seconds or 0.0
         return "tcp://10.0.0.7:2345"
 
-    for module in (direct, ports):
+    for module in (calls, adapters):
         monkeypatch.setattr(module, "answer", answer)
     profile = direct_profile("nccl")
     methods = ("direct", "leave", "load", "connect", "meeting_point")
@@ -224,7 +223,7 @@ def test_each_wait_outlasts_the_waits_inside_it_so_that_who_knows_most_speaks_fi
 
 def test_a_meeting_that_takes_too_long_says_what_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     there = Driver(monkeypatch)
-    monkeypatch.setattr(ports, "DRIVER_MARGIN_S", 0.25 - 20.0)
+    monkeypatch.setattr(adapters, "DRIVER_MARGIN_S", 0.25 - 20.0)
 
     async def body() -> None:
         there.worker.actor.connect = SimpleNamespace(remote=lambda actor: asyncio.sleep(WAIT_S))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.job.loading import Loader
+from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
 from asyncrl_cli.weights.buckets import DamagedWeights, Manifest

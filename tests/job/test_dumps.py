@@ -11,15 +11,15 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import trainer_actor
-from asyncrl_cli.job.dumps import SampleDumps
+from asyncrl_cli.job.adapters import RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import ModelSection, Profile
 
-from .crew import make_model
+from .crew import make_model, small_profile
 
 
-def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     failures = {2: ExecutorFailed("trainer-0 failed: OSError: [Errno 28] No space left"), 3: ExecutorLost("it took too long")}
     written, warnings = [], []
 
@@ -30,13 +30,13 @@ def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFi
         written.append(step)
 
     async def main() -> int:
-        dumps = SampleDumps()
-        dumps.warn = warnings.append
+        trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
+        trainer.warn = warnings.append
         for step in (1, 2, 3, 4):
-            await dumps.begin(step, lambda step=step: dump(step))
-        await dumps.finish()
-        await dumps.finish()
-        return dumps.num_failed
+            await trainer.begin_dump(step, lambda step=step: dump(step))
+        await trainer.finish_dumps()
+        await trainer.finish_dumps()
+        return trainer.failed_dumps
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(main()) == 2
@@ -46,14 +46,14 @@ def test_failed_dumps_are_warned_of_once_and_counted(caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in caplog.records][-1] == "the samples of step 3 are lost: it took too long"
 
 
-def test_what_is_no_failure_of_a_dump_is_not_swallowed() -> None:
+def test_what_is_no_failure_of_a_dump_is_not_swallowed(tmp_path: Path) -> None:
     async def broken() -> None:
         raise AssertionError("a bug")
 
     async def main() -> None:
-        dumps = SampleDumps()
-        await dumps.begin(1, broken)
-        await dumps.finish()
+        trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
+        await trainer.begin_dump(1, broken)
+        await trainer.finish_dumps()
 
     with pytest.raises(AssertionError, match="a bug"):
         asyncio.run(main())
@@ -84,5 +84,5 @@ def test_samples_are_decoded_by_a_tokenizers_own_code_if_it_is_trusted(
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
     profile = Profile(model=ModelSection(trust_remote_code=trust))
-    trainer = TrainerActor(0, profile, Place(model_dir=str(directory)), run_dir=tmp_path)
+    trainer = TrainerActor(0, profile, Place(model_dir=str(directory)), tmp_path, log_path=tmp_path / "log")
     assert (trainer._decode([1, 2]) == "decoded by its own code") is trust

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.job.assembling import RunCheckpoints
-from asyncrl_cli.job.dumps import SampleDumps
-from asyncrl_cli.job.ending import RunResult, run_to_the_end
-from asyncrl_cli.job.stopping import StopRequests
+from asyncrl_cli.job.driving import RunCheckpoints, RunResult, run_to_the_end
+from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.simulate.clock import run_virtual
 
@@ -44,13 +42,9 @@ class FakeTrainer:
     """As far as its dumps go: one is being written."""
 
     def __init__(self) -> None:
-        self.dumps = SampleDumps()
         self.dumps_awaited = 0
 
-    async def begin_dump(self) -> None:
-        await self.dumps.begin(1, self._dump)
-
-    async def _dump(self) -> None:
+    async def finish_dumps(self) -> None:
         await asyncio.sleep(0.01)
         self.dumps_awaited += 1
 
@@ -66,7 +60,6 @@ class FakeObservers:
 
 def ended(pipeline: FakePipeline, trainer: FakeTrainer) -> RunResult:
     async def main() -> RunResult:
-        await trainer.begin_dump()
         return await run_to_the_end(pipeline, trainer, DIRECTORY, FakeObservers(), StopRequests())  # type: ignore[arg-type]
 
     return asyncio.run(main())

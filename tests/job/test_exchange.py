@@ -14,9 +14,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.job.adapters import RayRolloutWorker
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, GroupExchange
-from asyncrl_cli.job.ports import RayRolloutWorker
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll

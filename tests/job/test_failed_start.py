@@ -14,7 +14,7 @@ import pytest
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job import run as run_module
 from asyncrl_cli.job import workers
-from asyncrl_cli.job.ports import RayTrainer
+from asyncrl_cli.job.adapters import RayTrainer
 from asyncrl_cli.job.run import Run
 
 from .crew import small_profile
@@ -38,7 +38,6 @@ def test_a_start_that_fails_gives_the_runs_name_free_and_keeps_its_logs(tmp_path
 
     monkeypatch.setattr(run_module, "prepare", prepare)
     monkeypatch.setattr(run_module, "ray_session", ray_session)
-    monkeypatch.setattr(run_module, "object_store_bytes_for", lambda model_dir: 0)
     monkeypatch.setattr(workers, "started_workers", started_workers)
     for _ in range(2):
         run = Run(small_profile(), runs_dir=tmp_path / "runs", name="otter", ui="none")
@@ -56,7 +55,7 @@ def test_a_stop_does_not_wait_for_a_dump_that_hangs(caplog: pytest.LogCaptureFix
 
     async def main() -> None:
         trainer = RayTrainer([], small_profile(), samples_dir=tmp_path)
-        await trainer.dumps.begin(1, hang)
+        await trainer.begin_dump(1, hang)
         await trainer.stop(0.01)
 
     asyncio.run(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 
-from .crew import nodes, placed, small_profile, witnesses
+from .crew import in_place, nodes, reserved, small_profile, witnesses
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -35,7 +34,7 @@ def free_gpus(expected: float, within_s: float = 10.0) -> float:
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_every_worker_sees_its_own_gpus_and_no_others() -> None:
-    seen = placed(witnesses, nodes((16, 8)), ratio="1:3", gpus_per_rollout_worker=2)
+    seen = in_place(witnesses, nodes((16, 8)), ratio="1:3", gpus_per_rollout_worker=2)
     devices = {name: [gpus.split(",") for gpus, _ in found] for name, found in seen.items()}
     assert [len(gpus) for gpus in devices[TRAINER]] == [1, 1]
     assert [len(gpus) for gpus in devices[ROLLOUT]] == [2, 2, 2]
@@ -45,7 +44,7 @@ def test_every_worker_sees_its_own_gpus_and_no_others() -> None:
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_colocated_rank_and_worker_see_the_same_gpu() -> None:
-    seen = placed(witnesses, nodes((16, 8)), colocate=True, gpus=4)
+    seen = in_place(witnesses, nodes((16, 8)), colocate=True, gpus=4)
     pairs = [(rank[0], worker[0]) for rank, worker in zip(seen[TRAINER], seen[ROLLOUT], strict=True)]
     assert all(rank == worker != "" for rank, worker in pairs), pairs
     assert len({rank for rank, _ in pairs}) == 4
@@ -53,29 +52,25 @@ def test_a_colocated_rank_and_worker_see_the_same_gpu() -> None:
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_plan_that_the_cluster_cannot_hold_is_refused_at_once() -> None:
-    from asyncrl_cli.job.placement import place
-
     plan = compile_job(small_profile(placement={"gpus": 16}), nodes((16, 8), (16, 8)))
     began_s = time.monotonic()
     with pytest.raises(PreflightError, match=r"ask for 16 GPUs .* it has 8 GPUs and 16 CPUs on 1 node") as refused:
-        asyncio.run(place(plan, timeout_s=60.0))
+        reserved(plan, timeout_s=60.0)
     assert time.monotonic() - began_s < 20.0  # of the 60 that it might wait
     assert "--set placement.trainer_workers=4 --set rollout.workers=4" in refused.value.hint
 
 
 @pytest.mark.usefixtures("eight_gpus")
 def test_a_cluster_that_others_use_is_refused_after_the_timeout_and_nothing_stays_reserved() -> None:
-    from asyncrl_cli.job.placement import place
-
-    def taken(plan: JobPlan, placement: Any) -> float:
+    def taken(plan: JobPlan, options: Any) -> float:
         wanted = compile_job(small_profile(placement={"gpus": 4}), nodes((16, 8)))
         began_s = time.monotonic()
         with pytest.raises(PreflightError, match=r"placement.timeout_s = 2 s: .* of which are free 2 GPUs") as refused:
-            run_in_thread(lambda: asyncio.run(place(wanted, timeout_s=2.0)))
+            run_in_thread(lambda: reserved(wanted, timeout_s=2.0))
         assert "--set placement.trainer_workers=1 --set rollout.workers=1" in refused.value.hint
         return time.monotonic() - began_s
 
-    assert placed(taken, nodes((16, 8)), gpus=6) < 20.0
+    assert in_place(taken, nodes((16, 8)), gpus=6) < 20.0
     assert free_gpus(8.0) == 8.0
 
 

@@ -19,7 +19,7 @@ import torch
 from asyncrl_cli.engines.port import Engine, PauseReport, Scores
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job import transports
-from asyncrl_cli.job.loading import Loader, Received
+from asyncrl_cli.job.rollout_actor import Loader, Received
 from asyncrl_cli.job.transports import GETS_AHEAD
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.states import State

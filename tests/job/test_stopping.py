@@ -16,8 +16,8 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.preparing import interruptible
+from asyncrl_cli.job.process import SIGNALS, StopRequests, blocked
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.job.stopping import SIGNALS, StopRequests, blocked
 from asyncrl_cli.storage import appearing_directory
 
 from .crew import small_profile

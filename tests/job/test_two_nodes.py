@@ -7,7 +7,7 @@ import pytest
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
 
-from .crew import nodes, placed, small_profile, witnesses
+from .crew import in_place, nodes, small_profile, witnesses
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_two_nodes_are_packed_role_by_role_and_reached_by_address() -> None:
             cluster.add_node(num_cpus=8, num_gpus=4, object_store_memory=100 * 2**20, include_dashboard=False)
         with ray_session(small_profile(), address=cluster.address) as plan:
             assert (plan.role(TRAINER).workers, plan.role(ROLLOUT).workers) == (4, 4)
-            seen = placed(witnesses, nodes((8, 4), (8, 4)))
+            seen = in_place(witnesses, nodes((8, 4), (8, 4)))
     finally:
         cluster.shutdown()
     node_of = {name: {node for _, node in found} for name, found in seen.items()}

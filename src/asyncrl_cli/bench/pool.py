@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.job.process import collect_garbage_seldom
-from asyncrl_cli.job.stopping import StopRequests, blocked
+from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
 
 Begin = Callable[[], None]
 """Called first in each process."""

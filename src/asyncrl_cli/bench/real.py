@@ -18,7 +18,7 @@ from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.gantt import timeline_of_run
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
-from asyncrl_cli.job.stopping import StopRequests
+from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5

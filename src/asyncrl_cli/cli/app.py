@@ -139,7 +139,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
         # A thread that nobody can interrupt computes, loads or sends. Python would wait, or stop it in mid-air: torch aborts then.
-        from asyncrl_cli.job.stopping import leave
+        from asyncrl_cli.job.process import leave
 
         sys.stderr.flush()
         leave(code)

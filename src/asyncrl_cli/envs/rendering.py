@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncrl_cli.envs.port import EpisodeFailed, Message
+
+
+def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> Any:
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
 
 
 def prompt_of(item: Mapping[str, Any]) -> tuple[Message, ...]:

@@ -47,11 +47,9 @@ class Work:
     meeting: Path
 
     def prompts(self) -> list[list[int]]:
-        from transformers import AutoTokenizer
+        from asyncrl_cli.envs.rendering import load_tokenizer, render_prompts
 
-        from asyncrl_cli.envs.rendering import render_prompts
-
-        tokenizer = AutoTokenizer.from_pretrained(self.place.model_dir, trust_remote_code=self.profile.model.trust_remote_code)
+        tokenizer = load_tokenizer(self.place.model_dir, trust_remote_code=self.profile.model.trust_remote_code)
         return render_prompts(tokenizer, self.items)
 
     def length(self, number: int) -> int:

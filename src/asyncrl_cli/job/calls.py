@@ -1,18 +1,25 @@
-"""Calls to actors from the driver's event loop: bounded, and failing in the words of the actor that failed."""
+"""Calls to actors: bounded, and failing in the words of the actor that failed.
+
+Most come from the driver. By `nccl` and `ipc` a rollout worker also asks rank 0 for weights, past the driver (`RayRankZero`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.lifeline import lost_session, session_wait
+from asyncrl_cli.weights.transports import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, turn_s
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.direct import Meeting
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -21,8 +28,8 @@ COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of one call; `seconds` None: something else bounds it. `key`: of the profile, where the limit comes from; `key_s`: its value,
-    where the limit is longer than that."""
+    """Of one call, in seconds; None: something else bounds it. `key`: of the profile, where it comes from; `key_s`: its value, if
+    `seconds` is longer."""
 
     seconds: float | None
     key: str = ""
@@ -51,13 +58,8 @@ async def answer(
         async with asyncio.timeout(timeout_s if since is None else None) as timeout:
             with session_wait(timeout, patient=patient):
                 return await (ref if timeout_s is None or since is None else _extended(ref, timeout_s, since))
-    except RayError as error:  # before TimeoutError: a remote TimeoutError arrives as both
-        raise lost_session(patient=patient) or _failure(executor, call, error) from error
-    except TimeoutError:
-        if (lost := lost_session(patient=patient)) is not None:
-            raise lost from None
-        hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
-        raise ExecutorLost(f"{call} took longer than {limit}", hint=hint, executor=executor) from None
+    except (RayError, TimeoutError) as error:
+        raise lost_session(patient=patient) or _failure(executor, call, limit, error) from error
 
 
 async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
@@ -86,7 +88,10 @@ async def all_of(calls: Iterable[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _failure(executor: str, call: str, error: RayError) -> AsyncrlError:
+def _failure(executor: str, call: str, limit: Limit, error: Exception) -> AsyncrlError:
+    if not isinstance(error, RayError):  # a TimeoutError within the actor arrives as both
+        hint = f"its log may say why; if it only needs longer, --set {limit.key}=..." if limit.key else ""
+        return ExecutorLost(f"{call} took longer than {limit}", hint=hint, executor=executor)
     logger.error("%s failed in %s: %s", executor, call, COLORS.sub("", str(error)))
     if not isinstance(error, RayTaskError):
         what = "arrays were lost" if isinstance(error, ObjectLostError) else "its process ended"
@@ -104,3 +109,50 @@ def _died(error: RayError) -> str:
     lines = [line.strip() for line in COLORS.sub("", str(error)).splitlines() if line.strip()]
     reasons = [line for line in lines if "cause" in line.lower() or "exit" in line.lower() or "killed" in line.lower()]
     return (reasons or lines or [type(error).__name__])[0]
+
+
+class RayRankZero:
+    """`weights.direct.RankZero` on the trainer's first actor, for one worker.
+
+    Rank 0 bounds its own work by `timeout_s`, and a turn by that for each of `workers`; the wait for it is longer, so that
+    its words come first.
+    """
+
+    def __init__(self, actor: Any, worker: str, timeout_s: float, workers: int) -> None:
+        self._actor = actor
+        self._worker = worker
+        self._timeout_s = timeout_s
+        self._workers = workers
+
+    async def meeting_point(self) -> tuple[str, int]:
+        ref = self._actor.meeting_point.remote()
+        address = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
+
+    async def join(self, meeting: Meeting) -> None:
+        await self._direct("join", self._timeout_s, meeting)
+
+    async def turn(self) -> None:
+        await self._direct("turn", turn_s(self._timeout_s, self._workers))
+
+    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
+        await self._direct("broadcast", self._timeout_s, version, names)
+
+    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+        return await self._direct("export", self._timeout_s, version, names, part)
+
+    async def leave(self) -> None:
+        await leave(self._actor, self._worker)
+
+    async def _direct(self, call: str, limit_s: float, *args: Any) -> Any:
+        """`limit_s`: rank 0's own."""
+        ref = self._actor.direct.remote(call, self._worker, *args)
+        limit = Limit(limit_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
+        return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)
+
+
+async def leave(rank_zero_actor: Any, worker: str) -> None:
+    """Rank 0 ends what it does for this worker."""
+    ref = rank_zero_actor.leave.remote(worker)
+    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", limit=Limit(AT_ONCE_S))

@@ -58,20 +58,11 @@ class GroupDesk:
     def __init__(self, run: Run, changes: LongPoll) -> None:
         self._run = run
         self._changes = changes
-        self._finished: dict[AttemptKey, int] = {}
+        self.finished_sequences: dict[AttemptKey, int] = {}
+        """Of each running group."""
         self._ended: deque[Ended] = deque()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def finished_sequences(self) -> dict[AttemptKey, int]:
-        """Of each running group."""
-        return dict(self._finished)
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there is more to take."""
-        return bool(self._ended) or self._failure is not None
 
     def begin(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
@@ -80,27 +71,34 @@ class GroupDesk:
             task.add_done_callback(self._tasks.discard)
 
     def take(self) -> list[Ended]:
-        """The groups that ended first. Then raises what any group has raised: no group fails alone, it is the engine that did."""
+        """The groups that ended first. Then raises what any group has raised: no group fails alone, it is the engine that did.
+
+        Where it leaves something to take, it notes that as a change.
+        """
         if self._failure is not None and not self._ended:
             raise self._failure
-        return [self._ended.popleft() for _ in range(min(GROUPS_PER_ANSWER, len(self._ended)))]
+        taken = [self._ended.popleft() for _ in range(min(GROUPS_PER_ANSWER, len(self._ended)))]
+        if self._ended or self._failure is not None:
+            self._changes.note(is_urgent=True)
+        return taken
 
     async def _follow(self, request: GroupRequest) -> None:
-        self._finished[request.key] = 0
+        self.finished_sequences[request.key] = 0
 
         def on_sequence(finished: int) -> None:
-            self._finished[request.key] = finished
+            self.finished_sequences[request.key] = finished
             self._changes.note()
 
         try:
             self._ended.append(await self._run(request, on_sequence))
         except (Exception, asyncio.CancelledError) as error:  # told by an answer
             logger.exception("group %s failed", request.key)
-            cancelled = ExecutorFailed(f"group {request.key} was cancelled")
-            self._failure = self._failure or (error if isinstance(error, Exception) else cancelled)
+            if not isinstance(error, Exception):
+                error = ExecutorFailed(f"group {request.key} was cancelled")
+            self._failure = self._failure or error
         finally:
-            del self._finished[request.key]
-            self._changes.note(is_urgent=not self._finished)
+            del self.finished_sequences[request.key]
+            self._changes.note(is_urgent=not self.finished_sequences)
 
 
 class GroupExchange:
@@ -148,12 +146,17 @@ class GroupExchange:
         try:
             exchanged: Exchanged = await self._answer(head, "a progress report")
         except AsyncrlError as error:
-            self._fail(error)
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(error)
+            self._waiting.clear()
             raise
         finally:
             self._is_under_way = False
         for result, payload in zip(exchanged.results, payloads, strict=False):  # the rest are None
-            self._settle(replace(result, payload=payload))
+            future = self._waiting.pop(result.key, None)
+            if future is not None and not future.done():
+                future.set_result(replace(result, payload=payload))
         for report in exchanged.progress.reports:
             if report.gauges.get("running_sequences"):
                 self._ran_s[int(report.gauges["version"])] = asyncio.get_running_loop().time()
@@ -162,14 +165,3 @@ class GroupExchange:
     def _taken(self) -> list[GroupRequest]:
         taken, self._outgoing = self._outgoing, []
         return taken
-
-    def _settle(self, result: GroupResult) -> None:
-        future = self._waiting.pop(result.key, None)
-        if future is not None and not future.done():
-            future.set_result(result)
-
-    def _fail(self, error: AsyncrlError) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
-        self._waiting.clear()

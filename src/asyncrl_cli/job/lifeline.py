@@ -7,8 +7,8 @@ Without its gcs_server Ray itself goes on for a minute, and then exits silently 
     raylet dies       its workers die with it: every wait fails at once
     reaper dies       no wait fails: another reaper takes its place
 
-The driver may be blocked in a call of Ray's at that moment (making an actor, say), so that its event loop hears nothing for a
-minute. After `DEAF_S` the watching thread then reports the loss itself and ends the process.
+At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop hears nothing for up to a
+minute. After `DEAF_S` the watching thread therefore reports the loss itself and ends the process.
 
 There is one session per process, as there is one Ray.
 """
@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 
 from asyncrl_cli.errors import SessionLost
-from asyncrl_cli.job.stopping import leave, tell
+from asyncrl_cli.job.process import leave, tell
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
@@ -40,7 +40,7 @@ _current: Lifeline | None = None
 class Lifeline:
     """`watch` looks at the daemons in a thread, calls `mend` each time, and cuts the `waits` short when one has ended.
 
-    `waits`: by its limit, whether a wait can do without the gcs_server for a while.
+    `waits`: whether each wait, known by its time limit, can go on without the gcs_server for a while.
     """
 
     def __init__(self, daemons: Daemons, mend: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class Lifeline:
         self._patience_is_over = False
 
     def error(self, *, patient: bool = False) -> SessionLost | None:
-        """Who died first, if anybody did. `patient`: None while what is asked for can still do without it."""
+        """The daemon that died first, if any has. `patient`: None for as long as the caller can go on without it."""
         dead = {name: how for name, ended in self._daemons.items() if (how := ended()) is not None}
         self.first = self.first or next(iter(dead.items()), None)
         if self.first is None or (patient and set(dead) == {OUTLIVED} and not self._patience_is_over):
@@ -79,7 +79,7 @@ class Lifeline:
     def _wake(self) -> None:
         """Timeouts may be moved only in the thread of their event loop."""
         if self.loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it who waited
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all waits with it
                 self.loop.call_soon_threadsafe(self._expire)
 
     def _expire(self) -> None:
@@ -105,7 +105,7 @@ def lifeline(daemons: Daemons, mend: Callable[[], None]) -> Iterator[None]:
 
 
 def lost_session(*, patient: bool = False) -> SessionLost | None:
-    """Why nothing of Ray answers any more; None while it does, and on somebody else's cluster."""
+    """Why Ray no longer answers; None while it does, and always on a cluster that was not started here."""
     return None if _current is None else _current.error(patient=patient)
 
 
@@ -115,7 +115,7 @@ def session_wait(limit: asyncio.Timeout, *, patient: bool = False) -> Iterator[N
     if _current is None:
         yield
         return
-    # Only once somebody has died: a look at all daemons takes longer than a call.
+    # Asked only once a daemon has died: a look at all of them takes longer than a call.
     if _current.first is not None and (error := _current.error(patient=patient)) is not None:
         _current.is_heard = True
         raise error

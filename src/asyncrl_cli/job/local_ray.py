@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -25,11 +25,19 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
+from asyncrl_cli.job.lifeline import Daemons
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.tasks.child import how_it_ended
 
 RAY_DIRECTORY, TOKEN = "ray", "token"
 """In the session's directory, which is 0700: Ray makes its own 0777."""
+VARIABLES = ("RAY_", "PYTHONBREAKPOINT", "GLOO_SOCKET_IFNAME", "VLLM_HOST_IP")
+"""How the names of those begin that Ray, or a session, sets."""
+DEFAULT_VARIABLES: dict[str, str | None] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+}
 
 PATIENT = {
     # Whether the daemons live is known from their pids (lifeline.py). To decide it by clocks as well is wrong on a busy laptop: at
@@ -52,7 +60,7 @@ SYSTEM_CONFIG = PATIENT | {
     # By default 15: beside two busy processes on two cores the workers got a twentieth of one, and a run did not start in minutes.
     "worker_niceness": 0,
     "enable_metrics_collection": False,
-    # Nobody looks at them; and without a gcs_server Ray waits 5 s at the end for somebody to take them.
+    # Nobody reads these events, and without a gcs_server Ray would wait 5 s at the end for them to be taken.
     "task_events_report_interval_ms": 0,
     "task_events_shutdown_flush_timeout_ms": 100,
     "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
@@ -86,9 +94,14 @@ class LocalNode(Node):
 
 
 @contextlib.contextmanager
-def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[LocalNode]:
-    """The daemons of a session, to connect to at `.address` while the block runs. Raises what Ray raises if they do not start."""
+def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[tuple[str, Daemons]]:
+    """The daemons of a session, and the address to connect to while the block runs. Raises what Ray raises if they do not start."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
+    # Where torch's gloo and vLLM listen: by themselves at whatever address the host's name has.
+    on_loopback = {
+        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
+        "VLLM_HOST_IP": LOOPBACK,
+    }
     parameters = RayParams(
         node_ip_address=LOOPBACK,
         num_cpus=num_cpus,
@@ -101,51 +114,49 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
         resource_isolation_config=ResourceIsolationConfig(),
     )
     with (
-        _session_environment(directory / TOKEN),
+        ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=_token(directory), RAY_AUTH_TOKEN=None, **on_loopback),
         # Ray's switch for other systems. With it on, Ray puts the host's address for loopback, and listens on all interfaces.
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        # What its daemons have to say of their end it would print to stdout.
+        # Or Ray prints to stdout how its daemons end.
         _replaced(worker, "_worker_logs_enabled", False),
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:
-            yield node
+            yield node.address, {name: partial(ending, started[0].process) for name, started in node.all_processes.items()}
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def daemons(node: LocalNode) -> dict[str, Callable[[], str | None]]:
-    """By name: how it has ended, None while it runs."""
-    return {name: partial(ending, started[0].process) for name, started in node.all_processes.items()}
-
-
 def ending(process: subprocess.Popen[bytes]) -> str | None:
+    """How it has ended; None while it runs."""
     return None if process.poll() is None else how_it_ended(process.returncode)
 
 
+def _token(directory: Path) -> str:
+    """Calls without it are refused. Ray's default, one token per user in the home directory, is not touched."""
+    path = directory / TOKEN
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(secrets.token_hex(32), encoding="ascii")
+    return str(path)
+
+
 @contextlib.contextmanager
-def _session_environment(token: Path) -> Iterator[None]:
-    """Calls without the session's token are refused. Ray's default, one token per user in the home directory, is not touched."""
-    token.touch(mode=0o600, exist_ok=False)
-    token.write_text(secrets.token_hex(32), encoding="ascii")
-    variables = {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_AUTH_TOKEN": None,
-        # Where torch's gloo and vLLM listen: by themselves at whatever address the host's name has.
-        "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
-        "VLLM_HOST_IP": LOOPBACK,
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    _set(variables)
+def ray_variables(**ours: str | None) -> Iterator[None]:
+    """`ours` are set within the block, None: not set. After it all are as they were: these, and those that Ray sets itself."""
+    before = _variables()
+    _set(DEFAULT_VARIABLES | before | ours)
     try:
         yield
     finally:
-        _set(before)
+        _set(dict.fromkeys(_variables()) | before)
+
+
+def _variables() -> dict[str, str | None]:
+    return {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
-    """In this process and those it starts from now on, also where Ray has read them before. None: not set."""
+    """In this process and those it starts from now on, also where Ray has read them before."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

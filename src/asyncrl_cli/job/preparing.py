@@ -1,31 +1,35 @@
-"""What a run needs before Ray starts: its engine, its task, its model, and prompts that fit. In threads that a Ctrl-C can end."""
+"""What a run needs before Ray starts: its engine, its task, its model, prompts that fit, and a checkpoint of its own if it resumes
+from one. Looked at in threads that a Ctrl-C can end."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from asyncrl_cli.checkpoint.find import Checkpoint
+from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.engines.registry import check_engine
 from asyncrl_cli.envs import check_environment
-from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, first_line
+from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
 from asyncrl_cli.job.session import check_reachable
+from asyncrl_cli.loop.kept_state import read_state
+from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.observe import observers
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
 T = TypeVar("T")
-
-
-class Say(Protocol):
-    """Told what is being done: `done` of `total` where that can be counted, and its `figures` so far (a loss, say)."""
-
-    def __call__(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None: ...
+Say = Callable[..., None]
+"""`say(text, done=0, total=0, figures="")`: what is being done; how far, where that can be counted; its `figures` (a loss, say)."""
 
 
 async def prepare(profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None) -> tuple[Task, Path]:
@@ -85,27 +89,18 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
 
 def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
     """The model and its tokenizer, and the task's prompts in its tokens."""
+    from asyncrl_cli.envs.rendering import load_tokenizer, render_prompts
     from asyncrl_cli.models.check import check_model, check_vocabulary
 
     vocab_size = check_model(profile, model_dir)
-    tokenizer = _tokenizer(profile, model_dir)
-    check_vocabulary(model_dir, len(tokenizer), vocab_size)
-    check_prompt_lengths(profile, task, tokenizer)
-
-
-def _tokenizer(profile: Profile, model_dir: Path) -> Any:
-    """PreflightError for one that cannot be loaded, or does not even tokenize an x."""
-    from transformers import AutoTokenizer
-
-    from asyncrl_cli.envs.rendering import render_prompts
-
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=profile.model.trust_remote_code)
+        tokenizer = load_tokenizer(model_dir, trust_remote_code=profile.model.trust_remote_code)
         render_prompts(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
-    return tokenizer
+    check_vocabulary(model_dir, len(tokenizer), vocab_size)
+    check_prompt_lengths(profile, task, tokenizer)
 
 
 def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:
@@ -131,26 +126,47 @@ def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:
         )
 
 
+def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
+    """Raises RefusedError unless the loop's state, its observers' and the finished groups are of one run with this profile."""
+    state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
+    if state["step"] != checkpoint.step:
+        raise _refused(checkpoint, f"its loop is at step {state['step']}")
+    if len(state["observers"]) != 1:
+        raise _refused(checkpoint, f"it has figures of {len(state['observers'])} observers, not of one")
+    observers.read_state(state["observers"][0])
+    finished = [(entry["result"]["key"], len(entry["result"]["trajectories"])) for entry in state["groups"]["finished"]]
+    payloads = [((p.uid, p.epoch, p.attempt), len(p.trajectories)) for p in read_payloads(checkpoint.directory)]
+    if payloads != finished:
+        raise _refused(checkpoint, "its tokens are not those of its finished groups")
+
+
+def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
+    """A checkpoint names its prompts: RefusedError unless the task still has them, as they were."""
+    feed, groups = PromptFeed(task.train, seed=seed), checkpoint.loop_state["groups"]
+    feed.restore(groups["feed"])
+    for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
+        feed.find(*entry["key"][:2])
+
+
+def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
+    return RefusedError(f"checkpoint {checkpoint.directory} is refused: {why}", hint="take another checkpoint")
+
+
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
     """Run `work(look)` in a thread; if we are cancelled, its next call of `look` raises and ends it."""
-    cancelled = threading.Event()
     answer: Future[T] = Future()
-    answer.set_running_or_notify_cancel()
 
     def look() -> None:
-        if cancelled.is_set():
+        if answer.cancelled():
             raise Interrupted("interrupted before the run began")
 
     def run() -> None:
-        try:
-            answer.set_result(work(look))
-        except BaseException as error:
-            answer.set_exception(error)
+        with suppress(InvalidStateError):  # it was cancelled: nobody waits for the answer
+            try:
+                answer.set_result(work(look))
+            except BaseException as error:
+                answer.set_exception(error)
 
     # A thread of its own: those of the loop's executor are waited for at the end, and an import or a download takes its time.
     threading.Thread(target=run, name="preparing", daemon=True).start()
-    try:
-        return await asyncio.wrap_future(answer)
-    except asyncio.CancelledError:
-        cancelled.set()
-        raise
+    return await asyncio.wrap_future(answer)

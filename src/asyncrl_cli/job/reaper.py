@@ -5,9 +5,10 @@ for a GCS that is gone), and its files in the temporary directory for ever. The 
 Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
 closes, because the session ended (it says goodbye first) or the driver died (we print the error then), it lets them go for
 `GRACE_S`, kills the rest, and removes the directory and what they have left of Python's shared memory (vLLM's processes talk
-through it; Python's resource tracker, which would tidy up after them, is among the killed).
+through it; Python's resource tracker, which would remove it, is killed with them).
 
-Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux (/proc).
+Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux (/proc). The driver starts
+it by `Reaper`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,8 +26,9 @@ from pathlib import Path
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
 GIVE_UP_S = 10.0
+END_TIMEOUT_S = 20.0
 GOODBYE = b"."
-"""What the driver says through the pipe: it has told people all there was to tell."""
+"""What the driver says through the pipe when it ends in order: people have been told why."""
 LAST_WORD = """\
 error: this run's process has ended without a word: it was killed
 hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had one; if memory was short, `dmesg` says so
@@ -82,32 +85,16 @@ def living(seen: Seen) -> Seen:
     return {pid: start for pid, start in seen.items() if started_at(pid) == start}
 
 
-_pipe: int | None = None
-"""In the driver: to its reaper."""
-
-
-def speak_to(pipe: int | None) -> None:
-    global _pipe
-    _pipe = pipe
-
-
-def say_goodbye() -> None:
-    """In the driver, also from a signal's handler."""
-    if _pipe is not None:
-        with contextlib.suppress(OSError):  # the reaper is dead itself
-            os.write(_pipe, GOODBYE)
-
-
 def heard(seconds: float) -> bytes | None:
-    """The driver's next word; empty if it has ended, None if it says nothing for so long."""
+    """The driver's next word; empty if it has ended, None if it says nothing within `seconds`."""
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
 def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
     """Look until the driver ends: whether it said goodbye, what lives on, and all shared memory seen.
 
-    We, or the first of us, which started at `since`, are the session's first process: what the driver had before (Python's resource
-    tracker, say) is not the session's, and a driver that lives on needs it.
+    The session's first reaper started at `since`, before all else in the session. What the driver had started earlier (Python's
+    resource tracker, say) is not the session's, and a driver that lives on needs it.
     """
     since = since or started_at(os.getpid()) or 0
     seen: Seen = {}
@@ -124,23 +111,19 @@ def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
 
 def reap(seen: Seen) -> None:
     """Wait `GRACE_S` for them to go by themselves, then kill them and what they started meanwhile."""
-    end_s = time.monotonic() + GRACE_S
-    while seen and time.monotonic() < end_s:
+    kill_s = time.monotonic() + GRACE_S
+    while (seen := living(seen)) and time.monotonic() < kill_s + GIVE_UP_S:
+        if time.monotonic() >= kill_s:
+            for pid in list(seen):
+                look(pid, seen)
+            for pid in seen:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
-        seen = living(seen)
-    end_s = time.monotonic() + GIVE_UP_S
-    while seen and time.monotonic() < end_s:
-        for pid in list(seen):
-            look(pid, seen)
-        for pid in seen:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.1)
-        seen = living(seen)
 
 
 def remove_shared_memory(names: set[str]) -> None:
-    """But for what another process still holds: the driver's may have opened that one's."""
+    """Except what another process still holds open: it may not be the session's."""
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     for name in names.difference(*map(shared_memory_of, everyone)):
         with contextlib.suppress(OSError):  # it is gone, or not ours to remove: the others and the directory still go
@@ -160,6 +143,57 @@ def main(driver_pid: int, directory: str, since: int) -> None:
     reap(seen)
     remove_shared_memory(memory)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+_pipe: int | None = None
+"""In the driver: to its reaper."""
+
+
+class Reaper:
+    """In the driver: the process that cleans up after it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process = self._start(since=0)
+        self._since = started_at(self._process.pid) or 0
+
+    def mend(self) -> None:
+        """If it is dead, another in its place, which also looks after what the first one did."""
+        if self._process.poll() is not None:
+            self._close_pipe()
+            self._process = self._start(self._since)
+
+    def end(self) -> None:
+        """Returns when everything is gone."""
+        self.mend()
+        say_goodbye()
+        self._close_pipe()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _start(self, since: int) -> subprocess.Popen[bytes]:
+        global _pipe
+        words = [sys.executable, "-I", __file__, str(os.getpid()), str(self._directory), str(since)]
+        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        assert process.stdin is not None
+        _pipe = process.stdin.fileno()
+        return process
+
+    def _close_pipe(self) -> None:
+        global _pipe
+        assert self._process.stdin is not None
+        _pipe = None  # soon its number may be another file's
+        self._process.stdin.close()
+
+
+def say_goodbye() -> None:
+    """In the driver, also from a signal's handler."""
+    if _pipe is not None:
+        with contextlib.suppress(OSError):  # the reaper is dead itself
+            os.write(_pipe, GOODBYE)
 
 
 if __name__ == "__main__":

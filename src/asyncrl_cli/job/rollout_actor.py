@@ -1,10 +1,13 @@
 """The rollout actor: an engine, its group runner and its rewards in one asyncio process.
 
     exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (GroupResult, GroupPayload) ─> exchange
-    prefetch, load ─> Loader (loading.py) ─> Engine
+    prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
-Who waits for whom: a group for slots, the engine and rewards; `prefetch` for the transport, in a thread; `load`
+Who waits for whom: a group for slots, the engine and rewards; `prefetch` for the transport, in a thread, beside generation; `load`
 for the engine's interrupt (with `drain`: for running sequences); `exchange` for a change, one second at most.
+
+Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them within
+the interrupt; by `nccl` and `ipc` rank 0 sends them then.
 """
 
 from __future__ import annotations
@@ -12,25 +15,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, Exchanged, GroupDesk
-from asyncrl_cli.job.loading import Loader
 from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.transports import arriving
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Interrupt, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 if TYPE_CHECKING:
+    import torch
+
+    from asyncrl_cli.engines.port import Engine
     from asyncrl_cli.weights.buckets import Manifest
 
 logger = logging.getLogger(__name__)
@@ -39,9 +47,9 @@ logger = logging.getLogger(__name__)
 class RolloutActor:
     """Methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
 
-    def __init__(self, name: str, profile: Profile, place: Place, reward: RewardSpec, log_path: Path | None = None) -> None:
+    def __init__(self, index: int, profile: Profile, place: Place, reward: RewardSpec, *, log_path: Path) -> None:
         set_up_process(threads=place.threads, log_path=log_path)
-        self._name = name
+        self._name = f"rollout-{index}"
         self._profile = profile
         self._place = place
         self._reward = reward
@@ -68,21 +76,18 @@ class RolloutActor:
         logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
-        from transformers import AutoTokenizer
-
         from asyncrl_cli.envs import find_environment
         from asyncrl_cli.envs.group_runner import GroupRunner
+        from asyncrl_cli.envs.rendering import load_tokenizer
 
         rollout = self._profile.rollout
-        tokenizer = AutoTokenizer.from_pretrained(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
+        tokenizer = load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
         sampling = self._sampling(rollout.temperature)
         environment = partial(find_environment(self._profile.task.environment), self._rewards)
         return GroupRunner(self._engine, tokenizer, environment, sampling, max_prompt_tokens=rollout.max_prompt_tokens)
 
     async def connect(self, rank_zero: Any) -> None:
         """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""
-        from asyncrl_cli.job.direct import RayRankZero
-
         await self._engine.connect(RayRankZero(rank_zero, self._name, self._profile.weights.timeout_s, self._place.workers))
 
     async def stop(self) -> None:
@@ -101,8 +106,6 @@ class RolloutActor:
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
         ended = self._desk.take()
-        if self._desk.has_more:
-            self._changes.note(is_urgent=True)
         exchanged = Exchanged(progress=self._progress(seen), results=tuple(result for result, _ in ended))
         return exchanged, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
 
@@ -144,9 +147,103 @@ class RolloutActor:
             sums=counters.sums,
             gauges=counters.gauges,
         )
-        return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=(report, self._rewards.report()))
+        return Progress(seen=seen, finished_sequences=dict(self._desk.finished_sequences), reports=(report, self._rewards.report()))
 
     def _sampling(self, temperature: float) -> Any:
         from asyncrl_cli.engines.registry import sampling_of
 
         return sampling_of(self._profile.rollout, temperature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """One version that waits for its load. `weights` is None where the load fetches them, by `refs`."""
+
+    manifest: Manifest
+    refs: Sequence[Any]
+    weights: Mapping[str, torch.Tensor] | None
+
+
+class Loader:
+    """A rollout worker's side of a weight sync. Versions only rise: one that is not newer than what is held, or waits to be loaded,
+    is refused.
+
+    `held`: version of the engine's weights; one less where the first load may bring that very version, to verify it.
+    """
+
+    def __init__(self, engine: Engine, weights: WeightsSection, meter: RolloutMeter, held: int) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._meter = meter
+        self._held = held
+        self._received: Received | None = None
+
+    async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float:
+        """Fetch, check and copy the buckets off the event loop, as far as they are not to come within the load. Seconds.
+
+        ValueError for a version that is not newer than what this worker holds or has received; also if a newer one came meanwhile.
+        """
+        began_s = time.monotonic()
+        self._check_newer(manifest.version)
+        weights = await asyncio.to_thread(self._receive, manifest, refs)
+        self._check_newer(manifest.version)
+        self._received = Received(manifest=manifest, refs=refs, weights=weights)
+        return time.monotonic() - began_s
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        """Swap the received weights in. Raises, with the old version still loaded, if there are none of `version`."""
+        received, engine = self._received, self._engine
+        if received is None or received.manifest.version != version:
+            raise ValueError(f"asked to load version {version}, which was not received")
+        manifest, weights = received.manifest, received.weights
+        self._meter.load_begins(interrupt)
+        try:
+            try:
+                if weights is not None:
+                    pause = await engine.load(weights, version, interrupt)
+                else:
+                    pause = await engine.load_in_place(lambda: list(arriving(manifest, received.refs)), version, interrupt)
+            finally:
+                if self._received is received:
+                    self._received = None  # also if it failed: the version may come again
+            self._held = version
+            if engine.stops_to_score:
+                self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
+            else:
+                self._meter.load_ended()
+            report = LoadReport(
+                version=version, send_s=pause.fetch_s, load_s=pause.load_s, pause_s=pause.pause_s, logprob_abs_diff=None
+            )
+            return await self._probed(report, manifest) if manifest.probe_tokens else report
+        finally:
+            self._meter.load_ended()
+
+    async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
+        """With the probes, scored by the engine itself, beside the trainer's logprobs of this version and of the one before."""
+        from asyncrl_cli.weights.probes import judge, mean_abs_diff
+
+        scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
+        judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs) if manifest.previous_logprobs else None
+        return replace(
+            report,
+            pause_s=report.pause_s + scores.pause_s,
+            logprob_abs_diff=mean_abs_diff(scores.logprobs, manifest.probe_logprobs),
+            verdict=judged and judged.verdict,
+            loaded_share=judged and judged.share,
+        )
+
+    def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
+        """In a thread. Overlapped, a bucket is copied while the next ones come; nothing counts before all are verified."""
+        if self._weights.transport in DIRECT_TRANSPORTS:
+            from asyncrl_cli.weights.direct import AnnouncedWeights
+
+            return AnnouncedWeights(refs)
+        if not self._weights.dual_buffer:
+            return None
+        buckets = arriving(manifest, refs)
+        return self._engine.receive(buckets if self._weights.overlap else list(buckets))
+
+    def _check_newer(self, version: int) -> None:
+        newest = self._held if self._received is None else max(self._held, self._received.manifest.version)
+        if version <= newest:
+            raise ValueError(f"version {version} of the weights came late or again: after version {newest}; versions only rise")

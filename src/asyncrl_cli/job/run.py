@@ -13,29 +13,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from asyncrl_cli.checkpoint.find import Checkpoint, load_checkpoint, refuse_ended, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.job.assembling import make_observers, make_pipeline
-from asyncrl_cli.job.ending import RunResult, run_to_the_end
-from asyncrl_cli.job.preparing import Say, prepare
-from asyncrl_cli.job.process import logged_to
-from asyncrl_cli.job.resuming import check_resumable, refuse_other_prompts
-from asyncrl_cli.job.session import object_store_bytes_for, ray_session
-from asyncrl_cli.job.stopping import StopRequests, blocked, end_descendants, leave, leave_soon, tell
+from asyncrl_cli.job.driving import RunResult, Started, make_observers, make_pipeline, run_to_the_end
+from asyncrl_cli.job.preparing import Say, check_resumable, prepare, refuse_other_prompts
+from asyncrl_cli.job.process import StopRequests, blocked, end_descendants, leave, leave_soon, logged_to, tell
+from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
-from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.resolved import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.reward_choice import keep_reward_module
-from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 
-Crew = tuple[Any, list[Any], list[Any]]
-"""The trainer, the rollout workers, and the payloads of a checkpoint's finished groups."""
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
 
 
@@ -68,7 +61,7 @@ class Run:
     async def run(self) -> RunResult:
         """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result.
 
-        In the main thread SIGINT, SIGTERM and SIGHUP end it as `job/stopping.py` says.
+        In the main thread SIGINT, SIGTERM and SIGHUP end it as `StopRequests` says.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -82,14 +75,14 @@ class Run:
         self.requests.mean(end_the_start, self._leave_the_start)
         with self.requests.on_signals():
             try:
-                return await self._started_and_run()
+                return await self._start_and_run()
             except asyncio.CancelledError as cancelled:
                 if not self._is_ended:
                     raise
                 task.uncancel()
                 raise _failure_before(cancelled) or Interrupted(NEVER_BEGAN) from None
 
-    async def _started_and_run(self) -> RunResult:
+    async def _start_and_run(self) -> RunResult:
         async with AsyncExitStack() as stack:
             stack.push(self._remove_unbegun)  # after Ray has ended: an actor that starts late makes its log's directory
             directory = self._directory()
@@ -100,52 +93,43 @@ class Run:
             stack.callback(watching.cancel)
             self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
             with self._start, Starting(self.ui, tell=self._start) as say:
-                plan, task, crew = await self._start_everything(stack, directory, attempt_dir, say)
+                started, warnings = await self._start_everything(stack, directory, attempt_dir, say)
             self._start = None
-            return await self._to_the_end(directory, task, crew, [*self.warnings, *plan.warnings, *task.notes])
+            return await self._to_the_end(directory, started, warnings)
 
     async def _start_everything(
-        self, stack: AsyncExitStack, directory: RunDirectory, attempt_dir: Path, say: Say
-    ) -> tuple[JobPlan, Task, Crew]:
-        """Up to the loop's first turn; what has been started ends with `stack`."""
+        self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Say
+    ) -> tuple[Started, Sequence[str]]:
+        """Up to the loop's first turn, and what people are warned of; what has been started ends with `stack`."""
         task, model_dir = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
         if self.checkpoint is not None:
             refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
         say("starting Ray")
-        store_bytes = object_store_bytes_for(model_dir)
         # A terminal that closes sends SIGHUP to our whole process group, and the last checkpoint needs Ray's processes.
         with blocked(signal.SIGHUP):
-            plan = stack.enter_context(ray_session(self.profile, address=self.address, object_store_bytes=store_bytes))
-        reward = task.reward
+            plan = stack.enter_context(ray_session(self.profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        keep_reward_module(directory.path, reward.function, reward.module_file)
+        keep_reward_module(directory.path, task.reward.function, task.reward.module_file)
         from asyncrl_cli.job.workers import started_workers
 
-        crew = started_workers(
-            plan,
-            self.profile,
-            model_dir,
-            reward,
-            log_dir=attempt_dir,
-            run_dir=directory.path,
-            checkpoint=self.checkpoint,
-            progress=say,
-        )
-        return plan, task, await stack.enter_async_context(crew)
+        kept = {"run_dir": directory.path, "log_dir": log_dir, "checkpoint": self.checkpoint}
+        crew = started_workers(plan, self.profile, model_dir, task.reward, **kept, progress=say)
+        trainer, workers, payloads = await stack.enter_async_context(crew)
+        started = Started(task=task, trainer=trainer, workers=workers, payloads=payloads)
+        return started, [*self.warnings, *plan.warnings, *task.notes]
 
-    async def _to_the_end(self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]) -> RunResult:
-        trainer, workers, payloads = crew
+    async def _to_the_end(self, directory: RunDirectory, started: Started, warnings: Sequence[str]) -> RunResult:
         observers = make_observers(self.profile, directory, self.ui)
         try:
-            pipeline = make_pipeline(self.profile, directory, task, trainer, workers, observers, self.checkpoint, payloads)
+            pipeline = make_pipeline(self.profile, directory, started, observers, self.checkpoint)
         except BaseException as failure:
             observers.close("failed", str(failure))
             raise
         for warning in warnings:
             observers.warning(warning)
-        trainer.dumps.warn = observers.warning
+        started.trainer.warn = observers.warning
         self._unbegun = None
-        result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
+        result = await run_to_the_end(pipeline, started.trainer, directory, observers, self.requests)
         if self.ui != "none":
             tell("shutting down")  # Ray and the workers take seconds to end
         return result
@@ -161,7 +145,7 @@ class Run:
         return self._unbegun
 
     def _leave_the_start(self) -> NoReturn:
-        """Asked a second time. Whoever computes or connects there is not waited for; the directory goes as it would in order."""
+        """The second request: nothing is waited for, whatever computes or connects. The run directory goes as in an orderly end."""
         tell("out at once: no step was trained")
         leave_soon()  # however long the rest takes
         end_descendants()

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -23,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.job import reaper
 from asyncrl_cli.job.lifeline import lifeline
-from asyncrl_cli.job.reaper import started_at
+from asyncrl_cli.job.reaper import Reaper
 from asyncrl_cli.plan.cluster import ClusterResources, local_cluster
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.schema import Profile
@@ -33,8 +29,6 @@ from asyncrl_cli.profile.schema import Profile
 OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a local session: two published versions of a small model and the payloads in flight."""
 CONNECT_TIMEOUT_S = 10.0
-END_TIMEOUT_S = 20.0
-RAYS_VARIABLES = ("RAY_", "PYTHONBREAKPOINT")
 LONGEST_DIRECTORY = 36
 """Characters: below it Ray makes socket paths, which the kernel limits to 107."""
 
@@ -45,9 +39,10 @@ def ray_session(
     *,
     address: str | None = None,
     cluster: ClusterResources | None = None,
-    object_store_bytes: int = OBJECT_STORE_BYTES,
+    model_dir: Path | None = None,
 ) -> Iterator[JobPlan]:
-    """A connected Ray and the plan that fits it. `cluster` replaces what this machine has (tests: logical GPUs).
+    """A connected Ray and the plan that fits it. `cluster` replaces what this machine has (tests: logical GPUs). A local session's
+    object store has room for the weights of `model_dir`.
 
     Raises ConfigError and PreflightError before anything is started, where it can; PreflightError if Ray does not start
     or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
@@ -56,24 +51,25 @@ def ray_session(
         if address is None:
             cluster = cluster or local_cluster()
             plan = compile_job(profile, cluster)
-            stack.enter_context(_ray_variables())
-            _start_here(stack, cluster, plan.cpus, object_store_bytes)
+            _start_here(stack, cluster, plan.cpus, model_dir)
         else:
             check_reachable(address)
-            stack.enter_context(_ray_variables())
+            from asyncrl_cli.job.local_ray import ray_variables
+
+            stack.enter_context(ray_variables())
             try:
                 _init(address=address)
             except (ConnectionError, RuntimeError, OSError, ValueError, TimeoutError) as error:
                 raise _unreachable(address, error) from error
         import ray
 
-        from asyncrl_cli.job.placement import ray_cluster
+        from asyncrl_cli.job.workers import ray_cluster
 
         stack.callback(ray.shutdown)
         yield compile_job(profile, ray_cluster()) if address is not None else plan
 
 
-def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: int, object_store_bytes: int) -> None:
+def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: int, model_dir: Path | None) -> None:
     """Daemons, connected to; they end with `stack`, and with this process."""
     base = tempfile.gettempdir()
     short_base = base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp"
@@ -81,38 +77,20 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: in
     reaping = Reaper(directory)
     stack.callback(reaping.end)
     try:
-        from asyncrl_cli.job.local_ray import daemons, local_node
+        from asyncrl_cli.job.local_ray import local_node
 
-        node = stack.enter_context(
-            local_node(
-                directory,
-                num_cpus=max(cpus, cluster.cpus),
-                num_gpus=cluster.gpus,
-                object_store_bytes=object_store_bytes,
-            )
-        )
-        stack.enter_context(lifeline(daemons(node), reaping.mend))
-        # A hook that copies what the driver was started with (`uv run`) needs the agent that a local session does without.
-        _init(address=node.address, _skip_env_hook=True)
+        # Two published versions of the model in float32.
+        versions_bytes = sum(4 * path.stat().st_size for path in model_dir.glob("*.safetensors")) if model_dir else 0
+        sizes = {"num_cpus": max(cpus, cluster.cpus), "num_gpus": cluster.gpus}
+        node = local_node(directory, **sizes, object_store_bytes=OBJECT_STORE_BYTES + versions_bytes)
+        address, daemons = stack.enter_context(node)
+        stack.enter_context(lifeline(daemons, reaping.mend))
+        # `uv run` sets a hook that needs an agent, and a local session has none.
+        _init(address=address, _skip_env_hook=True)
     except Exception as error:  # Ray's own start raises bare ones
         raise PreflightError(
             f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
         ) from error
-
-
-@contextlib.contextmanager
-def _ray_variables() -> Iterator[None]:
-    """Ray's variables are as they were once the session has ended: those that we set, and those that Ray sets itself."""
-    before = {name: os.environ[name] for name in os.environ if name.startswith(RAYS_VARIABLES)}
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    try:
-        yield
-    finally:
-        for name in [name for name in os.environ if name.startswith(RAYS_VARIABLES)]:
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def _init(**options: Any) -> None:
@@ -154,51 +132,3 @@ def _unreachable(address: str, error: Exception) -> PreflightError:
         f"no ray cluster answers at {address}: {first_line(error)}",
         hint="check `ray status` on that node, or leave --address out to start one here",
     )
-
-
-def object_store_bytes_for(model_dir: Path) -> int:
-    """Shared memory for a local session: two published versions of the model in float32, and payloads."""
-    weights = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
-    return OBJECT_STORE_BYTES + 2 * 2 * weights
-
-
-class Reaper:
-    """The process that cleans up after this one."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._process = self._start(since=0)
-        self._since = started_at(self._process.pid) or 0
-
-    def mend(self) -> None:
-        """If it is dead, another in its place, which also looks after what the first one did."""
-        if self._process.poll() is not None:
-            self._close_pipe()
-            self._process = self._start(self._since)
-
-    def end(self) -> None:
-        """Returns when everything is gone."""
-        self.mend()
-        reaper.say_goodbye()
-        self._close_pipe()
-        try:
-            self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _close_pipe(self) -> None:
-        assert self._process.stdin is not None
-        reaper.speak_to(None)  # soon the pipe's number may be another file's
-        self._process.stdin.close()
-
-    def _start(self, since: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", reaper.__file__, str(os.getpid()), str(self._directory), str(since)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        reaper.speak_to(process.stdin.fileno())
-        return process

@@ -19,14 +19,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from asyncrl_cli.job.process import set_up_process
-from asyncrl_cli.job.sending import Sending
-from asyncrl_cli.job.transports import ObjectStoreSender
+from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plugins import engine_kind
@@ -53,14 +53,13 @@ logger = logging.getLogger(__name__)
 class TrainerActor:
     """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks."""
 
-    def __init__(self, rank: int, profile: Profile, place: Place, *, run_dir: Path, log_path: Path | None = None) -> None:
+    def __init__(self, rank: int, profile: Profile, place: Place, run_dir: Path, *, log_path: Path) -> None:
         """`run_dir`: where versions go that are kept, or that travel as files."""
         set_up_process(threads=place.threads, log_path=log_path)
         self._rank = rank
         self._profile = profile
         self._place = place
         self._run_dir = run_dir
-        self._tokenizer: Any = None
         self._lock = threading.Lock()
         self._clock = StateClock("trainer", "trainer", time.monotonic)
         self._clock.waiting_for = "groups"
@@ -182,14 +181,11 @@ class TrainerActor:
         with telling_storage():
             dump_samples(Path(directory), step, ray.get(payload_refs), window=window, decode=self._decode)
 
-    @property
+    @cached_property
     def _decode(self) -> Any:
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer
+        from asyncrl_cli.envs.rendering import load_tokenizer
 
-            trusts = self._profile.model.trust_remote_code
-            self._tokenizer = AutoTokenizer.from_pretrained(self._place.model_dir, trust_remote_code=trusts)
-        return self._tokenizer.decode
+        return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code).decode
 
     @ray.method(concurrency_group="control")
     def report(self) -> ExecutorReport:

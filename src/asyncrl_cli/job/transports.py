@@ -1,24 +1,31 @@
-"""Both ends of `weights.transport`: who sends for rank 0, and how a worker gets a version's buckets by their refs.
+"""Both ends of `weights.transport`: how rank 0 sends a version's buckets, and how a worker gets them by their refs.
 
-`object-store` keeps buckets as Ray objects, `disk` as files; `nccl` and `ipc` leave them on rank 0 (weights/direct.py).
+    overlap       gather | bucket 0 | bucket 1 | bucket 2 | probes |
+                                    | send 0   | send 1   | send 2 |    (a thread)        publish: waits for the rest
+    no overlap    gather | bucket 0 | bucket 1 | bucket 2 | probes |                      publish: send 0, send 1, send 2
+
+Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as files; `nccl` and
+`ipc` leave them on rank 0 (weights/direct.py).
 """
 
 from __future__ import annotations
 
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl_cli.weights.transports import Sender
+from asyncrl_cli.weights.transports import Sender, send
 
 if TYPE_CHECKING:
-    from asyncrl_cli.weights.buckets import Bucket, Manifest
+    from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing
+
+    OnFull = Callable[[Packing, int], None]
 
 GETS_AHEAD = 2
 """Buckets that are fetched, or wait in memory, while an earlier one is verified and copied."""
@@ -33,6 +40,45 @@ class ObjectStoreSender(Sender):
 
 class HeldRefs(list[Any]):
     """A version's refs as the driver holds them: while they live it may be wanted, and the next gather tells rank 0 so."""
+
+
+class Sending:
+    """Rank 0: each gathered bucket gets its fingerprint and goes to the `sender`, the transport's end.
+
+    The sender's calls come in the order begin, put ..., finish, all in one thread. A failed send is raised by the publish of
+    its version.
+    """
+
+    def __init__(self, sender: Sender, *, overlap: bool) -> None:
+        self._sender = sender
+        self._overlap = overlap
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
+        self._begun: dict[int, list[Future[Any]]] = {}
+
+    def of(self, version: int, wanted: Collection[int] = ()) -> OnFull:
+        """What to call with each bucket of `version` that a gather has filled, in their order.
+
+        Lets go of a version that was begun and never published (a run that stops), and of all older ones but those `wanted`.
+        """
+        sends = [self._thread.submit(self._sender.keep, wanted)]
+        self._begun = {version: sends}
+        if not self._overlap:
+            return lambda packing, index: None
+        return lambda packing, index: sends.append(self._thread.submit(self._seal_and_put, version, packing, index))
+
+    def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
+        """What the sender returned for each of the version's `buckets`; puts those that no gather has put."""
+        refs = [one.result() for one in self._begun.pop(manifest.version, [])][1:]  # the first is `keep`
+        if not refs:
+            return self._thread.submit(send, self._sender, manifest, buckets).result()
+        assert len(refs) == len(buckets), f"{len(refs)} of {len(buckets)} buckets of version {manifest.version} were sent"
+        self._thread.submit(self._sender.finish, manifest).result()
+        return refs
+
+    def _seal_and_put(self, version: int, packing: Packing, index: int) -> Any:
+        if index == 0:
+            self._sender.begin(version, len(packing.buckets))
+        return self._sender.put(packing.seal_bucket(index))
 
 
 def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:

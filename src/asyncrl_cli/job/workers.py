@@ -1,35 +1,41 @@
-"""Starting and ending the actors of a job: all at once, each in its bundle, with one deadline."""
+"""Starting and ending the actors of a job: bundles are reserved for all of them, and each starts in its own, all at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.payloads import read_payloads
-from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.errors import AsyncrlError, PreflightError
+from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import all_of
-from asyncrl_cli.job.placement import Placement, place
-from asyncrl_cli.job.ports import RayRolloutWorker, RayTrainer
+from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.job.rollout_actor import RolloutActor
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, TrainerActor
 from asyncrl_cli.job.transports import clear
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
-from asyncrl_cli.profile.place import Place
+from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, asked, check_fit, fitting_hint, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 STOP_TIMEOUT_S = 1.0
 """A kill loses nothing of value: checkpoints and publishes were awaited; and a second Ctrl-C must be out in 5 s."""
-NEVER_AGAIN = {"max_restarts": 0, "max_task_retries": 0}
+
+RELEASE_S = 1.0
+"""How long Ray's view of free resources lags behind a removed placement group."""
 
 Say = Callable[[str], None]
+Options = Callable[[str, int], dict[str, Any]]
+"""Of a role's actor, by its index: they put it into its bundle."""
 
 
 @asynccontextmanager
@@ -55,44 +61,60 @@ async def started_workers(
         RefusedError: the checkpoint is of another model.
     """
     progress("placing the job")
-    placement = await place(plan, timeout_s=profile.placement.timeout_s)
-    try:
+    async with placed(plan, timeout_s=profile.placement.timeout_s) as options:
         await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
-        ranks = _trainer_actors(placement, profile, model_dir, run_dir.absolute(), log_dir.absolute())
+        is_direct = profile.weights.transport in DIRECT_TRANSPORTS
+        place = place_of(plan, ROLLOUT, model_dir, checkpoint.version if checkpoint else 0)
+        threads = CONCURRENCY_GROUPS | {"direct": place.workers if is_direct else 1}
+        makers = _makers(plan, TRAINER, TrainerActor, options, log_dir, concurrency_groups=threads)
+        trainer_place = place_of(plan, TRAINER, model_dir)
+        ranks = [make(profile, trainer_place, run_dir.absolute()) for make in makers.values()]
         trainer = RayTrainer(ranks, profile, samples_dir=run_dir / "samples")
-        version = checkpoint.version if checkpoint else 0
-        workers = _rollout_workers(placement, profile, place_of(plan, ROLLOUT, model_dir, version), reward, log_dir.absolute())
+        makers = _makers(plan, ROLLOUT, RolloutActor, options, log_dir)
+        workers = [
+            RayRolloutWorker(name, partial(make, profile, place, reward), profile, place.workers) for name, make in makers.items()
+        ]
         try:
             progress(f"starting {plan}")
-            starts = [_started(trainer.start(), "trainer", progress)]
-            await all_of([*starts, *(_started(worker.start(), worker.name, progress) for worker in workers)])
-            if profile.weights.transport in DIRECT_TRANSPORTS:
-                await _connect(trainer, workers, progress)
-            yield trainer, workers, await _restore(trainer, checkpoint, progress) if checkpoint else []
+            await all_of(_started(executor, progress) for executor in (trainer, *workers))
+            if is_direct:
+                for worker in workers:  # one by one: making an NCCL group changes rank 0's environment for a moment
+                    progress(f"{worker.name} and trainer-0 agree on how weights come")
+                    await worker.connect(trainer.actors[0])
+            yield trainer, workers, await _restored(trainer, checkpoint, progress) if checkpoint else []
         finally:
-            await stop_workers(trainer, workers)
+            await _stop(trainer, workers)
             await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
-    finally:
-        placement.remove()
 
 
-async def _connect(trainer: RayTrainer, workers: Sequence[RayRolloutWorker], progress: Say) -> None:
-    """One after the other: making an NCCL group changes rank 0's environment for a moment."""
-    for worker in workers:
-        progress(f"{worker.name} and trainer-0 agree on how weights come")
-        await worker.connect(trainer.actors[0])
+def _makers(
+    plan: JobPlan, role: str, actor: type, options: Options, log_dir: Path, **settings: Any
+) -> dict[str, Callable[..., Any]]:
+    """By the name of each of the role's workers: what makes its actor in its bundle, with a log of its own. `settings`: Ray's."""
+    actor_class = ray.remote(max_restarts=0, max_task_retries=0, **settings)(actor)
+    makers = {}
+    for index in range(plan.role(role).workers):
+        name = f"{role}-{index}"
+        make = actor_class.options(**options(role, index)).remote
+        makers[name] = partial(make, index, log_path=log_dir.absolute() / f"{name}.log")
+    return makers
 
 
-async def _restore(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
+async def _started(executor: RayTrainer | RayRolloutWorker, say: Say) -> None:
+    await executor.start()
+    say(f"{executor.name} is ready")
+
+
+async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
     """The trainer's state, and the finished groups' arrays; the loop publishes the checkpoint's version itself."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.load(checkpoint.directory)
     return [ray.put(payload) for payload in await asyncio.to_thread(read_payloads, checkpoint.directory)]
 
 
-async def stop_workers(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> None:
+async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> None:
     """End the actors: asked first, for `STOP_TIMEOUT_S` together; killed then. Never raises for a dead one."""
-    stops = [trainer.stop(STOP_TIMEOUT_S), *(worker.stop(STOP_TIMEOUT_S) for worker in workers)]
+    stops = [executor.stop(STOP_TIMEOUT_S) for executor in (trainer, *workers)]
     outcomes = await asyncio.gather(*stops, return_exceptions=True)
     for actor in [*trainer.actors, *(worker.actor for worker in workers)]:
         ray.kill(actor)
@@ -101,32 +123,64 @@ async def stop_workers(trainer: RayTrainer, workers: Sequence[RayRolloutWorker])
             raise outcome
 
 
-async def _started(start: Coroutine[Any, Any, None], name: str, say: Say) -> None:
-    await start
-    say(f"{name} is ready")
+@asynccontextmanager
+async def placed(plan: JobPlan, *, timeout_s: float) -> AsyncIterator[Options]:
+    """Reserve every bundle within `timeout_s` in total. Raises PreflightError, at once if the cluster is too small.
+
+    Leaving the block gives the bundles back and kills what still runs in them.
+    """
+    check_fit(plan, ray_cluster())
+    groups: dict[str, PlacementGroup] = {}
+
+    def options(role_name: str, index: int) -> dict[str, Any]:
+        """GPUs are named on the actor, or CUDA_VISIBLE_DEVICES stays empty in a bundle."""
+        role = plan.role(role_name)
+        bundle = PlacementGroupSchedulingStrategy(placement_group=groups[role.group], placement_group_bundle_index=index)
+        return {"num_cpus": role.cpus, "num_gpus": role.gpus, "scheduling_strategy": bundle}
+
+    try:
+        try:
+            async with asyncio.timeout(timeout_s):
+                groups |= {name: _create(bundles) for name, bundles in plan.groups.items()}
+                await asyncio.gather(*(_ready(group) for group in groups.values()))
+        except TimeoutError:
+            _remove(groups)
+            await asyncio.sleep(RELEASE_S)
+            free = ray_cluster(free=True)
+            raise PreflightError(
+                f"no room within placement.timeout_s = {timeout_s:g} s: {asked(plan)}; "
+                f"the cluster has {ray_cluster()}, of which are free {free}",
+                hint=f"wait until other jobs end; now this would fit: {fitting_hint(plan, free)}",
+            ) from None
+        yield options
+    finally:
+        _remove(groups)
 
 
-def _trainer_actors(placement: Placement, profile: Profile, model_dir: Path, run_dir: Path, log_dir: Path) -> list[Any]:
-    plan, direct = placement.plan, profile.weights.transport in DIRECT_TRANSPORTS
-    groups = CONCURRENCY_GROUPS | {"direct": plan.role(ROLLOUT).workers if direct else 1}
-    actor_class = ray.remote(concurrency_groups=groups, **NEVER_AGAIN)(TrainerActor)
-    place = place_of(plan, TRAINER, model_dir)
-    return [
-        actor_class.options(**placement.options(TRAINER, rank)).remote(
-            rank, profile, place, run_dir=run_dir, log_path=log_dir / f"trainer-{rank}.log"
-        )
-        for rank in range(place.workers)
-    ]
+def ray_cluster(*, free: bool = False) -> ClusterResources:
+    """All resources of the connected cluster's living nodes; with `free`, what jobs leave of them now."""
+    left = ray._private.state.available_resources_per_node() if free else {}
+    nodes = []
+    for node in (node for node in ray.nodes() if node["Alive"]):
+        has = left.get(node["NodeID"], {}) if free else node["Resources"]
+        name, cpus, gpus = node["NodeManagerAddress"], int(has.get("CPU", 0)), int(has.get("GPU", 0))
+        nodes.append(NodeResources(name=name, cpus=cpus, gpus=gpus))
+    return ClusterResources(nodes=tuple(nodes))
 
 
-def _rollout_workers(
-    placement: Placement, profile: Profile, place: Place, reward: RewardSpec, log_dir: Path
-) -> list[RayRolloutWorker]:
-    actor_class = ray.remote(**NEVER_AGAIN)(RolloutActor)
-    workers: list[RayRolloutWorker] = []
-    for index in range(place.workers):
-        name = f"rollout-{index}"
-        make = actor_class.options(**placement.options(ROLLOUT, index)).remote
-        make_actor = partial(make, name, profile, place, reward, log_dir / f"{name}.log")
-        workers.append(RayRolloutWorker(name, make_actor, profile, place.workers))
-    return workers
+def _create(bundles: Sequence[Bundle]) -> PlacementGroup:
+    """PACK: as few nodes as possible, but no refusal if it takes more."""
+    amounts = [{"CPU": float(bundle.cpus), "GPU": float(bundle.gpus)} for bundle in bundles]
+    return placement_group([{name: amount for name, amount in bundle.items() if amount} for bundle in amounts], strategy="PACK")
+
+
+async def _ready(group: PlacementGroup) -> None:
+    """In a thread, since `wait` blocks; by the second, so that it outlives a timeout by no more."""
+    while not await asyncio.to_thread(group.wait, 1):
+        pass
+
+
+def _remove(groups: dict[str, PlacementGroup]) -> None:
+    """Not in a lost session, where Ray would wait for a daemon that is gone."""
+    while groups and lost_session() is None:
+        remove_placement_group(groups.popitem()[1])

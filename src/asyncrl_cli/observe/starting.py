@@ -77,7 +77,7 @@ class Starting:
             progress.add_task(text, total=total or None, how_far="")
         (task,) = progress.tasks
         progress.update(task.id, completed=done, total=total or None)
-        how_far = _how_far(task, figures)
+        how_far = _how_far(task, figures, is_new)
         progress.update(task.id, how_far=how_far)
         line = f"{text}  {how_far}".rstrip()
         self._tell(line)
@@ -86,12 +86,12 @@ class Starting:
             print(neutral(line), file=self._console.file, flush=True)
 
 
-def _how_far(task: Task, figures: str) -> str:
+def _how_far(task: Task, figures: str, is_new: bool) -> str:
     """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known; nothing is counted before the first of them is done."""
     counted, left = "", ""
     if task.completed and task.total:
         counted = f"{task.completed:.0f}/{task.total:.0f}  {task.percentage:.0f}%"
-        pace = task.speed or (task.elapsed and task.completed / task.elapsed)
+        pace = task.speed or (not is_new and task.elapsed and task.completed / task.elapsed)  # nobody knows when a new one began
         left = f"{clock(task.remaining / pace)} left" if pace and task.remaining else ""
     return "  ".join(part for part in (counted, figures, left) if part)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,14 @@ from weakref import WeakValueDictionary
 
 import ray
 
-from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.job.calls import Limit, all_of, answer
-from asyncrl_cli.job.direct import leave
-from asyncrl_cli.job.dumps import SampleDumps
+from asyncrl_cli.errors import AsyncrlError, ExecutorLost
+from asyncrl_cli.job.calls import Limit, all_of, answer, leave
 from asyncrl_cli.job.exchange import GroupExchange
 from asyncrl_cli.job.transports import HeldRefs
+from asyncrl_cli.loop import ports
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.ports import (
-    EvalRequest,
-    EvalResult,
-    GatherReport,
-    GroupRequest,
-    LoadReport,
-    Progress,
-    Published,
-    TrainBatch,
-    TrainReport,
-)
 from asyncrl_cli.loop.states import ExecutorReport
-from asyncrl_cli.loop.values import Last, Value
+from asyncrl_cli.loop.values import Last
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import is_dump_step
 from asyncrl_cli.train.balance import plan_train_step, training_order
@@ -46,22 +34,16 @@ from asyncrl_cli.weights.transports import TIMEOUT_KEY as WEIGHTS_KEY
 logger = logging.getLogger(__name__)
 
 CALL_KEY = "rollout.call_timeout_s"
-
-
 START_LIMIT = Limit(600.0)
 """Imports, a large model's weights from a slow disk, an engine's memory profiling."""
 
 
 class RayRolloutWorker:
-    """`loop.ports.RolloutWorker` on a `RolloutActor`. `GroupResult.payload` is the ObjectRef of the group's arrays.
-
-    Groups travel with `progress` (exchange.py).
-    """
+    """`loop.ports.RolloutWorker` on a `RolloutActor`. Groups travel with `progress` (exchange.py)."""
 
     def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, workers: int = 1) -> None:
-        """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: of the job."""
-        weights_s = profile.weights.timeout_s
-        is_direct = profile.weights.transport in DIRECT_TRANSPORTS
+        """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: how many the job has."""
+        weights_s, is_direct = profile.weights.timeout_s, profile.weights.transport in DIRECT_TRANSPORTS
         self.name = name
         self.slots = profile.rollout.slots
         self.actor = make_actor()
@@ -70,41 +52,41 @@ class RayRolloutWorker:
         self._weights = Limit(weights_s, WEIGHTS_KEY)
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
         self._rank_zero: Any = None
-        self._groups = GroupExchange(self.actor, self._call)
+        self._groups = GroupExchange(self.actor, self._answer)
 
-    async def generate(self, request: GroupRequest) -> GroupResult:
+    async def generate(self, request: ports.GroupRequest) -> GroupResult:
         return await self._groups.generate(request)
 
     async def abort(self, key: AttemptKey) -> None:
         self._groups.post()
-        await self._call(self.actor.abort.remote(key), f"the abort of {key}")
+        await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
-    async def progress(self, seen: int) -> Progress:
+    async def progress(self, seen: int) -> ports.Progress:
         return await self._groups.progress(seen)
 
-    async def prefetch(self, published: Published) -> float:
+    async def prefetch(self, published: ports.Published) -> float:
         manifest, bucket_refs = published.handle
         ref = self.actor.prefetch.remote(manifest, list(bucket_refs))
         return float(await self._answer(ref, f"the transfer of version {published.version}", self._weights))
 
-    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+    async def load(self, version: int, interrupt: Interrupt) -> ports.LoadReport:
         """A drain may take as long as the longest response: the limit counts from when the last one was seen to run. Where rank 0
         sends the bytes within the load, the waits for it end by themselves before this one does."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
         return await self._answer(ref, what, self._load, since)
 
-    async def evaluate(self, request: EvalRequest) -> EvalResult:
+    async def evaluate(self, request: ports.EvalRequest) -> ports.EvalResult:
         return await self._answer(self.actor.evaluate.remote(request), f"the eval of version {request.version}", Limit(None))
 
     async def abort_evals(self) -> None:
-        await self._call(self.actor.abort_evals.remote(), "the abort of its evals")
+        await self._answer(self.actor.abort_evals.remote(), "the abort of its evals")
 
     async def pause(self) -> None:
-        await self._call(self.actor.pause.remote(), "a pause")
+        await self._answer(self.actor.pause.remote(), "a pause")
 
     async def resume(self) -> None:
-        await self._call(self.actor.resume.remote(), "a resume")
+        await self._answer(self.actor.resume.remote(), "a resume")
 
     async def restart(self) -> None:
         """Kill the actor, whatever is left of it, and start another in its bundle, which takes it once the old one is gone.
@@ -116,7 +98,7 @@ class RayRolloutWorker:
         if self._rank_zero is not None:
             await leave(self._rank_zero, self.name)
         self.actor = self._make_actor()
-        self._groups = GroupExchange(self.actor, self._call)
+        self._groups = GroupExchange(self.actor, self._answer)
         await self.start()
         if self._rank_zero is not None:
             await self.connect(self._rank_zero)
@@ -133,12 +115,10 @@ class RayRolloutWorker:
     async def stop(self, timeout_s: float) -> None:
         await self._answer(self.actor.stop.remote(), "its end", Limit(timeout_s))
 
-    async def _call(self, pending: Any, call: str) -> Any:
-        return await self._answer(pending, call, self._calls)
-
-    async def _answer(self, ref: Any, call: str, limit: Limit, since: Callable[[], float] | None = None) -> Any:
+    async def _answer(self, ref: Any, call: str, limit: Limit | None = None, since: Callable[[], float] | None = None) -> Any:
+        """By default within `rollout.call_timeout_s`."""
         try:
-            return await answer(ref, executor=self.name, call=call, limit=limit, since=since)
+            return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
                 self._rank_zero.leave.remote(self.name)
@@ -146,91 +126,115 @@ class RayRolloutWorker:
 
 
 class RayTrainer:
-    """`loop.ports.Trainer` on all `TrainerActor` ranks. Calls that are collectives go to every rank, in one order."""
+    """`loop.ports.Trainer` on all `TrainerActor` ranks. Calls that are collectives go to every rank, in one order.
+
+    Samples are dumped beside training, one step's at a time: the next waits for the last, so that every failure is seen. A dump
+    that fails loses its samples, not the step: `warn` tells people of the first failure, and all are counted.
+    """
+
+    name = "trainer"
 
     def __init__(self, actors: Sequence[Any], profile: Profile, *, samples_dir: Path) -> None:
         self.actors = list(actors)
-        self.dumps = SampleDumps()
+        self.warn: Callable[[str], None] = logger.warning
+        self.failed_dumps = 0
+        self._dumping: tuple[int, asyncio.Task[None]] | None = None
         self._profile = profile
         self._samples_dir = samples_dir
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
-    async def train(self, batch: TrainBatch) -> TrainReport:
+    async def train(self, batch: ports.TrainBatch) -> ports.TrainReport:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
         minibatches, normalize = self._profile.async_training.require_batches, self._profile.algorithm.normalize_advantages
+        call = f"train step {batch.step}"
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
         plans = plan_train_step(groups, ranks=len(self.actors), num_minibatches=minibatches, normalize=normalize)
-        calls = []
-        for rank, (actor, plan) in enumerate(zip(self.actors, plans, strict=True)):
-            payload_refs = [groups[index].payload for index in plan.groups]
-            ref = actor.train.remote(batch.step, batch.step_in_window, plan, *payload_refs)
-            calls.append(self._answer(rank, ref, f"train step {batch.step}", self._calls))
-        answers = await all_of(calls)
+        refs = [
+            actor.train.remote(batch.step, batch.step_in_window, plan, *(groups[index].payload for index in plan.groups))
+            for actor, plan in zip(self.actors, plans, strict=True)
+        ]
+        answers = await all_of(self._answer(ref, call, self._calls, rank) for rank, ref in enumerate(refs))
         reports = [report for report, _ in answers]
         if is_dump_step(batch.step, self._profile.logging.samples_every_steps):
-            await self.dumps.begin(batch.step, lambda: self._dump(batch))
-        return TrainReport(
+            await self.begin_dump(batch.step, lambda: self._dump(batch))
+        failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
+        return ports.TrainReport(
             train_s=max(report.train_s for report in reports),
             old_logprob_s=max(report.old_logprob_s for report in reports),
             tokens=reports[0].tokens,
-            metrics={**reports[0].metrics, **self._failed_dumps()},
+            metrics={**reports[0].metrics, **failed_dumps},
             skipped_steps=reports[0].skipped_steps,
             skipped_in_a_row=reports[0].skipped_in_a_row,
             report=answers[0][1],
         )
 
-    async def _dump(self, batch: TrainBatch) -> None:
+    async def begin_dump(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """`dump()` writes one, and has a time limit of its own."""
+        await self.finish_dumps()
+        self._dumping = step, asyncio.create_task(dump(), name=f"samples of step {step}")
+
+    async def finish_dumps(self) -> None:
+        if self._dumping is None:
+            return
+        (step, dumping), self._dumping = self._dumping, None
+        try:
+            await dumping
+        except AsyncrlError as error:
+            self.failed_dumps += 1
+            logger.warning("the samples of step %d are lost: %s", step, error)
+            if self.failed_dumps == 1:
+                self.warn(f"the samples of step {step} are lost, training goes on: {error} (later ones are only counted)")
+
+    async def _dump(self, batch: ports.TrainBatch) -> None:
         """Rank 0 writes samples beside training, for `weights.timeout_s` at most."""
         refs = [group.payload for group in batch.groups]
         ref = self.actors[0].dump.remote(str(self._samples_dir.absolute()), batch.step, batch.window, refs)
-        await self._answer(0, ref, f"the dump of the samples of step {batch.step}", self._weights)
+        await self._answer(ref, f"the dump of the samples of step {batch.step}")
 
-    def _failed_dumps(self) -> dict[str, Value]:
-        return {"samples/failed_dumps": Last(self.dumps.num_failed)} if self.dumps.num_failed else {}
+    async def gather(self, version: int) -> ports.GatherReport:
+        answers = await self._collective(f"the gather of version {version}", "gather", version, sorted(self._wanted))
+        return ports.GatherReport(version=version, gather_s=max(seconds for seconds, _ in answers), report=answers[0][1])
 
-    async def gather(self, version: int) -> GatherReport:
-        answers = await self._collective("gather", version, sorted(self._wanted), call=f"the gather of version {version}")
-        return GatherReport(version=version, gather_s=max(seconds for seconds, _ in answers), report=answers[0][1])
-
-    async def publish(self, version: int) -> Published:
+    async def publish(self, version: int) -> ports.Published:
         began_s = time.monotonic()
         ref = self.actors[0].publish.remote(version)
-        manifest, bucket_refs = await self._answer(0, ref, f"the publish of version {version}", self._weights)
+        manifest, bucket_refs = await self._answer(ref, f"the publish of version {version}")
         refs = self._wanted[version] = HeldRefs(bucket_refs)
         publish_s = time.monotonic() - began_s
-        return Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
+        return ports.Published(version=version, num_bytes=manifest.num_bytes, publish_s=publish_s, handle=(manifest, refs))
 
     async def snapshot(self, step: int) -> float:
-        return float(max(await self._collective("snapshot", step, call=f"the snapshot of step {step}")))
+        return float(max(await self._collective(f"the snapshot of step {step}", "snapshot", step)))
 
     async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
         call = f"the checkpoint of step {step}"
-        await self._collective("write", step, str(directory.absolute()), list(payloads), with_published, call=call)
+        await self._collective(call, "write", step, str(directory.absolute()), list(payloads), with_published)
 
     async def report(self) -> ExecutorReport:
-        return await self._answer(0, self.actors[0].report.remote(), "a report", self._calls)
+        return await self._answer(self.actors[0].report.remote(), "a report", self._calls)
 
     async def start(self) -> None:
-        init_method = await self._answer(0, self.actors[0].meeting_point.remote(), "its start", START_LIMIT)
-        await self._collective("start", init_method, call="its start", limit=START_LIMIT)
+        init_method = await self._answer(self.actors[0].meeting_point.remote(), "its start", START_LIMIT)
+        await self._collective("its start", "start", init_method, limit=START_LIMIT)
 
     async def load(self, directory: Path) -> None:
         """Restore a checkpoint."""
-        await self._collective("load", str(directory.absolute()), call=f"the load of {directory}")
+        await self._collective(f"the load of {directory}", "load", str(directory.absolute()))
 
     async def stop(self, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self.dumps.finish()
+                await self.finish_dumps()
         except TimeoutError:
             logger.warning("the last dump of samples was still being written: it is lost")
-        await self._collective("stop", call="its end", limit=Limit(timeout_s))
+        await self._collective("its end", "stop", limit=Limit(timeout_s))
 
-    async def _collective(self, method: str, *args: Any, call: str, limit: Limit | None = None) -> list[Any]:
+    async def _collective(self, call: str, method: str, *args: Any, limit: Limit | None = None) -> list[Any]:
         refs = [getattr(actor, method).remote(*args) for actor in self.actors]
-        return await all_of(self._answer(rank, ref, call, limit or self._weights) for rank, ref in enumerate(refs))
+        return await all_of(self._answer(ref, call, limit, rank) for rank, ref in enumerate(refs))
 
-    async def _answer(self, rank: int, ref: Any, call: str, limit: Limit) -> Any:
-        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit, patient=True)
+    async def _answer(self, ref: Any, call: str, limit: Limit | None = None, rank: int = 0) -> Any:
+        """By default within `weights.timeout_s`."""
+        return await answer(ref, executor=f"trainer-{rank}", call=call, limit=limit or self._weights, patient=True)
