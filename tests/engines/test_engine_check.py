@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.engines.registry import check_engine, make_engine
-from asyncrl_cli.engines.vllm import arguments as vllm_arguments
+from asyncrl_cli.engines.port import check_engine, make_engine
 from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.layers import load
@@ -60,7 +59,7 @@ def test_a_run_on_this_machine_is_refused_its_arguments_before_anything_starts(
     sets: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_is_here(monkeypatch)
-    monkeypatch.setattr(vllm_arguments, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
+    monkeypatch.setattr(vllm_preflight, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
     with pytest.raises(ConfigError, match=message):
         check_engine(vllm_profile(*sets), "cpu")
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from asyncrl_cli.engines.slot_gate import SlotGate
+from asyncrl_cli.engines.base import SlotGate
 
 
 def test_slots_are_given_first_come_first_served() -> None:
@@ -74,7 +74,7 @@ def test_who_gives_up_gets_no_slot_and_all_who_wait_for_idle_are_told() -> None:
         waiters[0].cancel()
         gate.leave()
         await asyncio.gather(*waiters[1:])
-        gate.give_up_all()
+        gate.give_up("third")
         assert not await third
 
     asyncio.run(body())

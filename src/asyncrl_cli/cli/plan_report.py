@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from asyncrl_cli.cli.console import print_json, stdout, warn
-from asyncrl_cli.engines.registry import kind_of
+from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.plan import cluster, memory_fit

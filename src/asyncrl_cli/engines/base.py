@@ -1,36 +1,170 @@
-"""What our engines have in common: slots, requests under way, and one failure that ends everything."""
+"""What our engines have in common: a request waits for one of `rollout.slots`, runs, and ends; one failure ends all of them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from asyncrl_cli.engines.port import Engine, Sampling
-from asyncrl_cli.engines.slot_gate import SlotGate
+from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
-
-Track = TypeVar("Track")
-"""An engine's record of one response in the making."""
+from asyncrl_cli.profile.schema import Interrupt, Profile
 
 
-class SlottedEngine(Engine, Generic[Track]):
-    """Requests wait at a gate for one of `rollout.slots`; `_tracks` has all that wait or run, by id."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class Track:
+    """One response in the making."""
 
-    def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None]) -> None:
+    request_id: str
+    prompt_tokens: list[int]
+    sampling: Sampling
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    """Grows last: an aborted response may still be growing, and tokens without a version are no part of it."""
+
+    def completion(self, finish_reason: FinishReason) -> Completion:
+        count = len(self.versions)
+        return Completion(
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            finish_reason=finish_reason,
+        )
+
+
+AnyTrack = TypeVar("AnyTrack", bound=Track)
+
+
+class SlotGate:
+    """Who may generate now: first come, first served, at most `slots` at once, nobody while a drain closes the gate.
+
+        entered(name) -> waiting (a pending future) -> True: running -> leave()
+                                                    -> False: given up, by give_up(name)
+
+    `on_change(running)` is called whenever the number of running sequences changes.
+    """
+
+    def __init__(self, slots: int, on_change: Callable[[int], None]) -> None:
+        self.slots = slots
+        self.running = 0
+        self.is_open = True
+        self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._on_change = on_change
+
+    async def entered(self, name: str) -> bool:
+        """True when the slot is held: `leave` it then. False if it was given up meanwhile."""
+        turn = self._waiting[name] = asyncio.get_running_loop().create_future()
+        self._let_in()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.result():
+                self.leave()  # it was let in and cancelled at once
+            raise
+        finally:
+            self._waiting.pop(name, None)
+
+    def give_up(self, name: str) -> None:
+        """Its `entered` returns False, if it still waits."""
+        turn = self._waiting.pop(name, None)
+        if turn is not None and not turn.done():
+            turn.set_result(False)
+
+    def leave(self) -> None:
+        assert self.running > 0
+        self.running -= 1
+        if self.running == 0:
+            self._idle.set()
+        self._let_in()
+        self._on_change(self.running)
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def open(self) -> None:
+        self.is_open = True
+        self._let_in()
+
+    async def idle(self) -> None:
+        """Until nobody runs. Only sensible behind a closed gate."""
+        assert not self.is_open
+        await self._idle.wait()
+
+    def _let_in(self) -> None:
+        before = self.running
+        while self.is_open and self._waiting and self.running < self.slots:
+            turn = self._waiting.pop(next(iter(self._waiting)))
+            if not turn.done():
+                self.running += 1
+                turn.set_result(True)
+        if self.running > before:
+            self._idle.clear()
+            self._on_change(self.running)
+
+
+class SlottedEngine(Engine, Generic[AnyTrack]):
+    """`_tracks` has all requests that wait or run, by id. What an engine adds is `_respond`, and its own kind of track."""
+
+    _make_track: type[AnyTrack]
+
+    def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
         self.slots = profile.rollout.slots
         self._profile = profile
         self._place = place
         self._gate = SlotGate(self.slots, on_running)
-        self._tracks: dict[str, Track] = {}
+        self._tracks: dict[str, AnyTrack] = {}
         self._weights_lock = asyncio.Lock()
         self._failure = ""
 
     @property
-    def running(self) -> int:
+    def running(self) -> int:  # type: ignore[override]
         return self._gate.running
+
+    def tokens_of(self, request_id: str) -> int:
+        track = self._tracks.get(request_id)
+        return self._num_tokens(track) if track is not None else 0
+
+    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+        self._check(request_id, prompt_tokens, sampling)
+        track = self._make_track(request_id=request_id, prompt_tokens=prompt_tokens, sampling=sampling, seed=seed)
+        self._tracks[request_id] = track
+        reason: FinishReason = "abort"
+        try:
+            if await self._gate.entered(request_id):
+                try:
+                    reason = await self._respond(track)
+                finally:
+                    self._gate.leave()
+            self._raise_failure()
+            return track.completion(reason)
+        finally:
+            del self._tracks[request_id]
+
+    async def _respond(self, track: AnyTrack) -> FinishReason:
+        """Fill the track, which holds a slot."""
+        raise NotImplementedError
+
+    def _num_tokens(self, track: AnyTrack) -> int:
+        return len(track.tokens)
+
+    @contextlib.asynccontextmanager
+    async def _closed(self, interrupt: Interrupt) -> AsyncIterator[None]:
+        """Nobody is let in for a load; with `drain` nobody runs either."""
+        self._gate.close()
+        try:
+            if interrupt == "drain":
+                await self._gate.idle()
+            yield
+        finally:
+            if not self._failure:
+                self._gate.open()
 
     def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
         self._raise_failure()
@@ -46,7 +180,8 @@ class SlottedEngine(Engine, Generic[Track]):
         """From now on, all that wait for a slot and all that come raise ExecutorFailed with the first `why`."""
         self._failure = self._failure or why
         self._gate.close()
-        self._gate.give_up_all()
+        for request_id in self._tracks:
+            self._gate.give_up(request_id)
 
     def _raise_failure(self) -> None:
         if self._failure:

@@ -1,14 +1,16 @@
-"""The engine port: what a rollout worker asks of an inference engine, the values that cross, and what an engine is known by."""
+"""The engine port: what a rollout worker asks of an inference engine, and the values that cross. A profile's engine by its kind:
+checked before it is made, and made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Interrupt, Profile, WeightsSection
+from asyncrl_cli.profile.schema import Interrupt, Profile, RolloutSection, WeightsSection
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +37,16 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0 or self.max_response_tokens < 1:
             raise ValueError(f"sampling out of range: {self}")
+
+    @classmethod
+    def of(cls, rollout: RolloutSection, temperature: float) -> Sampling:
+        return cls(
+            temperature=temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_response_tokens=rollout.max_response_tokens,
+            stop=rollout.stop,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,40 +88,30 @@ class EngineCounters:
     gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: the engine's own queues
     """
 
-    sums: Mapping[str, float]
-    gauges: Mapping[str, float]
-
-
-NO_COUNTERS = EngineCounters(sums={}, gauges={})
+    sums: Mapping[str, float] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):
-    """An inference engine on one asyncio loop. `version` is that of the weights it samples with right now.
+    """An inference engine on one asyncio loop.
 
     Engines derive from this class, and may leave out `counters`, `connect`, `load_in_place`, `sleep` and `wake`.
     """
 
     slots: int
+    running: int
+    """Sequences now generating."""
+    version: int
+    """Of the weights it samples with right now."""
+    sampled_tokens: int
+    """Since the start."""
+    decode_steps: int
+    """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
     stops_to_score: bool
     """Whether no sequence runs during `score`."""
 
-    @property
-    def version(self) -> int: ...
-
-    @property
-    def running(self) -> int:
-        """Sequences now generating."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens sampled since the start."""
-
-    @property
-    def decode_steps(self) -> int:
-        """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
-
     def counters(self) -> EngineCounters:
-        return NO_COUNTERS
+        return EngineCounters()
 
     def tokens_of(self, request_id: str) -> int:
         """Tokens so far of a request that waits or runs; 0 for others."""
@@ -215,3 +217,28 @@ class EngineKind:
     """PreflightError if it cannot run on this machine, on that device."""
     check_driver: Callable[[], None] = _fine
     """PreflightError for what breaks the driver of a job whose workers are on other machines."""
+
+
+def kind_of(profile: Profile) -> EngineKind:
+    kind: EngineKind = engine_kind(profile.rollout.engine)
+    return kind
+
+
+def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:
+    """Not yet started. Raises PreflightError if it cannot run on this machine."""
+    kind = kind_of(profile)
+    kind.check_here(place.device)
+    return kind.make(profile, place, on_running)
+
+
+def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -> None:
+    """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments.
+
+    `is_elsewhere`: the workers run on the nodes of a cluster, and each looks on its own node when it starts.
+    """
+    kind = kind_of(profile)
+    if is_elsewhere:
+        kind.check_driver()
+    else:
+        kind.check_here(device)
+        kind.check_arguments(profile, device)

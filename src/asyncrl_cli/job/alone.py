@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 
-from asyncrl_cli.engines.registry import make_engine, sampling_of
+from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.place import Place
@@ -135,7 +135,7 @@ class GenerationAlone:
         work, rollout = self._work, self._work.profile.rollout
         while True:
             number = next(self._numbers)
-            sampling = replace(sampling_of(rollout, rollout.temperature), max_response_tokens=work.length(number))
+            sampling = replace(Sampling.of(rollout, rollout.temperature), max_response_tokens=work.length(number))
             seed = hash((work.profile.run.seed, self._index, number))
             prompt = self._prompts[number // rollout.n % len(self._prompts)]
             await self._engine.generate(f"phase-{number}", prompt, sampling, seed)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.payloads import read_payloads
-from asyncrl_cli.engines.registry import check_engine
+from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
 from asyncrl_cli.job.session import check_reachable

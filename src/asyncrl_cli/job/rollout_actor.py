@@ -59,7 +59,7 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Load the model and start the reward processes, side by side. May take minutes."""
-        from asyncrl_cli.engines.registry import make_engine
+        from asyncrl_cli.engines.port import make_engine
         from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 
         profile, place = self._profile, self._place
@@ -150,9 +150,9 @@ class RolloutActor:
         return Progress(seen=seen, finished_sequences=dict(self._desk.finished_sequences), reports=(report, self._rewards.report()))
 
     def _sampling(self, temperature: float) -> Any:
-        from asyncrl_cli.engines.registry import sampling_of
+        from asyncrl_cli.engines.port import Sampling
 
-        return sampling_of(self._profile.rollout, temperature)
+        return Sampling.of(self._profile.rollout, temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

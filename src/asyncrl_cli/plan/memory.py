@@ -11,7 +11,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: the version that waits for its load; none with weights.dual_buffer = false
-    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (engines/vllm/memory.py)
+    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (engines/vllm/settings.py)
                    host     its own processes
 
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl_cli.engines.port import EngineMemory
-from asyncrl_cli.engines.registry import kind_of
+from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
+from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
 
 PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
 
@@ -21,7 +21,7 @@ def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
     how = Sampling(**{"temperature": 1.0, "max_response_tokens": num_steps, **changes})  # type: ignore[arg-type]
     requests = []
     for row in range(num_rows):
-        track = Track(request_id=str(row), prompt_tokens=[0], sampling=how, stream=stream_of(row), done=loop.create_future())
+        track = SampledTrack(request_id=str(row), prompt_tokens=[0], sampling=how, seed=row, done=loop.create_future())
         sampler.tracks[str(row)] = track
         requests.append(SimpleNamespace(state=SimpleNamespace(request_id=str(row))))
     logits = torch.tensor(PROBABILITIES).log().repeat(num_rows, 1)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.engines.vllm.ipc import Chunk, IpcExports
+from asyncrl_cli.engines.vllm.ipc import IpcExports
 from asyncrl_cli.engines.vllm.nccl import LOOK_S, NcclLinks
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.buckets import Manifest
@@ -362,7 +362,7 @@ def test_a_worker_that_leaves_while_a_part_is_made_gives_its_buffer_back() -> No
     buffers: list[weakref.ref[torch.Tensor]] = []
     held_when_collected: list[bool] = []
 
-    def produce(tensors: Any, buffer_bytes: int) -> Iterator[Chunk]:
+    def produce(tensors: Any, buffer_bytes: int) -> Iterator[Any]:
         buffer = torch.zeros(8)
         buffers.append(weakref.ref(buffer))
         rank_zero.leave(WORKER)  # rank 0's other thread, which cannot interrupt this one

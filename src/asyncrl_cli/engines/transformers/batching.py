@@ -1,4 +1,4 @@
-"""How transformers' continuous batching is configured, and why.
+"""The engine's model: opened, configured for transformers' continuous batching, and asked for the logprobs of given tokens.
 
 - `max_batch_tokens` leaves room for prefills beside one token of every slot. The scheduler serves decoding sequences
   first and prefills with what is left: with a budget of just the slots, a new prompt gets a few tokens per step, and
@@ -10,6 +10,8 @@
   sdpa, on a CPU in a form that keeps the packed sequences apart (paged_attention.py) instead of a mask over all of them.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and its own
   sampling has one seed for all.
+
+Legend: B = sequences, T = tokens of the longest, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from math import ceil
 
 import psutil
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
 from asyncrl_cli.engines.transformers import paged_attention
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
-from asyncrl_cli.models.attention import Attention
-from asyncrl_cli.profile.schema import RolloutSection
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.models.attention import choose_attention, takes_attention
+from asyncrl_cli.profile.place import Place
+from asyncrl_cli.profile.schema import Profile
 
 PAGE_TOKENS = 32
 PREFILL_TOKENS_PACKED = 4096
@@ -34,20 +38,34 @@ PREFILL_TOKENS_PACKED = 4096
 PREFILL_TOKENS_MASKED = 512
 """... and where it does: the mask has (batch tokens) x (all cached tokens) entries."""
 CACHE_SHARE_OF_MEMORY = 0.5
+MAX_LOGITS_BYTES = 256 * 2**20
+"""Of sequences that are scored together."""
 
 
-def make_manager(
-    model: PreTrainedModel,
-    sampler: TokenSampler,
-    attention: Attention,
-    rollout: RolloutSection,
-    *,
-    seed: int,
-) -> ContinuousBatchingManager:
-    """A manager that is not started yet. `attention`: what was chosen for the model."""
-    packed = attention == "sdpa" and paged_attention.applies_to(model.config, model.device)
-    if packed:
+def open_model(profile: Profile, place: Place) -> PreTrainedModel:
+    """With the attention that the trainer chooses, too. PreflightError for a model that takes none from outside."""
+    how = profile.model
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        place.model_dir, dtype=how.dtype, attn_implementation="eager", trust_remote_code=how.trust_remote_code
+    )
+    model.to(torch.device(place.device)).requires_grad_(False).eval()
+    attention = choose_attention(model)
+    if not takes_attention(model):
+        raise unbatchable(model, "it does not take its attention from transformers' AttentionInterface")
+    if attention == "sdpa" and paged_attention.applies_to(model.config, model.device):
         model.config._attn_implementation = paged_attention.NAME
+    return model
+
+
+def unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
+    return PreflightError(
+        f'rollout.engine = "transformers" cannot batch a {model.config.model_type} model: {why}', hint="--set rollout.engine=vllm"
+    )
+
+
+def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile) -> ContinuousBatchingManager:
+    """A manager that is not started yet."""
+    rollout, packed = profile.rollout, model.config._attn_implementation == paged_attention.NAME
     prefill_tokens = PREFILL_TOKENS_PACKED if packed else PREFILL_TOKENS_MASKED
     config = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
@@ -61,11 +79,12 @@ def make_manager(
         auto_switch_to_flash=False,
         safety_margin=0.0,
         return_logprobs=False,
-        seed=seed,
+        seed=profile.run.seed,
     )
     greedy = GenerationConfig(do_sample=False, max_new_tokens=rollout.max_response_tokens, eos_token_id=-1)
     manager = model.init_continuous_batching(greedy, config)
-    manager.logit_processor = _processors(sampler)
+    manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
+    manager.logit_processor.tensors_required = 1
     return manager
 
 
@@ -78,10 +97,26 @@ def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fr
     return frozenset()
 
 
-def _processors(sampler: TokenSampler) -> ContinuousBatchingLogitsProcessorList:
-    processors = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
-    processors.tensors_required = 1
-    return processors
+@torch.no_grad()
+def score(model: PreTrainedModel, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+    """Per sequence the logprobs of its tokens 1, 2, ... in the distribution scaled by `temperature` (0 counts as 1)."""
+    longest = max((len(sequence) for sequence in sequences), default=0)
+    bytes_per_sequence = 4 * 2 * longest * model.config.get_text_config().vocab_size
+    step = max(1, MAX_LOGITS_BYTES // max(1, bytes_per_sequence))
+    scores: list[list[float]] = []
+    for begin in range(0, len(sequences), step):
+        scores.extend(_score_batch(model, sequences[begin : begin + step], temperature or 1.0))
+    return scores
+
+
+def _score_batch(model: PreTrainedModel, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+    """Padded on the right: under a causal mask no real token sees the padding."""
+    longest = max(len(sequence) for sequence in sequences)
+    padded = [sequence + [0] * (longest - len(sequence)) for sequence in sequences]
+    tokens_BT = torch.tensor(padded, device=model.device)
+    logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits[:, :-1].float() / temperature
+    logprobs_BT = torch.log_softmax(logits_BTV, dim=-1).gather(2, tokens_BT[:, 1:, None])[..., 0]
+    return [row[: len(sequence) - 1] for row, sequence in zip(logprobs_BT.tolist(), sequences, strict=True)]
 
 
 def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:

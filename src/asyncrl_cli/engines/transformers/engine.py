@@ -9,9 +9,6 @@ result (the generation thread calls back once per batch of finished responses; t
 in the event loop). `load` with `drain` waits for the running responses. A pause waits for at most one forward pass. If
 the generation thread dies, continuous batching fails every request and every pause.
 
-A load that fails while layers are being overwritten leaves a model of two versions: the engine then fails all requests, now
-and later, rather than sample from it.
-
 What is reproducible: see token_sampler.py. What is not done here: CUDA graphs and asynchronous batching, since the
 sampler reads each token on the host; on GPUs this engine is correct rather than fast.
 """
@@ -25,17 +22,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
 from asyncrl_cli.engines.base import SlottedEngine
-from asyncrl_cli.engines.port import Completion, FinishReason, PauseReport, Sampling, Scores
-from asyncrl_cli.engines.transformers import batching, scoring
-from asyncrl_cli.engines.transformers.token_sampler import TokenSampler, Track, stream_of
-from asyncrl_cli.errors import ExecutorFailed, PreflightError
-from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF, choose_attention, takes_attention
+from asyncrl_cli.engines.port import FinishReason, PauseReport, Sampling, Scores
+from asyncrl_cli.engines.transformers import batching
+from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSampler
+from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Interrupt, Profile
@@ -45,12 +42,15 @@ from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 CLOSE_TIMEOUT_S = 30.0
 SELF_CHECK_PROMPT_TOKENS = 256
 SELF_CHECK_TOKENS = 8
+Fetched = Callable[[], tuple[Mapping[str, torch.Tensor], float]]
+"""In the pause of a load: the weights that it copies, and for how many seconds it waited until they had arrived."""
 
 
-class TransformersEngine(SlottedEngine[Track]):
+class TransformersEngine(SlottedEngine[SampledTrack]):
     """See `engines.port.Engine`."""
 
     stops_to_score = True
+    _make_track = SampledTrack
 
     def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
         super().__init__(profile, place, on_running)
@@ -75,10 +75,6 @@ class TransformersEngine(SlottedEngine[Track]):
     def decode_steps(self) -> int:
         return self._sampler.decode_steps
 
-    def tokens_of(self, request_id: str) -> int:
-        track = self._tracks.get(request_id)
-        return len(track.tokens) if track is not None else 0
-
     async def start(self) -> None:
         """Load the model, allocate the cache, start the generation thread and wait until it is ready."""
         self._loop = asyncio.get_running_loop()
@@ -95,27 +91,19 @@ class TransformersEngine(SlottedEngine[Track]):
         scores = await self.score([[*prompt, *answer.tokens]], 1.0)
         diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
         if not diff < MAX_ATTENTION_DIFF[self._model.dtype]:
-            raise _unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
-        self._sampler.forget_counts()
+            raise batching.unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
+        self._sampler.sampled_tokens = self._sampler.decode_steps = 0  # this was no work of a run
 
     def _start(self) -> None:
-        place, how = self._place, self._profile.model
+        place, trusts = self._place, self._profile.model.trust_remote_code
         torch.set_num_threads(place.threads)
         logging.disable_progress_bar()
-        tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=how.trust_remote_code)
-        self._model = AutoModelForCausalLM.from_pretrained(
-            place.model_dir, dtype=how.dtype, attn_implementation="eager", trust_remote_code=how.trust_remote_code
-        )
-        self._model.to(torch.device(place.device)).requires_grad_(False).eval()
-        attention = choose_attention(self._model)
-        if not takes_attention(self._model):
-            raise _unbatchable(self._model, "it does not take its attention from transformers' AttentionInterface")
-        self._form = SavedForm(skeleton(place.model_dir, trust_remote_code=how.trust_remote_code))
+        tokenizer = AutoTokenizer.from_pretrained(place.model_dir, trust_remote_code=trusts)
+        self._model = batching.open_model(self._profile, place)
+        self._form = SavedForm(skeleton(place.model_dir, trust_remote_code=trusts))
         self._sampler.eos_tokens = batching.eos_tokens(self._model, tokenizer)
         self._sampler.tail_text = partial(tokenizer.decode, skip_special_tokens=False)
-        self._manager = batching.make_manager(
-            self._model, self._sampler, attention, self._profile.rollout, seed=self._profile.run.seed
-        )
+        self._manager = batching.make_manager(self._model, self._sampler, self._profile)
         self._manager.start()
         self._started = True
         with self._manager.pause():  # raises if the thread could not allocate its cache
@@ -127,32 +115,17 @@ class TransformersEngine(SlottedEngine[Track]):
             self._started = False
             await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        self._check(request_id, prompt_tokens, sampling)
-        track = Track(
-            request_id=request_id,
-            prompt_tokens=prompt_tokens,
-            sampling=sampling,
-            stream=stream_of(seed),
-            done=asyncio.get_running_loop().create_future(),
-        )
-        self._tracks[request_id] = track
+    async def _respond(self, track: SampledTrack) -> FinishReason:
         try:
-            if not await self._gate.entered(request_id):
-                return track.completion(await track.done)
-            try:
-                self._submit(track)
-                return track.completion(await track.done)
-            finally:
-                self._withdraw(track)
-                self._gate.leave()
+            self._submit(track)
+            return await track.done
         finally:
-            del self._tracks[request_id]
+            self._withdraw(track)
 
     async def abort(self, request_id: str) -> None:
         track = self._tracks.get(request_id)
-        if track is not None and not track.done.done():
-            track.done.set_result("abort")
+        if track is not None:
+            track.finish("abort")
             self._gate.give_up(request_id)
 
     def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
@@ -163,35 +136,34 @@ class TransformersEngine(SlottedEngine[Track]):
             self._raise_failure()
             self._form.check(weights, version)
             converted = await asyncio.to_thread(self._form.to_memory, weights)
-            return await self._load(partial(self._copy, converted, version), version, interrupt)
+            return await self._load(lambda: (converted, 0.0), version, interrupt)
 
     async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
+        def fetched() -> tuple[Mapping[str, torch.Tensor], float]:
+            began_s = time.perf_counter()
+            buckets = fetch()
+            fetch_s = time.perf_counter() - began_s
+            weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+            self._form.check(weights, version)
+            return self._form.to_memory(weights), fetch_s
+
         async with self._weights_lock:
             self._raise_failure()
-            return await self._load(partial(self._fetch_and_copy, fetch, version), version, interrupt)
+            return await self._load(fetched, version, interrupt)
 
-    async def _load(self, copy: Callable[[], float], version: int, interrupt: Interrupt) -> PauseReport:
-        """`copy` puts the weights in, in a pause; it returns the seconds for which it waited for them."""
-        if interrupt == "drain":
-            self._gate.close()
-        try:
-            if interrupt == "drain":
-                await self._gate.idle()
-            report, interrupted = await asyncio.to_thread(self._swap, copy, version, interrupt)
+    async def _load(self, fetched: Fetched, version: int, interrupt: Interrupt) -> PauseReport:
+        async with self._closed(interrupt):
+            report, interrupted = await asyncio.to_thread(self._swap, fetched, version, interrupt)
             for track in interrupted:
-                if not track.done.done():
-                    self._submit(track)
+                self._submit(track)
             return report
-        finally:
-            if not self._failure:
-                self._gate.open()
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         async with self._weights_lock:
             self._raise_failure()
             return await asyncio.to_thread(self._score, sequences, temperature)
 
-    def _submit(self, track: Track) -> None:
+    def _submit(self, track: SampledTrack) -> None:
         """Hand prompt and tokens so far to continuous batching; the budget counts the earlier tokens."""
         if track.done.done():
             return
@@ -210,63 +182,51 @@ class TransformersEngine(SlottedEngine[Track]):
             cause = self._manager.background_thread_status.fatal_error
             raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
 
-    def _withdraw(self, track: Track) -> None:
+    def _withdraw(self, track: SampledTrack) -> None:
         """Forget a submitted request, and stop it if it still runs."""
         with self._requests_lock:
             self._sampler.tracks.pop(track.submitted_as, None)
             if self._manager.output_router.result_handlers.pop(track.submitted_as, None) is not None:
                 self._manager.cancel_request(track.submitted_as)
 
-    def _on_result(self, track: Track, output: GenerationOutput) -> None:
+    def _on_result(self, track: SampledTrack, output: GenerationOutput) -> None:
         """In the event loop. A result of an earlier submit cannot arrive: its handler was removed."""
-        if output.error is not None:
-            _end_with(track, ExecutorFailed(f"continuous batching failed {track.request_id}: {output.error}"))
-        elif track.finished is not None:
-            _finish(track, track.finished)
-        else:
-            ended = f"continuous batching ended {track.request_id} after {len(track.tokens)} tokens, without a reason"
-            _end_with(track, ExecutorFailed(ended))
+        if output.error is None and track.finished is not None:
+            track.finish(track.finished)
+        elif not track.done.done():
+            how = output.error or f"it ended after {len(track.tokens)} tokens, without a reason"
+            track.done.set_exception(ExecutorFailed(f"continuous batching failed {track.request_id}: {how}"))
 
-    def _on_stop(self, track: Track) -> None:
+    def _on_stop(self, track: SampledTrack) -> None:
         """In the generation thread: a stop string is nothing that continuous batching knows of."""
-        self._loop.call_soon_threadsafe(_finish, track, "stop")
+        self._loop.call_soon_threadsafe(track.finish, "stop")
 
-    def _swap(self, copy: Callable[[], float], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[Track]]:
+    def _swap(self, fetched: Fetched, version: int, interrupt: Interrupt) -> tuple[PauseReport, list[SampledTrack]]:
         """In a worker thread. Returns the responses that have to be submitted again."""
         with self._manager.pause():
             paused_s = time.perf_counter()
-            with torch.no_grad():
-                fetch_s = copy()
+            weights, fetch_s = fetched()
+            self._copy(weights, version)
             self._sampler.version = version
             loaded_s = time.perf_counter()
             interrupted = self._interrupt() if interrupt == "recompute-kv" else []
-        ended_s = time.perf_counter()
-        load_s = loaded_s - paused_s - fetch_s
-        return PauseReport(load_s=load_s, pause_s=ended_s - paused_s, fetch_s=fetch_s), interrupted
+        pause_s = time.perf_counter() - paused_s
+        return PauseReport(load_s=loaded_s - paused_s - fetch_s, pause_s=pause_s, fetch_s=fetch_s), interrupted
 
-    def _copy(self, weights: Mapping[str, torch.Tensor], version: int) -> float:
+    def _copy(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """If it fails, what runs is failed before a later forward can tell the event loop of any token."""
         own = self._model.state_dict()
         try:
-            for name, tensor in weights.items():
-                own[name].copy_(tensor)
+            with torch.no_grad():
+                for name, tensor in weights.items():
+                    own[name].copy_(tensor)
         except Exception as error:
             failure = f"loading version {version} failed half-way: {type(error).__name__}: {error}"
             self._loop.call_soon_threadsafe(self._fail, failure)
             self._interrupt()
             raise ExecutorFailed(failure) from error
-        return 0.0
 
-    def _fetch_and_copy(self, fetch: Callable[[], Sequence[Bucket]], version: int) -> float:
-        began_s = time.perf_counter()
-        buckets = fetch()
-        fetch_s = time.perf_counter() - began_s
-        weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
-        self._form.check(weights, version)
-        self._copy(self._form.to_memory(weights), version)
-        return fetch_s
-
-    def _interrupt(self) -> list[Track]:
+    def _interrupt(self) -> list[SampledTrack]:
         """Inside a pause: end all unfinished requests in continuous batching, so that their cache is freed.
 
         The scheduler's own mark takes effect before its next batch; the queued one catches a request that the
@@ -285,26 +245,10 @@ class TransformersEngine(SlottedEngine[Track]):
     def _score(self, sequences: list[list[int]], temperature: float) -> Scores:
         with self._manager.pause():
             paused_s = time.perf_counter()
-            logprobs = scoring.score(self._model, sequences, temperature)
+            logprobs = batching.score(self._model, sequences, temperature)
         return Scores(logprobs=logprobs, pause_s=time.perf_counter() - paused_s)
 
     def _fail(self, why: str) -> None:
         super()._fail(why)
         for track in self._tracks.values():
-            _end_with(track, ExecutorFailed(self._failure))
-
-
-def _unbatchable(model: PreTrainedModel, why: str) -> PreflightError:
-    return PreflightError(
-        f'rollout.engine = "transformers" cannot batch a {model.config.model_type} model: {why}', hint="--set rollout.engine=vllm"
-    )
-
-
-def _finish(track: Track, reason: FinishReason) -> None:
-    if not track.done.done():
-        track.done.set_result(reason)
-
-
-def _end_with(track: Track, error: ExecutorFailed) -> None:
-    if not track.done.done():
-        track.done.set_exception(error)
+            track.finish("abort")  # `generate` raises the failure then

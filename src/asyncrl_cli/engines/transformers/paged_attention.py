@@ -15,7 +15,6 @@ L = longest key length of a block, D = head dimension, C = places in the cache, 
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -73,24 +72,6 @@ class _Plan:
     prefills: tuple[_Prefill, ...]
 
 
-class _Planner:
-    """Makes one plan per forward pass: all its layers get the same `cu_seq_lens_q` object."""
-
-    def __init__(self) -> None:
-        self._key: weakref.ref[torch.Tensor] | None = None
-        self._plan = _Plan(blocks=(), prefills=())
-
-    def plan(self, starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
-        """`places_K`: where in the cache the packed keys are; empty if no sequence has a key there but the new ones."""
-        if self._key is None or self._key() is not starts_q:
-            self._plan = _make_plan(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
-            self._key = weakref.ref(starts_q)
-        return self._plan
-
-
-_planner = _Planner()
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -111,7 +92,7 @@ def packed_attention(
     keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
     values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
     starts_k = kwargs["cu_seq_lens_k"][allocator.layer_type]
-    plan = _planner.plan(kwargs["cu_seq_lens_q"], starts_k, kwargs["read_index"][allocator.index], query.dtype)
+    plan = _plan_of(kwargs["cu_seq_lens_q"], starts_k, kwargs["read_index"][allocator.index], query.dtype)
     query_QHD = query[0].transpose(0, 1)
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
     for prefill in plan.prefills:
@@ -178,6 +159,18 @@ def _decode(
         scale=scaling,
     )
     return out_BJGD.flatten(1, 2)
+
+
+def _plan_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
+    """One per forward pass: all its layers get the same `starts_q` object, which carries the plan.
+
+    `places_K`: where in the cache the packed keys are; empty if no sequence has a key there but the new ones.
+    """
+    plan: _Plan | None = getattr(starts_q, "asyncrl_plan", None)
+    if plan is None:
+        plan = _make_plan(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
+        starts_q.asyncrl_plan = plan  # type: ignore[attr-defined]
+    return plan
 
 
 def _make_plan(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:

@@ -24,40 +24,34 @@ from numpy.typing import NDArray
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
-from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
+from asyncrl_cli.engines.base import Track
+from asyncrl_cli.engines.port import FinishReason
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-@dataclass(slots=True, eq=False)
-class Track:
-    """One response in the making. The generation thread appends; the event loop reads when `done` is set."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class SampledTrack(Track):
+    """The generation thread appends; the event loop reads when `done` is set."""
 
-    request_id: str
-    prompt_tokens: list[int]
-    sampling: Sampling
-    stream: int
-    done: asyncio.Future[FinishReason]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    done: asyncio.Future[FinishReason] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     finished: FinishReason | None = None
     submitted_as: str = ""
     num_submits: int = 0
+    stream: int = field(init=False)
+    """Where its random numbers begin."""
+
+    def __post_init__(self) -> None:
+        self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])  # so that neighbouring seeds share nothing
 
     @property
     def tokens_left(self) -> int:
         return self.sampling.max_response_tokens - len(self.tokens)
 
-    def completion(self, finish_reason: FinishReason) -> Completion:
-        """An aborted response may still be growing: `versions` grows last, so the others are at least as long."""
-        count = len(self.versions)
-        return Completion(
-            tokens=self.tokens[:count],
-            logprobs=self.logprobs[:count],
-            versions=self.versions[:count],
-            finish_reason=finish_reason,
-        )
+    def finish(self, reason: FinishReason) -> None:
+        """In the event loop. The first reason counts."""
+        if not self.done.done():
+            self.done.set_result(reason)
 
 
 class TokenSampler(ContinuousBatchingLogitsProcessor):
@@ -70,19 +64,15 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
     supported_kwargs: dict[str, type] = {}  # noqa: RUF012  (the base class declares it so)
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self, *, version: int, on_stop: Callable[[Track], None]) -> None:
+    def __init__(self, *, version: int, on_stop: Callable[[SampledTrack], None]) -> None:
         self.version = version
         self.sampled_tokens = 0
         self.decode_steps = 0
-        self.tracks: dict[str, Track] = {}
+        self.tracks: dict[str, SampledTrack] = {}
         self.eos_tokens: frozenset[int] = frozenset()
         self.tail_text: Callable[[list[int]], str] = str
         self._on_stop = on_stop
-        self._rows: list[Track | None] = []
-
-    def forget_counts(self) -> None:
-        """Count from here: what was sampled so far was no work of a run."""
-        self.sampled_tokens = self.decode_steps = 0
+        self._rows: list[SampledTrack | None] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         int32_tensor.zero_()
@@ -107,7 +97,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         self.decode_steps += self.sampled_tokens > before
         return chosen
 
-    def _choose(self, logprobs_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:
+    def _choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
         """Inverse transform sampling: one uniform number per row, so that rows do not depend on each other. (N,)"""
         probs_NV = _truncated(logprobs_NV, rows).exp()
         cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
@@ -118,7 +108,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
             tokens_N = torch.where(torch.tensor(greedy, device=tokens_N.device), logprobs_NV.argmax(dim=-1), tokens_N)
         return tokens_N
 
-    def _record(self, track: Track, token: int, logprob: float) -> None:
+    def _record(self, track: SampledTrack, token: int, logprob: float) -> None:
         track.tokens.append(token)
         track.logprobs.append(logprob)
         track.versions.append(self.version)
@@ -137,12 +127,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         return any(stop in text for stop in track.sampling.stop)
 
 
-def stream_of(seed: int) -> int:
-    """Start of a request's stream of random numbers: a scrambled seed, so that neighbouring seeds share nothing."""
-    return int(_mix(np.array([seed % 2**64], dtype=np.uint64))[0])
-
-
-def _uniform(rows: list[Track | None]) -> NDArray[np.float64]:
+def _uniform(rows: list[SampledTrack | None]) -> NDArray[np.float64]:
     """In [0, 1), 32 bits: less than 1 even when multiplied by a rounded sum of probabilities."""
     streams = np.array([track.stream if track is not None else 0 for track in rows], dtype=np.uint64)
     positions = np.array([len(track.tokens) + 1 if track is not None else 0 for track in rows], dtype=np.uint64)
@@ -156,14 +141,14 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _scaled(logits_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:
+def _scaled(logits_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
     temperatures = [track.sampling.temperature or 1.0 if track is not None else 1.0 for track in rows]
     if all(temperature == 1.0 for temperature in temperatures):
         return logits_NV
     return logits_NV / torch.tensor(temperatures, device=logits_NV.device)[:, None]
 
 
-def _truncated(logprobs_NV: torch.Tensor, rows: list[Track | None]) -> torch.Tensor:
+def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
     """Top-k, then top-p among the kept ones; the most likely token always stays. Untouched where both are off."""
     limits = [(track.sampling.top_k, track.sampling.top_p) if track is not None else (0, 1.0) for track in rows]
     if all(limit == (0, 1.0) for limit in limits):

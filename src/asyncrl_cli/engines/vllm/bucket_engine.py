@@ -41,12 +41,6 @@ class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: BucketInitInfo) -> None:
-        pass
-
-    def start_weight_update(self) -> None:
-        pass
-
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Not the base class's, which waits for an accelerator, also where there is none."""
         self.receive_weights(self.parse_update_info(update_info))
@@ -57,11 +51,10 @@ class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
         weights = views(attached(update_info.path, update_info.num_bytes), update_info.tensors)
         load(self.model, self.model_config, weights)
 
-    def finish_weight_update(self) -> None:
-        pass
+    def _nothing(self, *args: Any) -> None:
+        """Before and after an update there is nothing to do."""
 
-    def shutdown(self) -> None:
-        pass
+    init_transfer_engine = start_weight_update = finish_weight_update = shutdown = _nothing
 
 
 def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

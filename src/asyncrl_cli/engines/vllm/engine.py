@@ -14,15 +14,13 @@ Versions are vLLM's own: it labels the outputs of each step with the version tha
 Cached prefixes are keyed by the version that was current when a request began (`cache_salt`): a new request never meets those of
 an older one, and one that a load overtook before its first token begins again. (A running request goes on with its own under
 `keep-kv`, which is what keep-kv means.)
-
-A load that fails in the pause may leave a model of two versions: the engine then fails all requests, now and later, and ends
-vLLM's processes, which may still wait for bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -32,9 +30,8 @@ import torch
 from asyncrl_cli.engines.base import SlottedEngine
 from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.vllm import requests
-from asyncrl_cli.engines.vllm.counters import SCORE_PREFIX, VllmCounters
-from asyncrl_cli.engines.vllm.processes import answer, dead, end_processes, import_vllm, start_llm, told
-from asyncrl_cli.engines.vllm.requests import VllmTrack
+from asyncrl_cli.engines.vllm.processes import answer, dead, end_processes, start_llm, told
+from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
 from asyncrl_cli.engines.vllm.settings import is_truncated, set_environment, sleeps
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
@@ -57,24 +54,17 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     """See `engines.port.Engine`."""
 
     stops_to_score = False
+    _make_track = VllmTrack
 
     def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
         super().__init__(profile, place, on_running)
-        self._version = place.version
-        self._sampled_tokens = 0
+        self.version = place.version
+        self.sampled_tokens = 0
         self._counters = VllmCounters()
         self._num_scored = 0
         self._transfer = SharedMemory()
         self._llm: AsyncLLM | None = None
         self._form: SavedForm
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def sampled_tokens(self) -> int:
-        return self._sampled_tokens
 
     @property
     def decode_steps(self) -> int:
@@ -83,21 +73,22 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     def counters(self) -> EngineCounters:
         return self._counters.counters()
 
-    def tokens_of(self, request_id: str) -> int:
-        track = self._tracks.get(request_id)
-        return requests.num_tokens_so_far(self._running_llm(), track) if track is not None else 0
+    def _num_tokens(self, track: VllmTrack) -> int:
+        return requests.num_tokens_so_far(self._running_llm(), track)
 
     async def start(self) -> None:
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
         profile, place = self._profile, self._place
         set_environment(profile, place)
-        await asyncio.to_thread(import_vllm)
+        # By itself: vLLM keeps an error of its own import for ever, with the frames of all its callers. An engine that one of them
+        # refers to would live until the interpreter's end, where it cannot tidy up.
+        await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         starting = asyncio.to_thread(start_llm, profile, place, self._counters)
         reading = asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         empty, llm = await asyncio.gather(reading, starting)
         self._form = SavedForm(empty)
         self._llm = llm  # from here on `close` ends it
-        await answer(llm, llm.update_weight_version(str(self._version)))
+        await answer(llm, llm.update_weight_version(str(self.version)))
 
     async def connect(self, rank_zero: RankZero) -> None:
         weights, llm = self._profile.weights, self._running_llm()
@@ -122,19 +113,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
 
     async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
-        self._check(request_id, prompt_tokens, sampling)
         requests.check_logprobs_exist(sampling, truncated_sampling=is_truncated(self._profile))
-        track = self._tracks[request_id] = VllmTrack(request_id=request_id)
-        try:
-            if not await self._gate.entered(request_id):
-                self._raise_failure()
-                return track.completion([], "abort")
-            try:
-                return await self._stream(track, prompt_tokens, sampling, seed)
-            finally:
-                self._gate.leave()
-        finally:
-            del self._tracks[request_id]
+        return await super().generate(request_id, prompt_tokens, sampling, seed)
 
     async def abort(self, request_id: str) -> None:
         track = self._tracks.get(request_id)
@@ -153,21 +133,16 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             self._form.check(weights, version)
             if interrupt != "drain":  # generation goes on while rank 0 sends to another worker
                 await self._transfer.turn()
-            self._gate.close()  # a request that came during a pause would look for prefixes of the old version
-            try:
-                if interrupt == "drain":
-                    await self._gate.idle()
+            async with self._closed(interrupt):  # a request that came during a pause would look for prefixes of the old version
                 stopped_s = time.perf_counter()
-                if interrupt == "drain":
-                    await self._transfer.turn()
-                load_s = await self._swap(weights, version, interrupt)
+                try:
+                    if interrupt == "drain":
+                        await self._transfer.turn()
+                    load_s = await self._swap(weights, version, interrupt)
+                except ExecutorFailed as error:
+                    self._fail(error.message)
+                    raise
                 return PauseReport(load_s=load_s, pause_s=time.perf_counter() - stopped_s)
-            except ExecutorFailed as error:
-                self._fail(error.message)
-                raise
-            finally:
-                if not self._failure:
-                    self._gate.open()
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         """Beside generation, by vLLM's own forward passes; `pause_s` is 0: nothing stops for it."""
@@ -192,23 +167,22 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             llm = self._running_llm()
             await answer(llm, llm.wake_up())
 
-    async def _stream(self, track: VllmTrack, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def _respond(self, track: VllmTrack) -> FinishReason:
         """A request that a load overtook before its first token has the salt of the version before: it begins again."""
-        completion = None
-        while completion is None:
-            salted = self._version
-            prompt, params = requests.prompt(prompt_tokens, salted), requests.parameters(sampling, seed)
+        reason, params = None, requests.parameters(track.sampling, track.seed)
+        while reason is None:
+            salted = self.version
             with self._death_ends_it(self._running_llm()) as llm:
+                prompt = requests.prompt(track.prompt_tokens, salted)
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
-                    completion = await self._completed(llm, track, outputs, salted)
+                    reason = await self._sampled(llm, track, outputs, salted)
             self._raise_failure()
-        return completion
+        return reason
 
-    async def _completed(
+    async def _sampled(
         self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
-    ) -> Completion | None:
+    ) -> FinishReason | None:
         """None if newer weights than those of the salt sampled the first token: it may have met prefixes of older ones."""
-        versions: list[int] = []
         reason: FinishReason = "abort"
         async for output in outputs:
             part = output.outputs[0]
@@ -217,13 +191,13 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 track.state = None
                 return None
             track.add(part)
-            self._sampled_tokens += len(part.token_ids)
+            self.sampled_tokens += len(part.token_ids)
             if track.aborted and not output.finished:
                 await llm.abort(track.request_id)  # it was not known to vLLM yet
             if output.finished:
-                versions = requests.versions_of(part.weight_versions, len(track.tokens))
+                track.versions = requests.versions_of(part.weight_versions, len(track.tokens))
                 reason = requests.reason_of(part.finish_reason)
-        return track.completion(versions, reason)
+        return reason
 
     async def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> float:
         """Seconds of the load. If it fails before it has begun, the old version goes on; later, the engine has failed."""
@@ -240,7 +214,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 if isinstance(error, Exception):
                     raise ExecutorFailed(self._failure) from error
                 raise
-            self._version = version
+            self.version = version
             return time.perf_counter() - began_s
 
     @contextlib.contextmanager

@@ -14,56 +14,43 @@ import base64
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.direct import HeldVersions
 
-
-class Chunk(Protocol):
-    """vLLM's `PackedIpcChunk`: what lies in the buffer now, and its handle by the GPU's UUID."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype_names: list[str]
-    tensor_sizes: list[int]
-    ipc_handle: dict[str, tuple[Any, ...]]
-
-
-Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Chunk]]
+Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Any]]
+"""Tensors and the buffer's size -> what lies in the buffer, and its handle: a `PackedIpcChunk` of vLLM each time it is filled."""
 
 
 def produce_on(device: torch.device) -> Produce:
     """vLLM's producer on that GPU."""
 
-    def produce(tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[Chunk]:
+    def produce(tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[Any]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
         torch.cuda.set_device(device)
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        chunks: Iterator[Chunk] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
+        chunks: Iterator[Any] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
         return chunks
 
     return produce
 
 
-def collect() -> None:
-    """Free what consumers have closed."""
-    torch.cuda.ipc_collect()
-
-
 class IpcExports:
     """One load at a time per worker; its `leave` may come from another thread, while a part is made."""
 
-    def __init__(self, held: HeldVersions, produce: Produce, *, buffer_bytes: int, collect: Callable[[], None] = collect) -> None:
-        """`buffer_bytes`: at least; a tensor that is larger makes the buffer as large as it is."""
+    def __init__(
+        self, held: HeldVersions, produce: Produce, *, buffer_bytes: int, collect: Callable[[], None] = torch.cuda.ipc_collect
+    ) -> None:
+        """`buffer_bytes`: at least; a tensor that is larger makes the buffer as large as it is. `collect` frees what was closed."""
         self._held = held
         self._produce = produce
         self._buffer_bytes = buffer_bytes
         self._collect = collect
-        self._open: dict[str, tuple[int, int, Iterator[Chunk]]] = {}
+        self._open: dict[str, tuple[int, int, Iterator[Any]]] = {}
         self._lock = threading.Lock()
 
     def export(self, worker: str, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
@@ -101,7 +88,7 @@ class IpcExports:
             self._collect()
 
 
-def update_info(chunk: Chunk) -> dict[str, Any]:
+def update_info(chunk: Any) -> dict[str, Any]:
     """vLLM's IPCWeightTransferUpdateInfo, with the handle in the form that passes through vLLM's sockets."""
     return {
         "names": chunk.names,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.port import Engine, EngineKind
-from asyncrl_cli.engines.vllm import arguments, preflight
-from asyncrl_cli.engines.vllm.memory import memory
+from asyncrl_cli.engines.vllm import preflight
+from asyncrl_cli.engines.vllm.settings import memory
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile, WeightsSection
 
@@ -39,8 +39,8 @@ KIND = EngineKind(
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     rank_zero_end=_rank_zero_end,
     memory=memory,
-    conflicts=arguments.conflicts,
-    check_arguments=arguments.check_arguments,
+    conflicts=preflight.conflicts,
+    check_arguments=preflight.check_arguments,
     check_here=preflight.check_vllm,
     check_driver=preflight.check_stray_packages,
 )

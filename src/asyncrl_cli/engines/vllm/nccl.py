@@ -21,8 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -30,6 +29,7 @@ from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.direct import HeldVersions, Meeting
 from asyncrl_cli.weights.transports import TIMEOUT_KEY, turn_s
 
+T = TypeVar("T")
 LOOK_S = 0.2
 """How often a waiting call looks whether its worker has left."""
 
@@ -76,30 +76,20 @@ class NcclGroup:
         self._communicator.destroy()
 
 
-@dataclass(slots=True)
 class _Link:
-    """A worker's group, from the moment it is asked for. `ended`: nobody uses it any more, and it is destroyed."""
+    """A worker's group, from the moment it is asked for. `ended`: nobody uses it any more."""
 
-    worker: str
-    group: Group | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def holds(self, group: Group) -> None:
-        with self._lock:
-            self.group = group
-            if self.ended.is_set():
-                self._destroy()
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.group: Future[Group] = Future()
+        self.ended = threading.Event()
+        self._ends_once = threading.Lock()
 
     def end(self) -> None:
-        with self._lock:
-            self.ended.set()
-            self._destroy()
-
-    def _destroy(self) -> None:
-        if self.group is not None:
-            self.group.destroy()
-            self.group = None
+        """Destroys the group: now, or as soon as it is made."""
+        self.ended.set()
+        if self._ends_once.acquire(blocking=False):
+            self.group.add_done_callback(lambda made: None if made.exception() else made.result().destroy())
 
 
 class NcclLinks:
@@ -127,22 +117,22 @@ class NcclLinks:
         """Raises AsyncrlError if the worker's processes do not come in time, or the worker leaves meanwhile."""
         self.leave(worker)
         link = self._links[worker] = _Link(worker)
-        self._bounded(link, lambda: link.holds(self._open_group(meeting)), f"for {worker}'s vLLM processes to meet it by NCCL")
+        self._bounded(link, link.group, lambda: self._open_group(meeting), f"for {worker}'s vLLM processes to meet it by NCCL")
 
     def broadcast(self, worker: str, version: int, names: Mapping[str, str]) -> None:
         """Raises AsyncrlError likewise, ValueError for a version that is not held. A failed broadcast ends the group."""
         tensors = self._held.tensors(version, names)
-        link, group = self._joined(worker)
+        link, sent = self._joined(worker), Future[None]()
+        group, waits = link.group.result(), f"for {worker}'s vLLM processes to take version {version}"
         self._take_turn(link, begins_in_s=math.inf)
         try:
-            self._bounded(link, lambda: group.broadcast(tensors), f"for {worker}'s vLLM processes to take version {version}")
+            self._bounded(link, sent, lambda: group.broadcast(tensors), waits)
         finally:
             self._give_turn(link)
 
     def turn(self, worker: str) -> None:
         """ExecutorFailed if others have it for too long: nothing was sent, and the group is as it was."""
-        link, _ = self._joined(worker)
-        self._take_turn(link, begins_in_s=self._timeout_s)
+        self._take_turn(self._joined(worker), begins_in_s=self._timeout_s)
 
     def leave(self, worker: str) -> None:
         link = self._links.pop(worker, None)
@@ -151,11 +141,11 @@ class NcclLinks:
             self._give_turn(link)
             threading.Thread(target=link.end, name=f"end the group with {worker}", daemon=True).start()
 
-    def _joined(self, worker: str) -> tuple[_Link, Group]:
+    def _joined(self, worker: str) -> _Link:
         link = self._links.get(worker)
-        if link is None or link.group is None:
+        if link is None or link.ended.is_set() or not link.group.done():
             raise AsyncrlError(f"rank 0 has no NCCL group with {worker}")
-        return link, link.group
+        return link
 
     def _take_turn(self, link: _Link, *, begins_in_s: float) -> None:
         """`begins_in_s`: of its turn; a holder that has begun nothing by then loses it to who waits."""
@@ -181,9 +171,9 @@ class NcclLinks:
     def _how_it_ended(self, link: _Link, each: str = "") -> str:
         return f"{link.worker} has left" if link.ended.is_set() else f"longer than {TIMEOUT_KEY} = {self._timeout_s:g} s{each}"
 
-    def _bounded(self, link: _Link, call: Callable[[], None], waits: str) -> None:
+    def _bounded(self, link: _Link, made: Future[T], call: Callable[[], T], waits: str) -> None:
+        """`call` makes what `made` is for, in a thread of its own. If it fails, or is not done in time, the link ends."""
         ends_s = self._clock() + self._timeout_s
-        made: Future[None] = Future()
         threading.Thread(target=_make, args=(made, call), name=f"nccl with {link.worker}", daemon=True).start()
         while not wait([made], timeout=LOOK_S).done:
             if link.ended.is_set() or self._clock() > ends_s:
@@ -198,10 +188,8 @@ class NcclLinks:
         raise AsyncrlError(f"rank 0 waited {waits}: {how}")
 
 
-def _make(made: Future[None], call: Callable[[], None]) -> None:
+def _make(made: Future[T], call: Callable[[], T]) -> None:
     try:
-        call()
+        made.set_result(call())
     except Exception as error:  # told to whom waits for `made`
         made.set_exception(error)
-    else:
-        made.set_result(None)

@@ -17,25 +17,21 @@ import select
 import signal
 import sys
 import threading
+from functools import cache
 
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
 OWNER_VARIABLE = "_ASYNCRL_ENGINE_OWNER"
 """In the environment of an engine's processes: the process that started the engine. Other users of vLLM have none."""
 
-_registered = False
 
-
+@cache  # vLLM refuses a second engine of the name
 def register() -> None:
     """Make our weight transfer engine known; its module is imported when it is made, in the process that holds the model."""
-    global _registered
-    if _registered:
-        return
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl_cli.engines.vllm.bucket_engine", "BucketEngine")
     logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(is_worth_a_warning)
-    _registered = True
     if os.environ.get(OWNER_VARIABLE, str(os.getpid())) != str(os.getpid()):
         end_with_parent()
 

