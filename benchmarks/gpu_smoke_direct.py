@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,15 @@ from gpu_smoke_trainer import trained
 from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.weights.buckets import Bucket, Manifest
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Meeting
-from asyncrl_cli.weights.transports import send
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions
+from asyncrl_cli.weights.transports import RankZero, send
 
 WORKER = "smoke"
 NCCL_PORT = 29_561
 
 
-class ThisProcess:
-    """Rank 0 in this process, as an engine asks it (`weights.direct.RankZero`); vLLM's processes are others."""
+class ThisProcess(RankZero):
+    """Rank 0 in this process, as an engine asks it; vLLM's processes are others."""
 
     def __init__(self, end: Any) -> None:
         self._end = end
@@ -34,20 +34,11 @@ class ThisProcess:
     async def meeting_point(self) -> tuple[str, int]:
         return "127.0.0.1", NCCL_PORT
 
-    async def join(self, meeting: Meeting) -> None:
-        await asyncio.to_thread(self._end.join, WORKER, meeting)
-
-    async def turn(self) -> None:
-        await asyncio.to_thread(self._end.turn, WORKER)
-
-    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        await asyncio.to_thread(self._end.broadcast, WORKER, version, names)
-
-    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        return await asyncio.to_thread(self._end.export, WORKER, version, names, part)
-
     async def leave(self) -> None:
         self._end.leave(WORKER)
+
+    async def ask(self, call: str, *args: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._end, call), WORKER, *args)
 
 
 def check_ipc(model: RandomModel, _: argparse.Namespace) -> str:

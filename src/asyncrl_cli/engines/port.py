@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.weights.buckets import Bucket
-    from asyncrl_cli.weights.direct import HeldVersions, RankZero
+    from asyncrl_cli.weights.direct import HeldVersions
+    from asyncrl_cli.weights.transports import RankZero
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.lifeline import lost_session, session_wait
-from asyncrl_cli.weights.transports import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, turn_s
-
-if TYPE_CHECKING:
-    from asyncrl_cli.weights.direct import Meeting
+from asyncrl_cli.weights.transports import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,8 +108,8 @@ def _died(error: RayError) -> str:
     return (reasons or lines or [type(error).__name__])[0]
 
 
-class RayRankZero:
-    """`weights.direct.RankZero` on the trainer's first actor, for one worker.
+class RayRankZero(RankZero):
+    """On the trainer's first actor, for one worker.
 
     Rank 0 bounds its own work by `timeout_s`, and a turn by that for each of `workers`; the wait for it is longer, so that
     its words come first.
@@ -130,25 +127,13 @@ class RayRankZero:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         return host, int(port)
 
-    async def join(self, meeting: Meeting) -> None:
-        await self._direct("join", self._timeout_s, meeting)
-
-    async def turn(self) -> None:
-        await self._direct("turn", turn_s(self._timeout_s, self._workers))
-
-    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        await self._direct("broadcast", self._timeout_s, version, names)
-
-    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        return await self._direct("export", self._timeout_s, version, names, part)
-
     async def leave(self) -> None:
         await leave(self._actor, self._worker)
 
-    async def _direct(self, call: str, limit_s: float, *args: Any) -> Any:
-        """`limit_s`: rank 0's own."""
+    async def ask(self, call: str, *args: Any) -> Any:
+        rank_zeros_s = turn_s(self._timeout_s, self._workers) if call == "turn" else self._timeout_s
+        limit = Limit(rank_zeros_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
         ref = self._actor.direct.remote(call, self._worker, *args)
-        limit = Limit(limit_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
         return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)
 
 

@@ -24,7 +24,7 @@ from asyncrl_cli.errors import AsyncrlError
 
 BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64
-"""Every tensor starts at a multiple of it, so that any dtype can be viewed in place."""
+"""Every tensor starts at a multiple of this, so that it can be viewed in place whatever its dtype."""
 
 
 class DamagedWeights(AsyncrlError):
@@ -153,7 +153,7 @@ class Packing:
         """A filled bucket with its fingerprint, while others may still be filled. In any thread."""
         assert not self._missing[index], f"never put: {sorted(self._missing[index])}"
         bucket = self.buckets[index]
-        _ = bucket.fingerprint  # now, beside what waits for nothing
+        _ = bucket.fingerprint  # computed here, in the thread that sends
         return bucket
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -209,7 +209,7 @@ def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
 
 
 def parameter_dtype(specs: Iterable[Spec]) -> str | None:
-    """The dtype of the parameters, which all share one and come before buffers; None where nothing is floating point."""
+    """The dtype of the parameters, which share one and come before buffers; None if nothing is floating point."""
     return next((spec.dtype for spec in specs if torch_dtype(spec.dtype).is_floating_point), None)
 
 
@@ -218,6 +218,6 @@ def view_of(data: NDArray[np.uint8], entry: Entry) -> torch.Tensor:
     if entry.spec.num_bytes == 0:
         return torch.empty(entry.spec.shape, dtype=torch_dtype(entry.spec.dtype))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # and is not written to
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nobody writes to it
         raw = torch.from_numpy(data[entry.offset_bytes : entry.end_bytes])
     return raw.view(torch_dtype(entry.spec.dtype)).reshape(entry.spec.shape)

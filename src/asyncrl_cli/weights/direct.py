@@ -5,16 +5,14 @@
     worker   prefetch: notes the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
     rank 0   sends exactly that version to exactly that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
 
-The worker asks, because it alone knows when its engine stands still: rank 0 holds nothing ready on its GPU, and no transfer waits
-there for a worker that drains.
+The worker asks, because it alone knows when its engine has paused. So rank 0 keeps nothing ready on its GPU, and no transfer waits
+for a worker that drains.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 
@@ -22,40 +20,6 @@ from asyncrl_cli.weights.buckets import Bucket, Entry, Manifest, Spec, torch_dty
 from asyncrl_cli.weights.transports import Sender
 
 Layout = tuple[Entry, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """Where rank 0 and a worker's vLLM processes make their NCCL group, and the wire sizes that both ends must agree on."""
-
-    host: str
-    port: int
-    world_size: int
-    wire_bytes: int
-    num_wires: int = 2
-
-
-class RankZero(Protocol):
-    """Rank 0, as one worker asks it. Every answer is bounded; what it raises says what rank 0 failed in."""
-
-    async def meeting_point(self) -> tuple[str, int]: ...
-
-    async def join(self, meeting: Meeting) -> None:
-        """`nccl`: make the group, as its rank 0; an older one of this worker is given up."""
-
-    async def turn(self) -> None:
-        """`nccl`: wait until rank 0 sends to no other worker; it then waits for this one's `broadcast`, or `leave`, for as long as
-        a transfer may take."""
-
-    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns when they are
-        sent."""
-
-    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        """`ipc`: the next part of the version, as vLLM's update info; None when all parts were exported. Part 0 begins anew."""
-
-    async def leave(self) -> None:
-        """Whatever rank 0 does for this worker, or holds on its GPU for it, ends. Answered at once."""
 
 
 class HeldVersions(Sender):

@@ -2,8 +2,8 @@
 
     <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it
 
-A version is written under a hidden name and appears by a rename, whole or not at all. What a worker reads is compared with the
-fingerprints that the driver announced, so nothing else says what is in the files.
+A version is written under a hidden name and appears by a rename, whole or not at all. The files need no checksums: a worker
+compares what it reads with the fingerprints in the manifest that the driver sends.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def sync_files(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Gone by a rename, for a half-removed directory must not be taken for a damaged one. One that is not there is fine."""
+    """Renamed first, so that a half-removed version is not taken for a damaged one. A directory that is not there is fine."""
     hidden = directory.with_name(f".{directory.name}.removing")
     shutil.rmtree(hidden, ignore_errors=True)
     try:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 RUN_COPY = "model"
-"""Below a run's directory: what its model directory holds beside weights, so that an export needs nothing else."""
+"""Below a run's directory: a copy of all but the weights of its model directory, so that an export needs nothing else."""
 WEIGHTS = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy everything but weights from one directory to another, which exists. `dtype`: what the configuration shall say of
-    the weights beside it, for that is what they are opened in."""
+    """Copy everything but weights to an existing directory. `dtype`: of the weights that will lie there; the copied configuration
+    names it, because transformers and vLLM open them in that dtype."""
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, target / path.name)
@@ -44,7 +44,7 @@ def keep_model_files(model_dir: Path, run_dir: Path) -> None:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
-    """A file of tensors that whoever may read its directory may read: safetensors makes it the writer's alone."""
+    """A safetensors file with its directory's permissions. (safetensors itself lets only the writer read it.)"""
     from safetensors.torch import save_file
 
     with naming(path):
@@ -65,7 +65,7 @@ def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> 
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Said once at the top, under the name that transformers writes, and wherever a part of the model says it."""
+    """Set once at the top, under the name that transformers writes, and in each part of the model that has it."""
     parts = {key: _with_dtype(value, dtype) if _says_dtype(value) else value for key, value in config.items()}
     return {**{key: value for key, value in parts.items() if key not in DTYPE_KEYS}, "dtype": dtype}
 

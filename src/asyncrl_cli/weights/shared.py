@@ -67,8 +67,8 @@ class SharedWeights(dict[str, torch.Tensor]):
         self._entries += [replace(entry, offset_bytes=begin_bytes + entry.offset_bytes) for entry in bucket.entries]
 
     def _grow(self, num_bytes: int) -> None:
-        """To at least that size, with all pages allocated. Too little memory is told before: asking the kernel for more than there
-        is does not fail, it ends processes."""
+        """To at least that size, with all pages allocated. Raises AsyncrlError if memory is short: the kernel would not refuse, it
+        would kill processes."""
         missing = num_bytes - self.num_bytes
         if missing <= 0:
             return

@@ -19,7 +19,8 @@ A part of a transfer by ipc has no bound at rank 0: there it is a copy to the GP
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
@@ -61,6 +62,48 @@ def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[
     refs = [sender.put(bucket) for bucket in buckets]
     sender.finish(manifest)
     return refs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where rank 0 and a worker's vLLM processes make their NCCL group, and the wire sizes that both ends must agree on."""
+
+    host: str
+    port: int
+    world_size: int
+    wire_bytes: int
+    num_wires: int = 2
+
+
+class RankZero(Protocol):
+    """Rank 0, as one worker asks it in `nccl` and `ipc`. Every answer is bounded; what it raises says what rank 0 failed in."""
+
+    async def meeting_point(self) -> tuple[str, int]: ...
+
+    async def leave(self) -> None:
+        """Whatever rank 0 does for this worker, or holds on its GPU for it, ends. Answered at once."""
+
+    async def ask(self, call: str, *args: Any) -> Any:
+        """A method of rank 0's end (`EngineKind.rank_zero_end`), for this worker."""
+
+    async def join(self, meeting: Meeting) -> None:
+        """`nccl`: make the group, as its rank 0; an older one of this worker is given up."""
+        await self.ask("join", meeting)
+
+    async def turn(self) -> None:
+        """`nccl`: wait until rank 0 sends to no other worker; it then waits for this one's `broadcast`, or `leave`, for as long as
+        a transfer may take."""
+        await self.ask("turn")
+
+    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
+        """`nccl`: send these tensors (`AnnouncedWeights.chosen`) to the group, in the order of their layouts; returns when they are
+        sent."""
+        await self.ask("broadcast", version, names)
+
+    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
+        """`ipc`: the next part of the version, as vLLM's update info; None when all parts were exported. Part 0 begins anew."""
+        found: dict[str, Any] | None = await self.ask("export", version, names, part)
+        return found
 
 
 def turn_s(timeout_s: float, workers: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncrl_cli.weights.direct import Meeting
+from asyncrl_cli.weights.transports import Meeting, RankZero
 
 POLL_S = 0.01
 WAIT_S = 30.0
@@ -127,7 +127,7 @@ class InProcessMemory:
         return found
 
 
-class InProcessRankZero:
+class InProcessRankZero(RankZero):
     """A worker's way to rank 0's end: each call in a thread, as in rank 0's actor."""
 
     def __init__(self, end: Any, exchange: Exchange, worker: str) -> None:
@@ -138,20 +138,11 @@ class InProcessRankZero:
     async def meeting_point(self) -> tuple[str, int]:
         return self._exchange.meeting_point()
 
-    async def join(self, meeting: Meeting) -> None:
-        await asyncio.to_thread(self._end.join, self._worker, meeting)
-
-    async def turn(self) -> None:
-        await asyncio.to_thread(self._end.turn, self._worker)
-
-    async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
-        await asyncio.to_thread(self._end.broadcast, self._worker, version, names)
-
-    async def export(self, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        return await asyncio.to_thread(self._end.export, self._worker, version, names, part)
-
     async def leave(self) -> None:
         self._end.leave(self._worker)
+
+    async def ask(self, call: str, *args: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._end, call), self._worker, *args)
 
 
 class InProcessLlm:

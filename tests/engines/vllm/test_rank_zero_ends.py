@@ -17,9 +17,9 @@ from asyncrl_cli.engines.vllm.ipc import IpcExports
 from asyncrl_cli.engines.vllm.nccl import LOOK_S, NcclLinks
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.buckets import Manifest
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout, Meeting
+from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout
 from asyncrl_cli.weights.shared import SharedWeights
-from asyncrl_cli.weights.transports import send
+from asyncrl_cli.weights.transports import Meeting, send
 from tests.engines import tiny
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessChunk, InProcessGroup, InProcessMemory
 from tests.packed import pack

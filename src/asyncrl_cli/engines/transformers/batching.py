@@ -39,7 +39,7 @@ PREFILL_TOKENS_MASKED = 512
 """... and where it does: the mask has (batch tokens) x (all cached tokens) entries."""
 CACHE_SHARE_OF_MEMORY = 0.5
 MAX_LOGITS_BYTES = 256 * 2**20
-"""Of sequences that are scored together."""
+"""Of the sequences that one pass scores."""
 
 
 def open_model(profile: Profile, place: Place) -> PreTrainedModel:

@@ -39,8 +39,8 @@ from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Interrupt, Profile
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.direct import RankZero
 from asyncrl_cli.weights.shared import SharedWeights
+from asyncrl_cli.weights.transports import RankZero
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

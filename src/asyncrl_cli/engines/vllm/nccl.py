@@ -26,8 +26,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.weights.direct import HeldVersions, Meeting
-from asyncrl_cli.weights.transports import TIMEOUT_KEY, turn_s
+from asyncrl_cli.weights.direct import HeldVersions
+from asyncrl_cli.weights.transports import TIMEOUT_KEY, Meeting, turn_s
 
 T = TypeVar("T")
 LOOK_S = 0.2
@@ -191,5 +191,5 @@ class NcclLinks:
 def _make(made: Future[T], call: Callable[[], T]) -> None:
     try:
         made.set_result(call())
-    except Exception as error:  # told to whom waits for `made`
+    except Exception as error:  # raised to whoever waits for `made`
         made.set_exception(error)

@@ -142,7 +142,7 @@ def check_arguments(profile: Profile, device: str) -> None:
 def check_engine_args(profile: Profile, device: str, known: Collection[str] | None) -> None:
     """ConfigError for one of the user's arguments that vLLM would refuse.
 
-    `known`: the names of its AsyncEngineArgs; None where nobody can tell them.
+    `known`: the names of its AsyncEngineArgs; None if they cannot be told.
     """
     engine_args = profile.rollout.engine_args
     for name in engine_args:

