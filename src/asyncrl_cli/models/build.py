@@ -7,22 +7,31 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
-
-import torch
-import transformers
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.models.tiny import Course, Lesson, characters_of, make_lessons, tiny_config, tiny_model, tiny_tokenizer
-from asyncrl_cli.models.warm_start import Pair, Recipe, warm_start
+from asyncrl_cli.models.tiny import (
+    Course,
+    Lesson,
+    Pair,
+    Recipe,
+    characters_of,
+    make_lessons,
+    tiny_model,
+    tiny_sizes,
+    tiny_tokenizer,
+)
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.storage import appearing_directory, naming, storage_error
 
-RECIPE_VERSION = 2
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RECIPE_VERSION = 3
 """Raised when this code would make another model from the same inputs."""
 
 DESCRIPTION = "asyncrl-recipe.json"
@@ -45,6 +54,8 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
         return directory
+    from asyncrl_cli.models.warm_start import warm_start  # imports torch and transformers: seconds that a cached model saves
+
     tokenizer = tiny_tokenizer(characters)
     model = tiny_model(len(tokenizer), seed=seed)
     pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
@@ -69,13 +80,13 @@ def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesso
     """All that the weights depend on. Library versions too: another torch may start from other random numbers."""
     return {
         "recipe_version": RECIPE_VERSION,
-        "config": tiny_config(len(characters)).to_diff_dict(),
+        "config": tiny_sizes(len(characters)),
         "characters": "".join(characters),
         "recipe": asdict(recipe),
         "lessons": _digest(lessons),
         "seed": seed,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
     }
 
 

@@ -56,21 +56,26 @@ def tiny_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
+def tiny_sizes(vocab_size: int) -> dict[str, Any]:
+    """What its Qwen3Config is made of; `vocab_size` is rounded up to a multiple of 64."""
+    return {
+        "vocab_size": -(-vocab_size // 64) * 64,
+        **TINY,
+        "max_position_embeddings": MAX_POSITIONS,
+        # Texts are short: at the usual 10,000 most of a head's dimensions would hardly turn within them.
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        "bos_token_id": None,
+        "eos_token_id": SPECIAL_TOKENS.index(EOS),
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "dtype": "float32",
+    }
+
+
 def tiny_config(vocab_size: int) -> Qwen3Config:
-    """0.75 M parameters at 64 tokens; `vocab_size` is rounded up to a multiple of 64."""
+    """0.75 M parameters at 64 tokens."""
     from transformers import Qwen3Config
 
-    return Qwen3Config(
-        vocab_size=-(-vocab_size // 64) * 64,
-        **TINY,
-        max_position_embeddings=MAX_POSITIONS,
-        # Texts are short: at the usual 10,000 most of a head's dimensions would hardly turn within them.
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        bos_token_id=None,
-        eos_token_id=SPECIAL_TOKENS.index(EOS),
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-        dtype="float32",
-    )
+    return Qwen3Config(**tiny_sizes(vocab_size))
 
 
 def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
@@ -95,6 +100,25 @@ class Course:
     eval: Sequence[Mapping[str, Any]]
     demonstration: Demonstration
     flawed_demonstration: Demonstration = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Everything about the learning that changes its result; part of a built model's content hash."""
+
+    steps: int
+    batch_size: int = 32
+    lr: float = 1e-2
+    matrix_lr: float = 0.02
+    betas: tuple[float, float] = (0.9, 0.95)
+    grad_clip: float = 1.0
+    lr_warmup_steps: int = 20
+    bucket_batches: int = 32
+    """Batches are made of pairs of like length from among so many batches' pairs: padding would triple the work."""
+
+
+Pair = tuple[list[int], list[int]]
+"""Token ids of a prompt, and of the response to it with its end-of-sequence token."""
 
 
 class Lesson(NamedTuple):

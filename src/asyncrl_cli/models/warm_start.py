@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from random import Random
 
 import torch
 from transformers import PreTrainedModel
+
+from asyncrl_cli.models.tiny import Pair, Recipe
 
 IGNORED = -100
 """Label of a token that is not learned."""
@@ -25,25 +26,6 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic that pulls singular values towards 1 fastest."""
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """Everything about the learning that changes its result; part of a built model's content hash."""
-
-    steps: int
-    batch_size: int = 32
-    lr: float = 1e-2
-    matrix_lr: float = 0.02
-    betas: tuple[float, float] = (0.9, 0.95)
-    grad_clip: float = 1.0
-    lr_warmup_steps: int = 20
-    bucket_batches: int = 32
-    """Batches are made of pairs of like length from among so many batches' pairs: padding would triple the work."""
-
-
-Pair = tuple[list[int], list[int]]
-"""Token ids of a prompt, and of the response to it with its end-of-sequence token."""
 
 
 def warm_start(
