@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.preparing import check_opened, check_prompt_lengths
+from asyncrl_cli.job.preparing import check_opened, check_prompt_lengths, tokens
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.schema import Profile
 
@@ -43,12 +44,12 @@ def tokenizer() -> Any:
 def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: Any) -> None:
     task = task_of(["1" * 8, "1" * 9], ["2" * 12])
     with pytest.raises(ConfigError, match=r"prompt e-0 has 12 tokens, rollout\.max_prompt_tokens is 8 \(2 prompts") as caught:
-        check_prompt_lengths(profile_of(8), task, tokenizer)
+        check_prompt_lengths(profile_of(8), task, partial(tokens, tokenizer))
     assert "--set rollout.max_prompt_tokens=12" in caught.value.hint
 
 
 def test_tokens_are_counted_and_not_bytes(tokenizer: Any) -> None:
-    check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), tokenizer)
+    check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), partial(tokens, tokenizer))
 
 
 def saved(directory: Path, **changes: Any) -> Path:

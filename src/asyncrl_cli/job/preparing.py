@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
 T = TypeVar("T")
+Item = Mapping[str, Any]
 Say = Callable[..., None]
 """`say(text, done=0, total=0, figures="")`: what is being done; how far, where that can be counted; its `figures` (a loss, say)."""
 
@@ -41,7 +43,7 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
     """
     say("looking for the engine")
     await interruptible(lambda look: check_surroundings(profile, address))
-    from asyncrl_cli.models.resolve import resolve_model  # not before the engine: it may be what breaks transformers
+    from asyncrl_cli.models.resolve import is_builtin, resolve_model  # not before the engine: it may be what breaks transformers
 
     say("loading the task")
     task = await interruptible(lambda look: load_task(profile, resumed))
@@ -54,7 +56,10 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
         model_dir = resolve_model(profile, task, progress=progress)
         look()
-        check_opened(profile, task, model_dir)
+        if is_builtin(profile):
+            check_prompt_lengths(profile, task, characters)
+        else:
+            check_opened(profile, task, model_dir)
         return model_dir
 
     return task, await interruptible(resolve)
@@ -62,12 +67,14 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:
     """Raises what `prepare` would, as far as that can be told while no model is made or fetched."""
-    from asyncrl_cli.models.resolve import model_here
+    from asyncrl_cli.models.resolve import is_builtin, model_here
 
     check_surroundings(profile, address)
     task = load_task(profile)
     if (directory := model_here(profile)) is not None:
         check_opened(profile, task, directory)
+    elif is_builtin(profile):
+        check_prompt_lengths(profile, task, characters)
     return task
 
 
@@ -100,21 +107,31 @@ def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
-    check_prompt_lengths(profile, task, tokenizer)
+    check_prompt_lengths(profile, task, partial(tokens, tokenizer))
 
 
-def check_prompt_lengths(profile: Profile, task: Task, tokenizer: Any) -> None:
+def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
+    """How many each prompt has."""
+    from asyncrl_cli.envs.rendering import render_prompts
+
+    return list(map(len, render_prompts(tokenizer, items)))
+
+
+def characters(items: Sequence[Item]) -> list[int]:
+    """The tokens of the built-in model: to count them it need not be opened, which is seconds of imports."""
+    return [len(item["prompt"]) for item in items]
+
+
+def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequence[Item]], list[int]]) -> None:
     """ConfigError if a prompt of either split has more tokens than `rollout.max_prompt_tokens`.
 
     A token is hardly ever less than a byte, so only prompts of more bytes than that are tokenized. What slips through
     (a tokenizer that makes long things of short ones) fails its group later, by name.
     """
-    from asyncrl_cli.envs.rendering import render_prompts
-
     limit = profile.rollout.max_prompt_tokens
-    around = len(render_prompts(tokenizer, [{"prompt": "x"}])[0])
+    (around,) = tokens([{"prompt": "x"}])
     suspects = [item for item in (*task.train, *task.eval) if len(item["prompt"].encode()) + around > limit]
-    lengths = [len(tokens) for tokens in render_prompts(tokenizer, suspects)]
+    lengths = tokens(suspects)
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long:
         longest = max(lengths)

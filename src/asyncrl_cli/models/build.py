@@ -54,8 +54,11 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
         return directory
-    from asyncrl_cli.models.warm_start import warm_start  # imports torch and transformers: seconds that a cached model saves
+    from transformers.utils import logging  # with torch it takes seconds to import, which a cached model saves
 
+    from asyncrl_cli.models.warm_start import warm_start
+
+    logging.disable_progress_bar()
     tokenizer = tiny_tokenizer(characters)
     model = tiny_model(len(tokenizer), seed=seed)
     pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
@@ -100,7 +103,6 @@ def _encoded(tokenizer: Any, lesson: Lesson) -> Pair:
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
     """Raises PreflightError with the key that names another place, if it cannot be written there."""
-    transformers.utils.logging.disable_progress_bar()
     try:
         with appearing_directory(directory) as working, naming(working):
             model.save_pretrained(working)

@@ -27,17 +27,21 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
     directory = model_here(profile)
     if directory is not None:
         return directory
-    if profile.model.path.startswith(BUILTIN):
+    if is_builtin(profile):
         from asyncrl_cli.models.build import built_tiny
 
         return built_tiny(profile, task, progress=progress)
     return _from_hub(profile.model.path, trust_remote_code=profile.model.trust_remote_code)
 
 
+def is_builtin(profile: Profile) -> bool:
+    return profile.model.path.startswith(BUILTIN)
+
+
 def model_here(profile: Profile) -> Path | None:
     """The directory that `model.path` names; None if it has to be made or fetched. Raises as `resolve_model` does."""
     path = profile.model.path
-    if path.startswith(BUILTIN):
+    if is_builtin(profile):
         if path != "builtin:tiny":
             raise ConfigError(f'model.path: there is no "{path}"', hint='the only built-in model is "builtin:tiny"')
         check_positions(profile, MAX_POSITIONS)
