@@ -13,8 +13,9 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import WeightsSection
-from asyncrl_cli.weights.buckets import DamagedWeights, Manifest
+from asyncrl_cli.weights.buckets import DamagedWeights
 from asyncrl_cli.weights.disk import DiskSender
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
 from tests.engines.made import made_for

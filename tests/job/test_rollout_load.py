@@ -24,7 +24,8 @@ from asyncrl_cli.job.transports import GETS_AHEAD
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights
+from asyncrl_cli.weights.manifest import Manifest
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.packed import pack

@@ -16,13 +16,15 @@ pytestmark = pytest.mark.slow
 
 
 class Ended(NamedTuple):
-    """A run that has ended. `engines`: how many of its processes were vLLM's; `left`: those that were still there later."""
+    """A run that has ended. `engines`: how many of its processes were vLLM's; `left`: those that were still there later;
+    `has_torch`: whether the driver had loaded it by the second step."""
 
     run: Path
     out: str
     err: str
     engines: int
     left: set[int]
+    has_torch: bool
 
 
 @pytest.fixture(scope="module", params=["transformers", pytest.param("vllm", marks=needs_vllm)])
@@ -45,14 +47,15 @@ def partial(tmp_path_factory, request):
     run = directory / "runs" / "kept"
     wait_for_steps(process, run, 2)
     family = descendants(process.pid)
+    has_torch = "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
     engines = sum(b"VLLM::" in command_line(pid) for pid in family)
     code, out, err = finish(process)
     assert code == 0, err
-    return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family, 10.0))
+    return Ended(run=run, out=out, err=err, engines=engines, left=wait_until_gone(family, 10.0), has_torch=has_torch)
 
 
 def test_a_run_ends_with_clean_accounts_and_data_only_on_stdout(partial):
-    run, out, err, _, _ = partial
+    run, out, err, *_ = partial
     last = lines(run / "metrics.jsonl")[-1]
     assert out == ""
     assert "step 20/20" in err
@@ -116,6 +119,11 @@ def test_the_parts_of_every_step_sum_to_it(partial):
 def test_no_process_of_the_run_outlives_it(partial, request):
     assert (partial.engines > 0) == (request.node.callspec.params["partial"] == "vllm")
     assert partial.left == set()
+
+
+def test_the_driver_never_waits_for_an_import_of_torch(partial, request):
+    """It takes seconds, in which nothing else would happen. (The first run of all warm-starts its model in the driver.)"""
+    assert not partial.has_torch or request.node.callspec.params["partial"] == "transformers"
 
 
 def test_weights_and_biases_got_the_run(partial):

@@ -12,7 +12,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Manifest, unpack, verified
+from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, unpack, verified
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 from tests.packed import pack
 

@@ -37,9 +37,8 @@ from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:
     from asyncrl_cli.samples import GroupPayload
-    from asyncrl_cli.train.balance import RankPlan
-    from asyncrl_cli.train.policy_trainer import RankReport
-    from asyncrl_cli.weights.buckets import Manifest
+    from asyncrl_cli.train.balance import RankPlan, RankReport
+    from asyncrl_cli.weights.manifest import Manifest
     from asyncrl_cli.weights.transports import Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"

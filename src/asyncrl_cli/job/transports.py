@@ -23,7 +23,8 @@ import ray
 from asyncrl_cli.weights.transports import Sender, send
 
 if TYPE_CHECKING:
-    from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing
+    from asyncrl_cli.weights.buckets import Bucket, Packing
+    from asyncrl_cli.weights.manifest import Manifest
 
     OnFull = Callable[[Packing, int], None]
 

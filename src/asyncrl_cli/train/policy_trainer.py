@@ -25,11 +25,11 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.train.balance import RankPlan
+from asyncrl_cli.train.balance import RankPlan, RankReport
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel
-from asyncrl_cli.train.policy_update import PolicyUpdate, RankReport
+from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.trainer_state import (
     HostState,
@@ -41,7 +41,8 @@ from asyncrl_cli.train.trainer_state import (
     to_host,
     write_state,
 )
-from asyncrl_cli.weights.buckets import Bucket, Manifest, Packing, plan_layout
+from asyncrl_cli.weights.buckets import Bucket, Packing, plan_layout
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.probes import make_probes
 
 BYTES_PER_MB = 2**20

@@ -10,14 +10,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
+from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan, RankReport
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch, rows_of
 from asyncrl_cli.train.losses import find_loss
 from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
@@ -28,19 +27,6 @@ from asyncrl_cli.train.ranks import Ranks
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); a GPU
 wants full microbatches."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """Seconds are this rank's; `tokens` (sampled tokens trained, also by skipped steps) and `metrics` are of all ranks together.
-    `metrics` has finite values only: those that a skipped step spoils are absent. `skipped_*` are as in `TrainReport`."""
-
-    train_s: float
-    old_logprob_s: float
-    tokens: int
-    metrics: dict[str, Value]
-    skipped_steps: int
-    skipped_in_a_row: int
 
 
 class PolicyUpdate:

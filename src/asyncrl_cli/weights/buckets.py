@@ -21,6 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
+from asyncrl_cli.weights.manifest import Manifest
 
 BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64
@@ -76,24 +77,6 @@ class Bucket:
     def fingerprint(self) -> int:
         """xxh3_64 of `data`, which is read once, however often and in whichever thread this is asked for."""
         return fingerprint(self.data)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """What a version must look like on arrival.
-
-    `fingerprints` are the buckets', in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
-    tokens 1.. of `probe_tokens[i]`, made with these very weights; `previous_logprobs[i]` with those of the version before, if there
-    is one.
-    """
-
-    version: int
-    num_bytes: int
-    fingerprints: tuple[int, ...]
-    temperature: float
-    probe_tokens: tuple[tuple[int, ...], ...] = ()
-    probe_logprobs: tuple[tuple[float, ...], ...] = ()
-    previous_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
-from asyncrl_cli.weights.buckets import Bucket, Entry, Manifest, Spec, torch_dtype, view_of
+from asyncrl_cli.weights.buckets import Bucket, Entry, Spec, torch_dtype, view_of
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.transports import Sender
 
 Layout = tuple[Entry, ...]

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
 
 if TYPE_CHECKING:
-    from asyncrl_cli.weights.buckets import Bucket, Manifest
+    from asyncrl_cli.weights.buckets import Bucket
+    from asyncrl_cli.weights.manifest import Manifest
 
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.train.balance import plan_train_step
-from asyncrl_cli.weights.buckets import Bucket, Manifest
+from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.disk import DiskSender, keep_version
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.transports import send
 from tests.engines import tiny
 from tests.engines.made import made_for

@@ -16,8 +16,8 @@ import torch
 from asyncrl_cli.engines.vllm.ipc import IpcExports
 from asyncrl_cli.engines.vllm.nccl import LOOK_S, NcclLinks
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.weights.buckets import Manifest
 from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.shared import SharedWeights
 from asyncrl_cli.weights.transports import Meeting, send
 from tests.engines import tiny
