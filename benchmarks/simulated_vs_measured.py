@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.measure import Edges, common_edges, figures_of
+from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.lines import read_metrics
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
@@ -78,7 +78,7 @@ def predicted_runs(workload: Workload, name: str, groups: int) -> list[Lines]:
 
 def step_s(runs: Sequence[Lines], edges: Edges, window_groups: int) -> float:
     """Median over the runs of the mean step."""
-    return statistics.median(figures_of(lines, window_groups=window_groups, edges=edges)["step_s_mean"] for lines in runs)
+    return statistics.median(figures_of(stretch_of(lines, edges), window_groups)["step_s_mean"] for lines in runs)
 
 
 def main() -> int:

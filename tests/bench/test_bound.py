@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from asyncrl_cli.bench.compare import Request, contest_of
+from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.measure import stretch_of, work_of
+from asyncrl_cli.bench.measure import stretch_of, tokens_made
 from asyncrl_cli.bench.results import Run, summarise
 from asyncrl_cli.bench.simulated import with_capacities
 from asyncrl_cli.simulate.costs import Alone
@@ -67,7 +67,7 @@ def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple
 
 def bound_ratios(seed: int) -> dict[str, float]:
     workload = drawn(random.Random(seed))
-    contest = contest_of(Request(baseline="colocate", profiles=PROFILES), workload)
+    contest = contest_of("colocate", PROFILES, workload=workload)
     made = [simulated(entry, workload, seed, contest.groups) for entry in contest.entries]
     runs = with_capacities(made, contest.longest_window)
     compared = summarise(contest.entries, runs, window_groups=contest.baseline.window_groups)
@@ -93,7 +93,7 @@ def test_what_was_sampled_before_the_stretch_is_not_its_work() -> None:
     """Two steps of 5 s train 80 tokens each; workers sampled 20, then 4 tokens a second: 120 of the 160."""
     lines = [line(step, step, 5.0 * step, 5.0, **{"rollouter/tokens_per_s": rate}) for step, rate in enumerate((9.0, 20.0, 4.0), 1)]
     lines.append(line(4, 4, 20.0, 5.0))
-    work = work_of(lines, stretch_of(lines))
-    assert (work.sampled_tokens, work.trained_tokens) == (120.0, 160)
+    stretch = stretch_of(lines)
+    assert (tokens_made(stretch), stretch.tokens) == (120.0, 160)
     idle_before = [entry | {"rollouter/tokens_per_s": 100.0} for entry in lines]
-    assert work_of(idle_before, stretch_of(idle_before)).sampled_tokens == 160.0
+    assert tokens_made(stretch_of(idle_before)) == 160.0

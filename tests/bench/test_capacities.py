@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench import phases
-from asyncrl_cli.bench.compare import Request, contest_of
+from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.phases import doubts_of, measured_lengths, with_capacities
 from asyncrl_cli.bench.results import Run
@@ -31,7 +31,7 @@ class Quiet:
 
 def entries(*sets: str) -> Sequence[Entry]:
     """Colocate, W = 16, and partial-rollout, W = 64, unless `sets` say otherwise."""
-    return contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=(*SETS, *sets))).entries
+    return contest_of("colocate", ["partial-rollout"], sets=(*SETS, *sets)).entries
 
 
 def run_of(profile: str, seed: int, lengths: tuple[int, ...], window_groups: int) -> Run:

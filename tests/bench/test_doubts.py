@@ -10,7 +10,7 @@ from rich.console import Console
 
 from asyncrl_cli.bench import compare
 from asyncrl_cli.bench.bars import Bars, Told
-from asyncrl_cli.bench.compare import Request, contest_of
+from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.results import Comparison, Run
 from asyncrl_cli.bench.table import rows_of
 from asyncrl_cli.errors import ConfigError
@@ -44,16 +44,14 @@ def compared(groups: int, base: dict[str, Any], other: dict[str, Any]) -> Compar
         Run(profile="colocate", seed=0, lines=lines(groups, **base)),
         Run(profile="partial-rollout", seed=0, lines=lines(groups, **other)),
     ]
-    contest = contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups))
-    made = compare.outcome_of(contest, runs, ()).comparison
-    assert made is not None
-    return made
+    contest = contest_of("colocate", ["partial-rollout"], sets=SETS, groups=groups)
+    return compare.comparison_of(contest, runs, ())
 
 
 @pytest.mark.parametrize(("groups", "hint"), [(96, "--groups 192"), (176, "--groups 192")])
 def test_less_than_three_windows_are_refused_before_anything_runs(groups: int, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"{groups} groups are not 3 windows of 'partial-rollout', which has W = 64") as refused:
-        contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, groups=groups))
+        contest_of("colocate", ["partial-rollout"], sets=SETS, groups=groups)
     assert refused.value.hint == hint
 
 

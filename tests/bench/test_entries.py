@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 
-from asyncrl_cli.bench.compare import Request, contest_of
+from asyncrl_cli.bench.compare import Contest, contest_of
 from asyncrl_cli.bench.entries import check_sets
 from asyncrl_cli.errors import ConfigError
 
 
-def request(*profiles: str, baseline: str = "colocate", groups: int | None = None, windows: int | None = None) -> Request:
-    sets = ("placement.device=cpu",)
-    return Request(baseline=baseline, profiles=profiles, sets=sets, groups=groups, windows=windows)
+def contest(*profiles: str, baseline: str = "colocate", sets: Sequence[str] = (), **length: int) -> Contest:
+    return contest_of(baseline, profiles, sets=("placement.device=cpu", *sets), **length)
 
 
 def test_all_shipped_profiles_can_be_compared_over_384_groups() -> None:
     names = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
-    contest = contest_of(request(*names))
-    assert [entry.name for entry in contest.entries] == ["colocate", *names]
-    assert contest.groups == 384
-    assert {entry.plan.cpus for entry in contest.entries} == {2}
+    made = contest(*names)
+    assert [entry.name for entry in made.entries] == ["colocate", *names]
+    assert made.groups == 384
+    assert {entry.plan.cpus for entry in made.entries} == {2}
 
 
 def test_windows_are_the_baselines() -> None:
-    assert contest_of(request("partial-rollout", windows=12)).groups == 192
-    assert contest_of(request("colocate", baseline="stream-off-policy", windows=10)).groups == 640
+    assert contest("partial-rollout", windows=12).groups == 192
+    assert contest("colocate", baseline="stream-off-policy", windows=10).groups == 640
 
 
 def test_a_profile_named_twice_takes_part_once_and_not_against_itself() -> None:
-    assert len(contest_of(request("partial-rollout", "partial-rollout")).entries) == 2
+    assert len(contest("partial-rollout", "partial-rollout").entries) == 2
     with pytest.raises(ConfigError, match="compared with itself"):
-        contest_of(request("colocate"))
+        contest("colocate")
 
 
 @pytest.mark.parametrize(
@@ -48,40 +47,40 @@ def test_a_profile_named_twice_takes_part_once_and_not_against_itself() -> None:
 def test_other_work_or_other_resources_are_refused(toml: str, said: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
-        contest_of(request(str(tmp_path / "other.toml")))
+        contest(str(tmp_path / "other.toml"))
 
 
 @pytest.mark.parametrize(("groups", "said"), [(100, "no multiple of R = 16"), (64, "not 3 windows of 'stream-off-policy'")])
 def test_groups_must_make_whole_steps_and_windows_to_measure(groups: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        contest_of(request("stream-off-policy", groups=groups))
+        contest("stream-off-policy", groups=groups)
 
 
 @pytest.mark.parametrize("groups", [1, 16, 50, 64, 100])
 @pytest.mark.parametrize("profiles", [("stream-off-policy",), ("one-step-off", "partial-rollout")])
 def test_the_groups_of_a_hint_can_be_typed(groups: int, profiles: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
-        contest_of(request(*profiles, groups=groups))
+        contest(*profiles, groups=groups)
     flag, number = refused.value.hint.split()
     assert flag == "--groups"
-    assert contest_of(request(*profiles, groups=int(number))).groups == int(number) >= groups
+    assert contest(*profiles, groups=int(number)).groups == int(number) >= groups
 
 
 @pytest.mark.parametrize("toml", ["[rollout]\nn = 4", "[placement]\ncpus_per_worker = 2", '[model]\ncache_dir = "elsewhere"'])
 @pytest.mark.parametrize("baseline", ["colocate", "stale-samples"])
 def test_the_sets_of_a_hint_make_work_and_resources_the_same(toml: str, baseline: str, tmp_path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "other.toml").write_text(f'extends = "partial-rollout"\n{toml}\n', encoding="utf-8")
-    asked = request(str(tmp_path / "other.toml"), baseline=baseline)
+    other = str(tmp_path / "other.toml")
     with pytest.raises(ConfigError) as refused:
-        contest_of(asked)
+        contest(other, baseline=baseline)
     words = shlex.split(refused.value.hint.removesuffix(" sets it for all of them"))
     assert set(words[::2]) == {"--set"}
-    assert len(contest_of(replace(asked, sets=(*asked.sets, *words[1::2]))).entries) == 2
+    assert len(contest(other, baseline=baseline, sets=words[1::2]).entries) == 2
 
 
 def test_groups_and_windows_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="both say"):
-        contest_of(request("partial-rollout", groups=64, windows=4))
+        contest("partial-rollout", groups=64, windows=4)
 
 
 def test_what_the_bench_sets_itself_is_no_set() -> None:

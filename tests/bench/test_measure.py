@@ -10,7 +10,7 @@ from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_o
 from asyncrl_cli.bench.results import Contestant, Run, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import quantile
-from asyncrl_cli.simulate.bound import Bound, Capacities, Work, bound_of
+from asyncrl_cli.simulate.bound import Capacities, ideal_times
 
 
 def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -> dict[str, Any]:
@@ -54,19 +54,19 @@ def run_lines(scale: float = 1.0) -> list[dict[str, Any]]:
 
 def test_start_up_the_first_window_and_the_last_one_are_not_measured() -> None:
     stretch = stretch_of(run_lines())
-    assert (stretch.begin_s, stretch.end_s, stretch.groups, len(stretch.lines)) == (90.0, 110.0, 6, 3)
+    assert (stretch.before["time_s"], stretch.seconds, stretch.groups, len(stretch.lines)) == (90.0, 20.0, 6, 3)
 
 
 def test_windows_in_which_version_0_is_still_scored_are_not_measured_either() -> None:
     lines = run_lines()
     lines[1]["eval/version"] = 0
     stretch = stretch_of(lines)
-    assert (stretch.begin_s, stretch.end_s, len(stretch.lines)) == (94.0, 110.0, 2)
+    assert (stretch.before["time_s"], stretch.seconds, len(stretch.lines)) == (94.0, 16.0, 2)
 
 
 def test_of_two_windows_the_second_is_measured_without_its_eval() -> None:
     lines = [line(1, 0, 90.0, 90.0), line(2, 1, 145.0, 55.0, **{"timing/eval_s": 50.0})]
-    figures = figures_of(lines, window_groups=2)
+    figures = figures_of(stretch_of(lines), 2)
     assert figures["measured_s"] == 5.0
     assert figures["step_s_mean"] == 5.0
 
@@ -77,7 +77,7 @@ def test_a_run_of_one_window_is_refused() -> None:
 
 
 def test_figures_are_those_of_the_measured_windows() -> None:
-    figures = figures_of(run_lines(), window_groups=4)
+    figures = figures_of(stretch_of(run_lines()), 4)
     assert figures["groups_per_s"] == pytest.approx(6 / 20)
     assert figures["window_time_s"] == pytest.approx(4 * 20 / 6)
     assert figures["step_s_mean"] == pytest.approx(20 / 3)
@@ -89,13 +89,13 @@ def test_figures_are_those_of_the_measured_windows() -> None:
 
 
 def test_maxima_waste_and_reward_are_those_of_the_whole_run() -> None:
-    figures = figures_of(run_lines(), window_groups=4)
+    figures = figures_of(stretch_of(run_lines()), 4)
     assert (figures["staleness_max"], figures["tokens_discarded"], figures["final_reward"]) == (3, 15, 0.75)
     assert figures["wall_s"] == 165.0
 
 
 def test_what_was_not_measured_is_absent() -> None:
-    figures = figures_of(run_lines(), window_groups=4)
+    figures = figures_of(stretch_of(run_lines()), 4)
     assert figures["trainer_idle_ratio"] == pytest.approx(0.5)
     assert "slot_utilization" not in figures
 
@@ -106,11 +106,10 @@ def test_quantiles_lie_between_neighbours(share: float, expected: float) -> None
 
 
 def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:
-    work = Work(sampled_tokens=300, trained_tokens=100)
-    apart = bound_of(work, Capacities(rollout_tokens_per_s=100, trainer_tokens_per_s=50, colocated=False))
-    assert (apart.ideal_s, apart.limited_by) == (3.0, "generation")
-    together = bound_of(work, Capacities(rollout_tokens_per_s=200, trainer_tokens_per_s=50, colocated=True))
-    assert (together.ideal_s, together.limited_by) == (3.5, "training")
+    apart = ideal_times(300, 100, Capacities(rollout_tokens_per_s=100, trainer_tokens_per_s=50, colocated=False))
+    assert apart == {"generation_s": 3.0, "training_s": 2.0, "ideal_s": 3.0}
+    together = ideal_times(300, 100, Capacities(rollout_tokens_per_s=200, trainer_tokens_per_s=50, colocated=True))
+    assert together == {"generation_s": 1.5, "training_s": 2.0, "ideal_s": 3.5}
 
 
 def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> None:
@@ -121,7 +120,7 @@ def test_speedup_is_the_median_ratio_to_the_baselines_run_of_the_same_seed() -> 
     base, fast = summarise(contestants, runs, window_groups=2)
     assert base.figures["speedup"] == Spread(median=1.0, min=1.0, max=1.0)
     assert fast.figures["speedup"] == Spread(median=2.0, min=2.0, max=4.0)
-    assert (base.bound, base.to_json()["bound_ratio"]) == (None, None)
+    assert (base.limited_by, base.to_json()["bound_ratio"], base.to_json()["capacities"]) == (None, None, None)
 
 
 def test_each_run_is_held_against_its_own_capacities() -> None:
@@ -131,8 +130,18 @@ def test_each_run_is_held_against_its_own_capacities() -> None:
     (base,) = summarise(contestants, runs, window_groups=2)
     # 240 tokens in 20 s: 10 s of generation at 24 per second, 15 s at 16; 5 s of training. Windows are a third of it.
     assert base.figures["bound_ratio"] == Spread(median=pytest.approx(0.625), min=pytest.approx(0.5), max=pytest.approx(0.75))
-    assert base.bound == Bound(generation_s=pytest.approx(12.5 / 3), training_s=pytest.approx(5 / 3), colocated=False)
-    assert base.capacities == Capacities(rollout_tokens_per_s=20.0, trainer_tokens_per_s=48, colocated=False)
+    assert base.limited_by == "generation"
+    written = base.to_json()
+    assert written["ideal"] == pytest.approx(
+        {"window_time_s": 12.5 / 3, "generation_s": 12.5 / 3, "training_s": 5 / 3, "at_once_s": None}
+    )
+    assert written["capacities"] == {
+        "colocated": False,
+        "rollout_tokens_per_s": 20.0,
+        "trainer_tokens_per_s": 48,
+        "rollout_beside_tokens_per_s": None,
+        "trainer_beside_tokens_per_s": None,
+    }
 
 
 def steps(count: int, step_groups: int, window_steps: int, **of_first: Any) -> list[dict[str, Any]]:

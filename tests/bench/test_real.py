@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.bench import compare, real
-from asyncrl_cli.bench.compare import Request, compare_real, contest_of
+from asyncrl_cli.bench.compare import compare_real, contest_of
 from asyncrl_cli.bench.real import RealRun, make_run, runs_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.simulate.bound import Capacities
@@ -30,7 +30,7 @@ class Quiet:
 
 
 def runs(directory: Path, seeds: tuple[int, ...] = (0,)) -> list[RealRun]:
-    contest = contest_of(Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS))
+    contest = contest_of("colocate", ["partial-rollout"], sets=SETS)
     return runs_of(contest.entries, seeds, contest.groups, SETS, directory)
 
 
@@ -53,7 +53,7 @@ def test_the_command_is_what_a_user_would_type(tmp_path: Path) -> None:
 
 
 def test_a_failing_run_tells_its_own_error_and_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    child(monkeypatch, "import sys; sys.exit(print('error: no such task\\nhint: look', file=sys.stderr) or 2)")
+    child(monkeypatch, "import json, sys; sys.exit(print(json.dumps({'error': 'no such task', 'hint': 'look'})) or 2)")
     with pytest.raises(ConfigError, match=r"colocate-r0 failed \(exit 2\): no such task") as failed:
         make_run(runs(tmp_path)[0], Quiet())
     assert failed.value.hint.startswith("look; its log: ")
@@ -99,7 +99,7 @@ import json, sys
 from pathlib import Path
 run = Path(sys.argv[1])
 if "partial" in run.name:
-    sys.exit(print("error: the trainer died", file=sys.stderr) or 1)
+    sys.exit(print("the trainer died", file=sys.stderr) or 1)
 run.mkdir()
 with (run / "metrics.jsonl").open("w") as file:
     for step in range(1, 5):
@@ -121,24 +121,26 @@ def test_each_repeat_is_held_against_what_the_machine_could_do_then(tmp_path: Pa
         return [replace(run, capacities=made) for run in runs], ("doubtful",)
 
     monkeypatch.setattr(compare, "with_capacities", with_capacities)
-    request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS, repeat=2)
-    outcome = compare_real(contest_of(request), tmp_path, Quiet())
-    assert outcome.error is None
-    assert asked == [([("colocate", seed), ("partial-rollout", seed)], 0.5) for seed in request.seeds]
-    assert outcome.comparison is not None
-    assert outcome.comparison.remarks == ("doubtful",)
-    for result in outcome.comparison.results:
+    compared = compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS, seeds=(0, 1)), tmp_path, Quiet())
+    assert compared.error is None
+    assert asked == [([("colocate", seed), ("partial-rollout", seed)], 0.5) for seed in (0, 1)]
+    assert compared.remarks == ("doubtful",)
+    for result in compared.results:
         ratio = result.figures["bound_ratio"]
         assert (ratio.min, ratio.max) == pytest.approx((0.48 / 2, 0.48))  # 960 tokens of a 2 s step, at 1,000 per second
 
 
 def test_what_is_finished_is_kept_when_a_later_run_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, LINES)
-    request = Request(baseline="colocate", profiles=("partial-rollout",), sets=SETS)
-    outcome = compare_real(contest_of(request), tmp_path, Quiet())
-    assert isinstance(outcome.error, AsyncrlError)
-    assert "the trainer died" in str(outcome.error)
-    assert outcome.comparison is not None
-    assert [result.profile for result in outcome.comparison.results] == ["colocate"]
-    assert outcome.comparison.results[0].figures["groups_per_s"].median == 48.0
-    assert outcome.comparison.missing == ("partial-rollout-r0",)
+    compared = compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())
+    assert isinstance(compared.error, AsyncrlError)
+    assert "the trainer died" in str(compared.error)
+    assert [result.profile for result in compared.results] == ["colocate"]
+    assert compared.results[0].figures["groups_per_s"].median == 48.0
+    assert compared.missing == ("partial-rollout-r0",)
+
+
+def test_without_a_run_of_the_baseline_there_is_only_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(monkeypatch, LINES.replace('"partial" in run.name', "True"))
+    with pytest.raises(AsyncrlError, match="the trainer died"):
+        compare_real(contest_of("colocate", ["partial-rollout"], sets=SETS), tmp_path, Quiet())

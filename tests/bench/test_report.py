@@ -18,9 +18,10 @@ from asyncrl_cli.bench.report import output_directory, report_text, write_report
 from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.simulate.bound import Bound, Capacities
 
 NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
+
+BOUND = {"generation_s": 100.0, "training_s": 50.0, "ideal_s": 100.0, "rollout_tokens_per_s": 1e6, "trainer_tokens_per_s": 2e6}
 
 
 def result(name: str, speed: float) -> Result:
@@ -30,13 +31,12 @@ def result(name: str, speed: float) -> Result:
         "speedup": Spread(median=speed / 2, min=speed / 2, max=speed / 2),
         "bound_ratio": Spread(median=0.8, min=0.8, max=0.8),
         "step_s_mean": Spread(median=1.25, min=1.0, max=1.5),
+        **{figure: Spread(median=value, min=value, max=value) for figure, value in BOUND.items()},
     }
     return Result(
         contestant=Contestant(name=name, mode=name, step_groups=128, window_groups=512),
         figures=figures,
         seeds=(0, 1),
-        capacities=Capacities(rollout_tokens_per_s=1e6, trainer_tokens_per_s=2e6, colocated=name == "colocate"),
-        bound=Bound(generation_s=100.0, training_s=50.0, colocated=name == "colocate"),
     )
 
 
@@ -68,6 +68,10 @@ def timeline(name: str, window_s: float = 10.0) -> Timeline:
         publishes_s=ends,
         window_ends_s=ends,
     )
+
+
+def with_timelines(*names: str) -> Comparison:
+    return replace(comparison(), timelines=tuple(map(timeline, names)))
 
 
 def printed(made: Comparison, width: int = 100) -> str:
@@ -113,7 +117,7 @@ def test_a_measured_table_does_not_say_simulated() -> None:
 def test_all_four_files_are_written_and_say_simulated(tmp_path: Path) -> None:
     results = write_results(comparison(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    written, failures = write_report(comparison(), [timeline("colocate"), timeline("partial-rollout")], tmp_path)
+    written, failures = write_report(with_timelines("colocate", "partial-rollout"), tmp_path)
     assert failures == []
     assert {path.name for path in (results, *written)} == {"results.json", "report.md", "timeline.png", "speedup.png"}
     assert set(tmp_path.iterdir()) == {results, *written}
@@ -142,26 +146,29 @@ def test_a_report_explains_only_rows_that_it_has() -> None:
         replace(one, figures={**one.figures, "at_once_ratio": Spread(median=0.9, min=0.9, max=0.9)}) for one in comparison().results
     ]
     assert "both phases at once" in report_text(replace(comparison(workload=""), results=beside), [])
-    unbound = [replace(one, bound=None, capacities=None) for one in comparison().results]
+    unbound = [
+        replace(one, figures={name: spread for name, spread in one.figures.items() if name not in BOUND})
+        for one in comparison().results
+    ]
     assert "limited by" not in report_text(replace(comparison(), results=unbound), [])
 
 
 def test_without_timelines_there_is_no_picture_of_them(tmp_path: Path) -> None:
-    written, failures = write_report(comparison(), [], tmp_path)
+    written, failures = write_report(comparison(), tmp_path)
     assert [path.name for path in written] == ["report.md", "speedup.png"]
     assert failures == []
     assert "timeline.png" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_picture_that_fails_is_told_and_costs_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def draw(comparison: Comparison, timelines: object, path: Path) -> Path:
+    def draw(comparison: Comparison, path: Path) -> Path:
         path.write_bytes(b"half a pic")
         raise ValueError("no such font")
 
     monkeypatch.setattr(pictures, "draw_timelines", draw)
     results = write_results(comparison(), tmp_path)
     before = results.read_bytes()
-    written, failures = write_report(comparison(), [timeline("colocate")], tmp_path)
+    written, failures = write_report(with_timelines("colocate"), tmp_path)
     assert failures == ["timeline.png could not be drawn: ValueError: no such font"]
     assert [path.name for path in written] == ["report.md", "speedup.png"]
     assert set(tmp_path.iterdir()) == {results, *written}

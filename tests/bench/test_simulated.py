@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.bench.compare import Request, compare_simulated, contest_of, remarks_of
+from asyncrl_cli.bench.compare import compare_simulated, contest_of, remarks_of
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import ConfigError, Interrupted
 from asyncrl_cli.simulate.references import residuals
@@ -108,7 +108,7 @@ def test_every_simulated_run_has_its_own_capacities() -> None:
 
 
 def test_the_first_run_of_each_profile_is_drawn() -> None:
-    request = Request(baseline="colocate", profiles=("partial-rollout",), repeat=2, groups=64)
     made = workload()
-    outcome = compare_simulated(contest_of(request, made), made, Quiet())
-    assert [timeline.profile for timeline in outcome.timelines] == ["colocate", "partial-rollout"]
+    contest = contest_of("colocate", ["partial-rollout"], seeds=(0, 1), groups=64, workload=made)
+    compared = compare_simulated(contest, made, Quiet())
+    assert [timeline.profile for timeline in compared.timelines] == ["colocate", "partial-rollout"]

@@ -123,14 +123,13 @@ def test_the_screen_says_which_runs_are_missing_and_which_picture_failed(
         resources="2 CPU cores",
         remarks=("bound not measured: [why]",),
         missing=("partial-rollout-r0",),
+        error=(failure := ExecutorFailed("the run partial-rollout-r0 failed", hint="look")),
     )
-    failure = ExecutorFailed("the run partial-rollout-r0 failed", hint="look")
-    outcome = compare.Outcome(comparison=comparison, timelines=(), error=failure)
 
     def draw(*arguments: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(compare, "compare_real", lambda contest, directory, watcher: outcome)
+    monkeypatch.setattr(compare, "compare_real", lambda contest, directory, watcher: comparison)
     monkeypatch.setattr(pictures, "draw_speedups", draw)
     assert run(["bench", "--set", "placement.device=cpu", "--out", str(tmp_path / "out")]) == failure.exit_code
     said = capsys.readouterr()

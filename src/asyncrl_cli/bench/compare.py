@@ -1,6 +1,6 @@
 """A comparison from the asking to its results: who takes part, the runs, the capacities, the summary.
 
-Request -> Contest (same work, same resources) -> runs -> capacities -> Outcome
+Contest (same work, same resources) -> runs -> capacities -> Comparison
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from pathlib import Path
 
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
-from asyncrl_cli.bench.gantt import Timeline
-from asyncrl_cli.bench.measure import common_edges, stretch_of
+from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.phases import with_capacities
 from asyncrl_cli.bench.pool import terminating_as_interrupt
 from asyncrl_cli.bench.real import make_run, runs_of
@@ -33,30 +32,15 @@ ENOUGH_WINDOWS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the user asked for. `groups` or `windows` (of the baseline), or neither."""
-
-    baseline: str
-    profiles: tuple[str, ...]
-    sets: tuple[str, ...] = ()
-    seed: int = 0
-    repeat: int = 1
-    groups: int | None = None
-    windows: int | None = None
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        return tuple(range(self.seed, self.seed + self.repeat))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """Who takes part, the baseline first, and how many groups each run trains; on the virtual clock if there is a `workload`."""
+    """Who takes part, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups; on the
+    virtual clock if there is a `workload`."""
 
-    request: Request
     entries: Sequence[Entry]
+    sets: tuple[str, ...]
+    seeds: Sequence[int]
     groups: int
-    workload: Workload | None = None
+    workload: Workload | None
 
     @property
     def baseline(self) -> Entry:
@@ -73,58 +57,54 @@ class Contest:
         return list(dict.fromkeys([*(warning for entry in self.entries for warning in entry.loaded.warnings), *of_plan]))
 
 
-def contest_of(request: Request, workload: Workload | None = None) -> Contest:
-    """Raises ConfigError where the profiles cannot be compared."""
-    check_sets(request.sets)
-    references = (request.baseline, *request.profiles)
-    if workload is None:
-        entries = entries_of(references, lambda reference: _real_profile(request, reference), lambda profile: local_cluster())
-        default = REAL_GROUPS
-    else:
-        entries = entries_of(
-            references, lambda reference: profile_for(workload, reference, request.sets, groups=1), virtual_cluster
-        )
-        default = workload.windows * entries[0].window_groups
-    if request.groups is not None and request.windows is not None:
+def contest_of(
+    baseline: str,
+    profiles: Sequence[str],
+    *,
+    sets: Sequence[str] = (),
+    seeds: Sequence[int] = (0,),
+    groups: int | None = None,
+    windows: int | None = None,
+    workload: Workload | None = None,
+) -> Contest:
+    """`groups` or `windows` (of the baseline) that each run trains, or neither. Raises ConfigError where the profiles cannot be
+    compared."""
+    check_sets(sets)
+    flags = {"run.seed": seeds[0], "run.train_steps": 1, "eval.every_versions": 0, "checkpoint.every_steps": 0}
+
+    def loaded(reference: str) -> Loaded:
+        return load(reference, sets, flags) if workload is None else profile_for(workload, reference, sets, groups=1)
+
+    entries = entries_of((baseline, *profiles), loaded, virtual_cluster if workload else lambda profile: local_cluster())
+    if groups is not None and windows is not None:
         raise ConfigError("--groups and --windows both say how long the runs are", hint="give one of the two")
-    groups = request.groups or (request.windows or 0) * entries[0].window_groups or default
+    window_groups = entries[0].window_groups
+    default = workload.windows * window_groups if workload else REAL_GROUPS
+    groups = groups or (windows or 0) * window_groups or default
     check_groups(entries, groups)
-    return Contest(request=request, entries=entries, groups=groups, workload=workload)
+    return Contest(entries=entries, sets=tuple(sets), seeds=seeds, groups=groups, workload=workload)
 
 
-def _real_profile(request: Request, reference: str) -> Loaded:
-    flags = {"run.seed": request.seed, "run.train_steps": 1, "eval.every_versions": 0, "checkpoint.every_steps": 0}
-    return load(reference, request.sets, flags)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """`comparison` is None if not even the baseline was run; `error` ended it early, with what was finished kept."""
-
-    comparison: Comparison | None
-    timelines: tuple[Timeline, ...]
-    error: AsyncrlError | None = None
-
-
-def compare(contest: Contest, directory: Path, bars: Bars) -> Outcome:
+def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
+    """Raises AsyncrlError if not even the baseline could be run; whatever ends real runs later is the comparison's `error`."""
     if contest.workload is None:
         return compare_real(contest, directory, bars)
     return compare_simulated(contest, contest.workload, bars)
 
 
-def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Outcome:
+def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Comparison:
     """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
-    request, groups = contest.request, contest.groups
-    loaded = [profile_for(workload, entry.reference, request.sets, groups=groups) for entry in contest.entries]
+    groups = contest.groups
+    loaded = [profile_for(workload, entry.reference, contest.sets, groups=groups) for entry in contest.entries]
     jobs = [
-        SimulatedJob(profile=one.profile, workload=workload, seed=seed, groups=groups, keep_timeline=seed == request.seed)
-        for seed in request.seeds
+        SimulatedJob(profile=one.profile, workload=workload, seed=seed, groups=groups, keep_timeline=seed == contest.seeds[0])
+        for seed in contest.seeds
         for one in loaded
     ]
     for job in jobs:
         bars.run(job.name, 0, groups)
     runs, fit = simulate_all(jobs, contest.longest_window, lambda name, trained: bars.run(name, trained, groups))
-    return outcome_of(contest, runs, remarks_of(workload, fit))
+    return comparison_of(contest, runs, remarks_of(workload, fit))
 
 
 def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
@@ -137,14 +117,14 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
     return (*lines, *([workload.notes.strip()] if workload.notes.strip() else ()))
 
 
-def compare_real(contest: Contest, directory: Path, bars: Bars) -> Outcome:
+def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     """On this machine, one run after the other (A B C, A B C), so that whatever drifts on it hits all alike. What is finished
     when a run fails, or we are interrupted, is kept.
 
     Each phase alone is measured after every repeat, as often in all as `phases.REPEATS` says: a machine's speed drifts, and
     runs are held against what the machine could do at that time.
     """
-    planned = runs_of(contest.entries, contest.request.seeds, contest.groups, contest.request.sets, directory.resolve() / "runs")
+    planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, directory.resolve() / "runs")
     for run in planned:
         bars.run(run.name, 0, contest.groups)
     finished: list[Run] = []
@@ -152,52 +132,52 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Outcome:
     error: AsyncrlError | None = None
     try:
         with terminating_as_interrupt():
-            for seed in contest.request.seeds:
+            for seed in contest.seeds:
                 first = len(finished)
                 for run in (run for run in planned if run.seed == seed):
                     made, is_last = make_run(run, bars)
                     finished.append(made)
                     if is_last:
                         raise KeyboardInterrupt
-                share = 1 / contest.request.repeat
+                share = 1 / len(contest.seeds)
                 finished[first:], doubts = with_capacities(contest.entries, finished[first:], bars, share)
                 remarks |= dict.fromkeys(doubts)
     except (AsyncrlError, KeyboardInterrupt) as failure:
         error = failure if isinstance(failure, AsyncrlError) else Interrupted("interrupted: what is finished was kept")
-    return outcome_of(contest, finished, tuple(remarks), tuple(run.name for run in planned[len(finished) :]), error)
+        if not finished:
+            raise error from None
+    return comparison_of(contest, finished, tuple(remarks), tuple(run.name for run in planned[len(finished) :]), error)
 
 
-def outcome_of(
+def comparison_of(
     contest: Contest,
     runs: Sequence[Run],
     remarks: tuple[str, ...],
     missing: tuple[str, ...] = (),
     error: AsyncrlError | None = None,
-) -> Outcome:
+) -> Comparison:
     baseline = contest.baseline
-    if not any(run.profile == baseline.name for run in runs):
-        return Outcome(comparison=None, timelines=(), error=error)
     results = summarise(contest.entries, runs, window_groups=baseline.window_groups)
-    comparison = Comparison(
+    return Comparison(
         results=results,
         workload=contest.workload.name if contest.workload else "",
         baseline=baseline.name,
         groups=contest.groups,
         window_groups=baseline.window_groups,
-        seeds=contest.request.seeds,
+        seeds=tuple(contest.seeds),
         resources=f"{baseline.plan.gpus} GPUs" if baseline.plan.device == "cuda" else f"{baseline.plan.cpus} CPU cores",
         remarks=(*_doubts(contest, results, runs), *remarks),
         missing=missing,
+        timelines=tuple(run.timeline for run in runs if run.timeline),
+        error=error,
     )
-    return Outcome(comparison=comparison, timelines=tuple(run.timeline for run in runs if run.timeline), error=error)
 
 
 def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) -> list[str]:
     """What a reader has to know before the speedup: too little was measured, or not the same."""
     longest = contest.longest_window
-    edges = common_edges([run.lines for run in runs], longest)
-    stretches = [stretch_of(run.lines, edges) for run in runs]
-    measured, doubts = min(stretch.groups for stretch in stretches), []
+    found = stretches([run.lines for run in runs], longest)
+    measured, doubts = min(stretch.groups for stretch in found), []
     if measured < ENOUGH_WINDOWS * longest:
         enough = groups_for_all(contest.entries, (ENOUGH_WINDOWS + 2) * longest)
         doubts.append(
@@ -209,6 +189,6 @@ def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) ->
             f"The measured groups have up to {unevenness(results):.0%} more tokens in one profile than in another: read the "
             "speedup per token beside the speedup, or make the runs longer (--groups)."
         )
-    if any(all(spent_s(line, "eval") > 0 for line in stretch.lines) for stretch in stretches):
+    if any(all(spent_s(line, "eval") > 0 for line in stretch.lines) for stretch in found):
         doubts.append("No idle figures where an eval ran beside every measured step: more --groups, or fewer eval.prompts.")
     return doubts

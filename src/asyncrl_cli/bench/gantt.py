@@ -121,5 +121,5 @@ def _timeline(
         spans=spans,
         running=running,
         publishes_s=tuple(publishes_s),
-        window_ends_s=(stretch.begin_s, *ends.values()),
+        window_ends_s=(stretch.before["time_s"], *ends.values()),
     )

@@ -13,11 +13,12 @@ What a run did not measure is absent from its figures, never 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
-from asyncrl_cli.simulate.bound import Work
+from asyncrl_cli.simulate.bound import Capacities, ideal_times
 
 PARTS = {
     "wait": ("wait_data",),
@@ -36,8 +37,7 @@ RATIOS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edges:
+class Edges(NamedTuple):
     """Measured are the train steps that end after `begin_groups` trained groups, up to `end_groups`."""
 
     begin_groups: int
@@ -46,21 +46,31 @@ class Edges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """The measured lines. Their time begins at `begin_s` and ends at `end_s` of the run; `eval_s` of it are evals."""
+    """The measured `lines` of a `run`, and the line `before` them."""
 
+    run: Sequence[Line]
+    before: Line
     lines: tuple[Line, ...]
-    begin_s: float
-    end_s: float
-    eval_s: float
-    groups: int
 
     @property
     def seconds(self) -> float:
-        return self.end_s - self.begin_s - self.eval_s
+        """Without evals."""
+        return float(self.lines[-1]["time_s"] - self.before["time_s"]) - sum(spent_s(line, "eval") for line in self.lines)
 
     @property
-    def end_groups(self) -> int:
-        return int(self.lines[-1]["groups_trained"])
+    def groups(self) -> int:
+        return int(self.lines[-1]["groups_trained"] - self.before["groups_trained"])
+
+    @property
+    def tokens(self) -> int:
+        """Trained."""
+        return int(self.lines[-1]["tokens_trained"] - self.before["tokens_trained"])
+
+
+def stretches(runs: Sequence[Sequence[Line]], window_groups: int) -> list[Stretch]:
+    """The same groups of each run. `window_groups`: the longest W of all."""
+    edges = common_edges(runs, window_groups)
+    return [stretch_of(lines, edges) for lines in runs]
 
 
 def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
@@ -73,7 +83,7 @@ def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
     if begin >= total:
         raise _too_short(1)
     end = (total - window_groups) // window_groups * window_groups
-    return Edges(begin_groups=begin, end_groups=end if end > begin else total)
+    return Edges(begin, end if end > begin else total)
 
 
 def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
@@ -85,13 +95,7 @@ def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
     inside = tuple(line for line in lines if edges.begin_groups < line["groups_trained"] <= edges.end_groups)
     if not before or not inside:
         raise _too_short(len({line["window"] for line in lines}))
-    return Stretch(
-        lines=inside,
-        begin_s=before[-1]["time_s"],
-        end_s=inside[-1]["time_s"],
-        eval_s=sum(spent_s(line, "eval") for line in inside),
-        groups=inside[-1]["groups_trained"] - before[-1]["groups_trained"],
-    )
+    return Stretch(run=lines, before=before[-1], lines=inside)
 
 
 def _scored_groups(lines: Sequence[Line]) -> int:
@@ -107,42 +111,46 @@ def _too_short(windows: int) -> AsyncrlError:
     )
 
 
-def work_of(lines: Sequence[Line], stretch: Stretch) -> Work:
-    """Generation's work is what was sampled for the trained groups, at most what workers sampled in the stretch: it may begin with
-    more groups ahead than it ends with, and those were another stretch's work. Training's is what was trained."""
-    before = [line for line in lines if line["time_s"] <= stretch.begin_s][-1]
-    trained = sum(sampled_tokens(line) for line in stretch.lines)
-    steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
-    rates = _means(stretch.lines, {RATE: RATE}, lambda line: spent_s(line, "step")).values()
-    return Work(
-        sampled_tokens=min([trained, *(rate * steps_s for rate in rates)]),
-        trained_tokens=stretch.lines[-1]["tokens_trained"] - before["tokens_trained"],
-    )
-
-
-def figures_of(lines: Sequence[Line], *, window_groups: int, edges: Edges | None = None) -> dict[str, float]:
-    """Figures by name. `window_groups` is W of the baseline; `edges` as in `stretch_of`."""
-    stretch = stretch_of(lines, edges)
+def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | None = None) -> dict[str, float]:
+    """Figures by name. `window_groups` is W of the baseline; with `capacities` those of the bound are among them."""
     steps_s = sorted(step_s(line) for line in stretch.lines)
-    seconds, num_steps = stretch.seconds, len(stretch.lines)
+    seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     parts = _parts(stretch.lines)
     figures = {
-        "wall_s": lines[-1]["time_s"],
+        "wall_s": stretch.run[-1]["time_s"],
         "measured_s": seconds,
         "measured_groups": stretch.groups,
         "groups_per_s": stretch.groups / seconds,
-        "window_time_s": seconds / stretch.groups * window_groups,
+        "window_time_s": seconds / windows,
         "step_s_mean": sum(steps_s) / num_steps,
         "step_s_p95": quantile(steps_s, 0.95),
         **{f"step_{name}_s": total / num_steps for name, total in parts.items()},
-        **{f"window_{name}_s": total / stretch.groups * window_groups for name, total in parts.items()},
-        "tokens_per_s": work_of(lines, stretch).trained_tokens / seconds,
+        **{f"window_{name}_s": total / windows for name, total in parts.items()},
+        "tokens_per_s": stretch.tokens / seconds,
     }
     # An eval keeps workers busy with other things: steps beside one tell nothing of idleness.
     alone = [line for line in stretch.lines if spent_s(line, "eval") == 0.0]
     figures |= _means(alone, RATIOS, step_s)
     figures |= _means(stretch.lines, {"staleness_mean": "staleness/mean"}, sampled_tokens)
-    return figures | _partial_ratio(stretch) | _of_whole_run(lines)
+    figures |= _partial_ratio(stretch) | _of_whole_run(stretch.run)
+    return figures if capacities is None else figures | _of_bound(stretch, windows, capacities)
+
+
+def _of_bound(stretch: Stretch, windows: float, capacities: Capacities) -> dict[str, float]:
+    """What each side can do alone, the ideal time of a window, and how near the measured one is."""
+    times = ideal_times(tokens_made(stretch) / windows, stretch.tokens / windows, capacities)
+    ratios = {"bound_ratio": times["ideal_s"], **({"at_once_ratio": times["at_once_s"]} if "at_once_s" in times else {})}
+    known = {name: value for name, value in asdict(capacities).items() if name != "colocated" and value is not None}
+    return times | known | {name: ideal_s * windows / stretch.seconds for name, ideal_s in ratios.items()}
+
+
+def tokens_made(stretch: Stretch) -> float:
+    """Generation's work: what was sampled for the trained groups, at most what workers sampled in the stretch: it may begin with
+    more groups ahead than it ends with, and those were another stretch's work."""
+    trained = sum(sampled_tokens(line) for line in stretch.lines)
+    steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
+    rates = _means(stretch.lines, {RATE: RATE}, lambda line: spent_s(line, "step")).values()
+    return min([trained, *(rate * steps_s for rate in rates)])
 
 
 def _parts(lines: Sequence[Line]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from typing import Any
 from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.children import Children, Make
 from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.measure import common_edges, stretch_of
+from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model
@@ -108,9 +108,8 @@ def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]
 
     A model's responses grow or shrink while it learns: in the order of the runs, a short measurement would see the first ones only.
     """
-    edges = common_edges([run.lines for run in runs], max(entry.window_groups for entry in entries))
-    lines = [line for run in runs for line in stretch_of(run.lines, edges).lines]
-    lengths = list(lengths_of(lines, entries[0].profile).response_tokens)
+    measured = stretches([run.lines for run in runs], max(entry.window_groups for entry in entries))
+    lengths = list(lengths_of([line for stretch in measured for line in stretch.lines], entries[0].profile).response_tokens)
     random.Random(LENGTHS_SEED).shuffle(lengths)
     return lengths
 

@@ -36,8 +36,9 @@ DOTS_PER_INCH = 130
 ROW_INCHES, PANEL_INCHES, WIDTH_INCHES = 0.27, 0.62, 13.0
 
 
-def draw_timelines(comparison: Comparison, timelines: Sequence[Timeline], path: Path) -> Path:
+def draw_timelines(comparison: Comparison, path: Path) -> Path:
     """One panel per profile, one row per executor; all panels show the same length of time, with running sequences to one scale."""
+    timelines = comparison.timelines
     length_s = view_length_s(timelines)
     views = [_running(one, name, one.middle_s(length_s), length_s) for one in timelines for name in one.workers]
     most = max((count for samples in views for _, count in samples), default=0.0)
@@ -139,7 +140,7 @@ def draw_speedups(comparison: Comparison, path: Path) -> Path:
     panel.set_ylim(0, top * 1.22)
     panel.spines[["top", "right"]].set_visible(False)
     panel.set_title("\n".join(textwrap.wrap(comparison.title, 80)), loc="left", fontsize=10)
-    if any(result.bound for result in results):
+    if comparison.has_bound:
         outline = Patch(fill=False, edgecolor="#444444", linestyle="--", label="bound: full batches, no waits")
         figure.legend(handles=[outline], loc="outside lower center", frameon=False, fontsize=9)
     return _save(figure, path)
@@ -155,8 +156,8 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
         below, above = speed.median - speed.min, speed.max - speed.median
         panel.errorbar(place, speed.median, yerr=[[below], [above]], color="#222222", capsize=4, linewidth=1)
         top = max(top, speed.max)
-    if result.bound is not None:
-        ideal = comparison.window_groups / result.bound.ideal_s
+    if (ideal_s := result.median("ideal_s")) is not None:
+        ideal = comparison.window_groups / ideal_s
         panel.bar(place, ideal, width=0.62, fill=False, edgecolor="#444444", linestyle="--", linewidth=1.1)
         top = max(top, ideal)
     labels = {"speedup": "{:.2f}x", "speedup_per_token": "{:.2f}x per token", "bound_ratio": "{:.0%} of bound"}

@@ -32,7 +32,7 @@ Interrupts = list[float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """One run to make. Its directory is `runs_dir/name`, what it says on stderr goes to `log`."""
+    """One run to make. Its directory is `runs_dir/name`; `output` has its stdout, which is JSON, and `log` its stderr."""
 
     entry: Entry
     seed: int
@@ -45,6 +45,10 @@ class RealRun:
     @property
     def directory(self) -> Path:
         return self.runs_dir / self.name
+
+    @property
+    def output(self) -> Path:
+        return self.runs_dir / f"{self.name}.json"
 
     @property
     def log(self) -> Path:
@@ -81,14 +85,12 @@ def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: S
 
 
 def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
-    """Run it to its end; also whether we were interrupted, and it is the last one. Raises AsyncrlError with what it said last if it
-    fails; interrupted before its end, it is ended first."""
+    """Run it to its end. Also says whether we were interrupted, and it is the last one; interrupted earlier, we end it and raise
+    KeyboardInterrupt. Raises AsyncrlError with its own error if it fails."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
-    with run.log.open("wb") as log, counting_interrupts() as interrupts:
+    with run.output.open("wb") as output, run.log.open("wb") as log, counting_interrupts() as interrupts:
         # A session of its own: a Ctrl-C in the terminal reaches it through us alone.
-        child = subprocess.Popen(
-            run.command(), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
-        )
+        child = subprocess.Popen(run.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=log, start_new_session=True)
         try:
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts:
@@ -148,13 +150,14 @@ def _told(path: Path) -> Told:
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:
-    """The run's own error and hint, as it told them, and where its logs are."""
-    said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
-    errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
-    hints = [line.removeprefix("hint: ") for line in said if line.startswith("hint: ")]
-    what = errors[-1] if errors else next((line for line in reversed(said) if line.strip()), "it said nothing")
+    """The run's own error and hint, or the last line of one that was killed, and where its logs are."""
+    try:
+        told = json.loads(run.output.read_text(encoding="utf-8"))
+    except ValueError:
+        said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        told = {"error": next((line for line in reversed(said) if line.strip()), "it said nothing")}
     logs = run.directory / "logs" / "latest"
     where = f"its log: {logs / 'driver.log' if logs.is_dir() else run.log}"
     how = f"signal {-code}" if code < 0 else f"exit {code}"
-    message = f"the run {run.name} failed ({how}): {what}"
-    return KINDS.get(code, AsyncrlError)(message, hint="; ".join([*hints[-1:], where]))
+    hint = "; ".join(filter(None, [told.get("hint"), where]))
+    return KINDS.get(code, AsyncrlError)(f"the run {run.name} failed ({how}): {told['error']}", hint=hint)

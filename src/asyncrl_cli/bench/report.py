@@ -1,23 +1,51 @@
-"""The files of a comparison: results.json, report.md, timeline.png, speedup.png."""
+"""The files of a comparison: results.json, report.md, timeline.png, speedup.png. Also what the rows of its table mean: in short on
+the screen, at length in report.md. A note stands only where its rows do."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
-from asyncrl_cli.bench.gantt import Timeline
-from asyncrl_cli.bench.legend import long_notes
 from asyncrl_cli.bench.results import Comparison
 from asyncrl_cli.bench.table import markdown_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.storage import replace_text
 
-PICTURES = ("speedup.png", "timeline.png")
+SIMULATED_STRETCH = (
+    "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles) and "
+    "before the run-out, in which nothing is generated ahead any more. Wall time, staleness max, "
+    "max span and tokens discarded are of the whole run."
+)
+REAL_STRETCH = (
+    "Measured are the same groups in every run, to a train step: after the warm-up (the longest window of all profiles, or until "
+    "every run has scored version 0) and before the run-out, in which nothing is generated ahead any more and the final version "
+    "is scored. Evals in between are subtracted. Wall time, staleness max, max span, tokens "
+    "discarded and final reward are of the whole run."
+)
+WINDOW = (
+    "`s per {window} groups` is the time of as many groups as a window of the baseline ({baseline}) has, whatever the profile's "
+    "own W; a group is all responses to one prompt. Its parts, in the same unit, are the trainer's time: `wait_data` is waiting "
+    "for groups, `gather` collecting the new weights, `other` checkpoints and the rest."
+)
+BOUND = (
+    "`% of the bound` is ideal over measured time. Ideal is the larger of (tokens / generation alone) and (tokens / training "
+    "alone) where the sides have resources of their own, and the sum of both where they take turns on all of them. `limited by` "
+    "names the larger one. Generation's tokens are those sampled for the trained groups, at most those sampled while they were "
+    "measured (groups made ahead are not made again); training's are those trained."
+)
+AT_ONCE = (
+    "`both phases at once`: what each side does while the other works too, where they share a machine's cores and memory. The "
+    "bound does not know of that; `% of both at once` does: what is missing there is what the job itself loses."
+)
+IDLE = (
+    "Idle: trainer starved, blocked or syncing; rollout workers with no running sequence, or paused; of measured steps without an "
+    "eval beside them. Slots used: running sequences over slots, what a long tail really costs."
+)
 
 
 @contextmanager
@@ -48,33 +76,28 @@ def write_results(comparison: Comparison, directory: Path) -> Path:
     return path
 
 
-def write_report(comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> tuple[list[Path], list[str]]:
-    """report.md and the pictures of which something is known. Returns what was written, and what could not be drawn and why."""
+def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], list[str]]:
+    """report.md and the pictures of which something is known, each whole or not there. Returns what was written, and what could not
+    be drawn and why."""
+    from asyncrl_cli.bench import pictures
+
+    draws: dict[str, Callable[[Path], object]] = {"speedup.png": lambda path: pictures.draw_speedups(comparison, path)}
+    if comparison.timelines:
+        draws["timeline.png"] = lambda path: pictures.draw_timelines(comparison, path)
     drawn: list[Path] = []
     failures: list[str] = []
-    for name in PICTURES if timelines else PICTURES[:1]:
+    for name, draw in draws.items():
+        temporary = directory / f".{name}.{os.getpid()}.tmp.png"
         try:
-            drawn.append(_draw(name, comparison, timelines, directory))
+            draw(temporary)
+            drawn.append(temporary.replace(directory / name))
         except Exception as error:  # whatever a plotting library may raise: results are worth more than a picture
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
+        finally:
+            temporary.unlink(missing_ok=True)
     report = directory / "report.md"
     replace_text(report, report_text(comparison, [path.name for path in drawn]))
     return [report, *drawn], failures
-
-
-def _draw(name: str, comparison: Comparison, timelines: Sequence[Timeline], directory: Path) -> Path:
-    """Whole or not there."""
-    from asyncrl_cli.bench.pictures import draw_speedups, draw_timelines
-
-    path, temporary = directory / name, directory / f".{name}.{os.getpid()}.tmp.png"
-    try:
-        if name == "timeline.png":
-            draw_timelines(comparison, timelines, temporary)
-        else:
-            draw_speedups(comparison, temporary)
-        return temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def report_text(comparison: Comparison, pictures: Sequence[str]) -> str:
@@ -95,3 +118,29 @@ def report_text(comparison: Comparison, pictures: Sequence[str]) -> str:
         heading = "## The workload" if comparison.simulated else "## Remarks"
         parts += [heading, *comparison.remarks]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def short_notes(comparison: Comparison) -> Iterator[str]:
+    """One line each, below the table."""
+    window, baseline = comparison.window_groups, comparison.baseline
+    yield f"s per {window} groups: as many as a window of {baseline} has; a group is all responses to one prompt"
+    yield "wall time, maxima, tokens discarded and reward are of the whole run; all else is without warm-up and run-out"
+    yield "wait_data: the trainer waits for groups; gather: it collects new weights"
+    if comparison.has_bound:
+        yield "limited by: the phase that would take longer if nothing were in its way; that is the bound, and the ideal its time"
+
+
+def long_notes(comparison: Comparison) -> Iterator[str]:
+    """Sentences for report.md."""
+    window, baseline = comparison.window_groups, comparison.baseline
+    yield SIMULATED_STRETCH if comparison.simulated else REAL_STRETCH
+    yield WINDOW.format(window=window, baseline=baseline)
+    yield (
+        "`speedup` is the ratio of groups per second to the baseline's run of the same seed, and its median over the repeats; "
+        "`per token` that of trained tokens per second."
+    )
+    if comparison.has_bound:
+        yield BOUND
+    if any("at_once_ratio" in result.figures for result in comparison.results):
+        yield AT_ONCE
+    yield IDLE

@@ -11,32 +11,34 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from asyncrl_cli.bench.gantt import Timeline
-from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of, work_of
+from asyncrl_cli.bench.measure import figures_of, stretches
+from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Line
-from asyncrl_cli.simulate.bound import Bound, Capacities, Work, bound_of
+from asyncrl_cli.simulate.bound import Capacities
 
 SCHEMA_VERSION = 1
 UNEVEN_WORK = 0.03
+SPEEDS = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
+IDEAL = {"window_time_s": "ideal_s", "generation_s": "generation_s", "training_s": "training_s", "at_once_s": "at_once_s"}
+"""The bound's figures, by their names in results.json."""
+CAPACITIES = ("rollout_tokens_per_s", "trainer_tokens_per_s", "rollout_beside_tokens_per_s", "trainer_beside_tokens_per_s")
 
-Record = TypeVar("Record", Bound, Capacities)
+Figures = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run: its metrics lines, what its phases can do alone, if that is known, and what is drawn of it; once it is
-    measured, its figures, and as its bound the ideal of the measured stretch, per W groups of the baseline."""
+    """A finished run: its metrics lines, what its phases can do alone, if that is known, and what is drawn of it."""
 
     profile: str
     seed: int
     lines: Sequence[Line]
     capacities: Capacities | None = None
     timeline: Timeline | None = None
-    figures: Mapping[str, float] = field(default_factory=dict)
-    bound: Bound | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,99 +64,68 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One profile of a comparison. `bound` is the ideal of one window of W groups of the baseline."""
+    """One profile of a comparison, with the figures that all of its runs measured."""
 
     contestant: Contestant
     figures: Mapping[str, Spread]
     seeds: tuple[int, ...]
-    capacities: Capacities | None
-    bound: Bound | None
 
     @property
     def profile(self) -> str:
         return self.contestant.name
+
+    @property
+    def limited_by(self) -> str | None:
+        """The phase that would take longer alone."""
+        generation_s, training_s = self.median("generation_s"), self.median("training_s")
+        if generation_s is None or training_s is None:
+            return None
+        return "generation" if generation_s >= training_s else "training"
 
     def median(self, name: str) -> float | None:
         return self.figures[name].median if name in self.figures else None
 
     def to_json(self) -> dict[str, Any]:
         """Medians under their names; minimum and maximum of the repeats under `spread`."""
-        bound = self.bound
+        has_bound, own = self.limited_by is not None, {*IDEAL.values(), *CAPACITIES}
+        colocated = {"colocated": self.contestant.mode == "colocate"}
         return {
             "profile": self.profile,
             "mode": self.contestant.mode,
             "seeds": list(self.seeds),
             "step_groups": self.contestant.step_groups,
             "own_window_groups": self.contestant.window_groups,
-            **{name: spread.median for name, spread in self.figures.items()},
+            **{name: spread.median for name, spread in self.figures.items() if name not in own},
             "bound_ratio": self.median("bound_ratio"),
-            "limited_by": bound and bound.limited_by,
-            "ideal": bound
-            and {
-                "window_time_s": bound.ideal_s,
-                "generation_s": bound.generation_s,
-                "training_s": bound.training_s,
-                "at_once_s": bound.at_once_s,
-            },
-            "capacities": self.capacities and asdict(self.capacities),
+            "limited_by": self.limited_by,
+            "ideal": {key: self.median(name) for key, name in IDEAL.items()} if has_bound else None,
+            "capacities": colocated | {name: self.median(name) for name in CAPACITIES} if has_bound else None,
             "spread": {name: [spread.min, spread.max] for name, spread in self.figures.items()},
         }
 
 
 def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_groups: int) -> list[Result]:
     """Results in the order of `contestants`, the baseline first; without finished runs a profile is left out."""
-    if not runs:
-        return []
-    edges = common_edges([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
-    measured = [_measured(run, window_groups, edges) for run in runs]
-    base = {one.seed: one.figures for one in measured if one.profile == contestants[0].name}
-    own = [(contestant, [one for one in measured if one.profile == contestant.name]) for contestant in contestants]
-    return [_result(contestant, runs, base) for contestant, runs in own if runs]
+    measured = stretches([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
+    own: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
+    for run, stretch in zip(runs, measured, strict=True):
+        own[run.profile][run.seed] = figures_of(stretch, window_groups, run.capacities)
+    base = own[contestants[0].name]
+    return [_result(contestant, own[contestant.name], base) for contestant in contestants if own[contestant.name]]
 
 
-def _measured(run: Run, window_groups: int, edges: Edges) -> Run:
-    figures = figures_of(run.lines, window_groups=window_groups, edges=edges)
-    if run.capacities is None:
-        return replace(run, figures=figures)
-    stretch = stretch_of(run.lines, edges)
-    work, share = work_of(run.lines, stretch), window_groups / stretch.groups
-    of_window = Work(sampled_tokens=work.sampled_tokens * share, trained_tokens=work.trained_tokens * share)
-    bound = bound_of(of_window, run.capacities)
-    ideals_s = {"bound_ratio": bound.ideal_s, "at_once_ratio": bound.at_once_s}
-    ratios = {name: ideal_s / figures["window_time_s"] for name, ideal_s in ideals_s.items() if ideal_s is not None}
-    return replace(run, figures=figures | ratios, bound=bound)
-
-
-def _result(contestant: Contestant, own: Sequence[Run], base: Mapping[int, Mapping[str, float]]) -> Result:
-    """With the figures that every run measured."""
-    names = [name for name in own[0].figures if all(name in one.figures for one in own)]
+def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[int, Figures]) -> Result:
+    """`own` and `base`: figures by seed. There is no speedup where no seed was run by both."""
+    common = set.intersection(*(set(figures) for figures in own.values()))
+    names = [name for name in next(iter(own.values())) if name in common]
+    values = {name: [figures[name] for figures in own.values()] for name in names}
+    if paired := [seed for seed in own if seed in base]:
+        values |= {name: [own[seed][speed] / base[seed][speed] for seed in paired] for name, speed in SPEEDS.items()}
     return Result(
         contestant=contestant,
-        figures={name: Spread.of([one.figures[name] for one in own]) for name in names} | _speedups(own, base),
-        seeds=tuple(one.seed for one in own),
-        capacities=_median([one.capacities for one in own if one.capacities]),
-        bound=_median([one.bound for one in own if one.bound]),
+        figures={name: Spread.of(found) for name, found in values.items()},
+        seeds=tuple(own),
     )
-
-
-def _speedups(own: Sequence[Run], base: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
-    """Absent where no seed was run by both."""
-    paired = [(one.figures, base[one.seed]) for one in own if one.seed in base]
-    speeds = {"speedup": "groups_per_s", "speedup_per_token": "tokens_per_s"}
-    return {name: Spread.of([ours[speed] / theirs[speed] for ours, theirs in paired]) for name, speed in speeds.items() if paired}
-
-
-def _median(records: Sequence[Record]) -> Record | None:
-    """Number by number; None is where any of them has None."""
-    if not records:
-        return None
-    values = {each.name: [getattr(record, each.name) for record in records] for each in fields(records[0])}
-    medians: dict[str, Any] = {
-        name: None if None in found else statistics.median(found)
-        for name, found in values.items()
-        if not isinstance(found[0], bool)
-    }
-    return replace(records[0], **medians)
 
 
 def unevenness(results: Sequence[Result]) -> float:
@@ -171,7 +142,7 @@ def is_uneven(results: Sequence[Result]) -> bool:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s; real runs have no
-    `workload`."""
+    `workload`. `error` ended it early, with `missing` runs."""
 
     results: Sequence[Result]
     workload: str
@@ -182,10 +153,16 @@ class Comparison:
     resources: str
     remarks: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    timelines: tuple[Timeline, ...] = ()
+    error: AsyncrlError | None = None
 
     @property
     def simulated(self) -> bool:
         return bool(self.workload)
+
+    @property
+    def has_bound(self) -> bool:
+        return any(result.limited_by for result in self.results)
 
     @property
     def title(self) -> str:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from asyncrl_cli.bench.gantt import KeptTimeline
-from asyncrl_cli.bench.measure import common_edges, stretch_of
+from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.pool import simulators
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job.process import collect_garbage_seldom
@@ -69,9 +69,11 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
 
 def with_capacities(made: Sequence[tuple[Run, Alone]], window_groups: int) -> list[Run]:
     """For the very groups that are measured: others have other lengths."""
-    edges = common_edges([run.lines for run, _ in made], window_groups)
-    stretches = [(run, alone, stretch_of(run.lines, edges)) for run, alone in made]
-    return [replace(run, capacities=alone.capacities(it.end_groups - it.groups, it.end_groups)) for run, alone, it in stretches]
+    measured = stretches([run.lines for run, _ in made], window_groups)
+    return [
+        replace(run, capacities=alone.capacities(int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])))
+        for (run, alone), stretch in zip(made, measured, strict=True)
+    ]
 
 
 def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> None:

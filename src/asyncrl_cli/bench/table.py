@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli.bench import measure
-from asyncrl_cli.bench.results import Comparison, Result, Spread
+from asyncrl_cli.bench.results import Comparison, Spread
 from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 Shown = Callable[[float], str]
@@ -25,18 +25,20 @@ class TableRow:
 
     label: str
     cells: tuple[str, ...] = ()
+    strong: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A figure by name, and how it is written; `key` ones also show their spread over repeats. `always`: also where nobody measured
-    it."""
+    it. In a label `{window}` is W of the baseline."""
 
     label: str
     name: str
     shown: Shown
     key: bool = False
     always: bool = False
+    strong: bool = False
 
 
 def seconds(value: float) -> str:
@@ -54,13 +56,14 @@ SPEED = (
     Metric("wall time, whole run", "wall_s", clock),
     Metric("measured of it, s", "measured_s", seconds),
     Metric("groups/s", "groups_per_s", digits, key=True),
+    Metric("s per {window} groups", "window_time_s", seconds, key=True, strong=True),
 )
+WINDOW = tuple(Metric(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS.items())
 STEP = (
     Metric("  mean, s", "step_s_mean", seconds),
     Metric("  p95, s", "step_s_p95", seconds),
     *(Metric(f"    {label}", f"step_{part}_s", seconds) for label, part in PARTS.items()),
 )
-WINDOW = tuple(Metric(f"    {label}", f"window_{part}_s", seconds) for label, part in PARTS.items())
 REST = (
     Metric("slots used", "slot_utilization", share, always=True),
     Metric("rollouter idle", "rollouter_idle_ratio", share, always=True),
@@ -72,56 +75,51 @@ REST = (
     Metric("max span", "max_span", count),
     Metric("tokens discarded", "tokens_discarded", count),
     Metric("final reward", "final_reward", fixed, key=True),
-    Metric("speedup", "speedup", times, key=True),
+    Metric("speedup", "speedup", times, key=True, strong=True),
     Metric("  per token", "speedup_per_token", times, key=True),
-    Metric("% of the bound", "bound_ratio", percent, key=True),
+    Metric("% of the bound", "bound_ratio", percent, key=True, strong=True),
     Metric("% of both at once", "at_once_ratio", percent, key=True),
 )
+IDEAL = (Metric("ideal s per {window} groups", "ideal_s", seconds),)
+RATES = {
+    "both phases at once": (
+        Metric("  generation, tokens/s", "rollout_beside_tokens_per_s", count),
+        Metric("  training, tokens/s", "trainer_beside_tokens_per_s", count),
+    ),
+    "each phase alone": (
+        Metric("  generation, tokens/s", "rollout_tokens_per_s", count),
+        Metric("  training, tokens/s", "trainer_tokens_per_s", count),
+    ),
+}
+"""Alone, which shows whether the baseline is fair, and at once, where both sides share a machine."""
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
     """The whole table; a metric that nobody measured has no row, or one of `-`."""
-    results, window = comparison.results, f"s per {comparison.window_groups} groups"
+    results = comparison.results
+
+    def rows(metrics: Iterable[Metric]) -> list[TableRow]:
+        return [
+            TableRow(
+                label=metric.label.format(window=comparison.window_groups),
+                cells=tuple(_cell(result.figures.get(metric.name), metric.shown, metric.key or all_spreads) for result in results),
+                strong=metric.strong,
+            )
+            for metric in metrics
+            if metric.always or any(metric.name in result.figures for result in results)
+        ]
+
     step_groups = [result.contestant.step_groups for result in results]
-    steps_differ = any(groups != comparison.window_groups for groups in step_groups)
-    speed = (*SPEED, Metric(window, "window_time_s", seconds, key=True), *(WINDOW if steps_differ else ()))
-    return [
-        *_metrics(results, speed, all_spreads),
-        TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))),
-        *_metrics(results, (*STEP, *REST), all_spreads),
-        *_bound_rows(results, f"ideal {window}"),
-    ]
-
-
-def _metrics(results: Sequence[Result], metrics: Sequence[Metric], all_spreads: bool) -> list[TableRow]:
-    rows = []
-    for metric in metrics:
-        if metric.always or any(metric.name in result.figures for result in results):
-            with_spread = metric.key or all_spreads
-            cells = tuple(_cell(result.figures.get(metric.name), metric.shown, with_spread) for result in results)
-            rows.append(TableRow(label=metric.label, cells=cells))
-    return rows
-
-
-def _bound_rows(results: Sequence[Result], ideal: str) -> list[TableRow]:
-    """What limits each profile, and each side's phases: alone, which shows whether the baseline is fair, and at once, where both
-    sides share a machine."""
-    bounds = [result.bound for result in results]
-    if not any(bounds):
-        return []
-
-    def rates(side: str) -> list[TableRow]:
-        found = [(getattr(result.capacities, f"{phase}_{side}", None) for result in results) for phase in ("rollout", "trainer")]
-        labels = ("  generation, tokens/s", "  training, tokens/s")
-        return [TableRow(label=label, cells=tuple(map(count, cells))) for label, cells in zip(labels, found, strict=True)]
-
-    rows = [
-        TableRow(label="limited by", cells=tuple(bound.limited_by if bound else NOTHING for bound in bounds)),
-        TableRow(label=ideal, cells=tuple(seconds(bound.ideal_s) if bound else NOTHING for bound in bounds)),
-    ]
-    if any(result.capacities and result.capacities.rollout_beside_tokens_per_s for result in results):
-        rows += [TableRow(label="both phases at once"), *rates("beside_tokens_per_s")]
-    return [*rows, TableRow(label="each phase alone"), *rates("tokens_per_s")]
+    made = rows(SPEED)
+    if any(groups != comparison.window_groups for groups in step_groups):
+        made += rows(WINDOW)
+    made += [TableRow(label="train step, groups (R)", cells=tuple(map(str, step_groups))), *rows((*STEP, *REST))]
+    if comparison.has_bound:
+        made += [TableRow(label="limited by", cells=tuple(result.limited_by or NOTHING for result in results)), *rows(IDEAL)]
+    for heading, metrics in RATES.items():
+        if rates := rows(metrics):
+            made += [TableRow(label=heading), *rates]
+    return made
 
 
 def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
@@ -149,8 +147,7 @@ def table_of(comparison: Comparison) -> Table:
         folded = textwrap.wrap(result.profile, NAME_WIDTH)  # at its hyphens
         table.add_column("\n".join(folded), justify="right", no_wrap=True)
     for row in rows_of(comparison):
-        strong = row.label in ("speedup", "% of the bound") or row.label.startswith("s per ")
-        table.add_row(row.label, *map(_dimmed, row.cells), style="bold" if strong else "")
+        table.add_row(row.label, *map(_dimmed, row.cells), style="bold" if row.strong else "")
     table.width = Console(width=10_000).measure(table).maximum
     return table
 

@@ -15,7 +15,7 @@ from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.bench.measure import Edges, figures_of
+from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.pool import simulators
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import Setting, Space
@@ -223,6 +223,5 @@ def _figures(profile: Profile, workload: Workload, window_groups: int) -> dict[s
     if run.error is not None:
         return str(run.error)
     groups = int(run.lines[-1]["groups_trained"])
-    edges = Edges(begin_groups=window_groups, end_groups=groups - window_groups)
-    figures = figures_of(run.lines, window_groups=window_groups, edges=edges)
+    figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
     return {name: figures.get(name, 0.0) for name in FIGURES}

@@ -11,9 +11,6 @@ from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout
 from asyncrl_cli.cli.options import JsonOption
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from asyncrl_cli.bench.gantt import Timeline
     from asyncrl_cli.bench.results import Comparison
 
 EXAMPLES = """[bold]Examples[/]
@@ -79,34 +76,32 @@ def command(
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
     from asyncrl_cli.bench.bars import Bars
-    from asyncrl_cli.bench.compare import Request, compare, contest_of
+    from asyncrl_cli.bench.compare import compare, contest_of
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workload_files import load_workload
 
-    request = Request(
-        baseline=baseline,
-        profiles=tuple(profiles or ["partial-rollout"]),
-        sets=tuple(sets or ()),
-        seed=seed,
-        repeat=repeat,
+    workload = None if simulate is None else load_workload(simulate)
+    contest = contest_of(
+        baseline,
+        profiles or ["partial-rollout"],
+        sets=sets or (),
+        seeds=range(seed, seed + repeat),
         groups=groups,
         windows=windows,
+        workload=workload,
     )
-    workload = None if simulate is None else load_workload(simulate)
-    contest = contest_of(request, workload)
     for warning in contest.warnings:
         warn(warning)
     with output_directory(out) as directory:
         with Bars(stderr()) as bars:
             bars.say(f"SIMULATED {workload.name}" if workload else "real runs")
-            outcome = compare(contest, directory, bars)
-        if outcome.comparison is not None:
-            _show(outcome.comparison, outcome.timelines, directory, as_json=as_json)
-        if outcome.error is not None:
-            raise outcome.error
+            comparison = compare(contest, directory, bars)
+        _show(comparison, directory, as_json=as_json)
+        if comparison.error is not None:
+            raise comparison.error
 
 
-def _show(comparison: Comparison, timelines: Sequence[Timeline], directory: Path, *, as_json: bool) -> None:
+def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
     """What was measured is on disk and on the screen before pictures are tried."""
     from asyncrl_cli.bench.report import write_report, write_results
 
@@ -115,7 +110,7 @@ def _show(comparison: Comparison, timelines: Sequence[Timeline], directory: Path
         print_json(comparison.to_json())
     else:
         _print(comparison)
-    written, failures = write_report(comparison, timelines, directory)
+    written, failures = write_report(comparison, directory)
     for failure in failures:
         warn(failure)
     for path in (results, *written):
@@ -123,7 +118,7 @@ def _show(comparison: Comparison, timelines: Sequence[Timeline], directory: Path
 
 
 def _print(comparison: Comparison) -> None:
-    from asyncrl_cli.bench.legend import short_notes
+    from asyncrl_cli.bench.report import short_notes
     from asyncrl_cli.bench.table import heading_of, table_of
 
     stdout().print(heading_of(comparison), style="italic", markup=False, soft_wrap=True)

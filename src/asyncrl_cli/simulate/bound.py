@@ -30,38 +30,16 @@ class Capacities:
     """While the other side works, too. None where that is the same, or is not measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """Sampled tokens of the groups that were trained: as the workers made them (in that time, not ahead of it), as the trainer
-    counts them."""
+def ideal_times(sampled_tokens: float, trained_tokens: float, capacities: Capacities) -> dict[str, float]:
+    """Seconds of each phase alone, of both (`ideal_s`), and `at_once_s` where it is known what they do beside each other.
 
-    sampled_tokens: float
-    trained_tokens: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """`limited_by` is the phase that takes longer: generation or training."""
-
-    generation_s: float
-    training_s: float
-    colocated: bool
-    at_once_s: float | None = None
-
-    @property
-    def ideal_s(self) -> float:
-        return self.generation_s + self.training_s if self.colocated else max(self.generation_s, self.training_s)
-
-    @property
-    def limited_by(self) -> str:
-        return "generation" if self.generation_s >= self.training_s else "training"
-
-
-def bound_of(work: Work, capacities: Capacities) -> Bound:
+    Of the groups that were trained: tokens as the workers made them (in that time, not ahead of it), as the trainer counts them.
+    """
+    generation_s = sampled_tokens / capacities.rollout_tokens_per_s
+    training_s = trained_tokens / capacities.trainer_tokens_per_s
+    ideal_s = generation_s + training_s if capacities.colocated else max(generation_s, training_s)
+    times = {"generation_s": generation_s, "training_s": training_s, "ideal_s": ideal_s}
     rollout, trainer = capacities.rollout_beside_tokens_per_s, capacities.trainer_beside_tokens_per_s
-    return Bound(
-        generation_s=work.sampled_tokens / capacities.rollout_tokens_per_s,
-        training_s=work.trained_tokens / capacities.trainer_tokens_per_s,
-        colocated=capacities.colocated,
-        at_once_s=max(work.sampled_tokens / rollout, work.trained_tokens / trainer) if rollout and trainer else None,
-    )
+    if rollout and trainer:
+        times["at_once_s"] = max(sampled_tokens / rollout, trained_tokens / trainer)
+    return times
