@@ -32,7 +32,8 @@ from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
+from asyncrl_cli.plan.counts import ROLLOUT, TRAINER
+from asyncrl_cli.plan.job_plan import JobPlan, place_of
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RunSection
 from asyncrl_cli.simulate.bound import Capacities

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
 
 from asyncrl_cli.cli.console import print_json, stdout, warn
-from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.plan import cluster, memory_fit
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job, device_of, plan_rows
-from asyncrl_cli.plan.memory import MemoryEstimate, estimate_memory
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
+from asyncrl_cli.plan.machine import engine_refusal
+from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Loaded
 from asyncrl_cli.profile.schema import Profile
@@ -22,37 +20,32 @@ MIB, GIB = 2**20, 2**30
 NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
-    """`unknown`: why there is no estimate, else empty. `refusal`: what is sure not to fit, which a run refuses, too."""
-
-    estimate: MemoryEstimate | None
-    needs: tuple[memory_fit.DeviceNeed, ...] = ()
-    warnings: tuple[str, ...] = ()
-    unknown: str = ""
-    refusal: PreflightError | None = None
-
-
 def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
     """On stdout; for this machine, or another one with `gpus` GPUs of `gpu_memory_gib` each.
 
     Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
     """
     profile = loaded.profile
-    schedule = Schedule.of(profile)
-    job = _planned(profile, gpus)
-    kind_of(profile).check_arguments(profile, job.device)
-    memory = memory_report(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
-    missing = _missing_engine(profile, job) if gpus is None else []
-    for warning in (*loaded.warnings, *job.warnings, *missing, *_unused(job, gpus, gpu_memory_gib), *memory.warnings):
+    schedule, job = Schedule.of(profile), _planned(profile, gpus)
+    warnings = [*loaded.warnings, *job.warnings]
+    if (missing := engine_refusal(profile, job.device)) is not None and gpus is None:
+        warnings.append(f"a run on this machine would be refused: {missing.message} ({missing.hint})")
+    if job.device == "cpu":
+        given = {"--gpus": gpus or None, "--gpu-memory": gpu_memory_gib}
+        warnings += [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
+    memory = memory_fit.estimate_or_reason(profile, job, _device_memory_bytes(job, gpus, gpu_memory_gib))
+    refusal = memory_fit.cannot_fit(memory) if isinstance(memory, MemoryEstimate) else None
+    if refusal is None and isinstance(memory, MemoryEstimate):
+        warnings += memory_fit.memory_warnings(memory)
+    for warning in warnings:
         warn(warning)
     if as_json:
         print_json(_document(profile, schedule, job, memory))
     else:
         _print_tables(profile, schedule, job)
-        print_memory(memory, job)
-    if memory.refusal is not None:
-        raise memory.refusal
+        _print_memory(memory, job)
+    if refusal is not None:
+        raise refusal
 
 
 def _planned(profile: Profile, gpus: int | None) -> JobPlan:
@@ -67,23 +60,6 @@ def _planned(profile: Profile, gpus: int | None) -> JobPlan:
     return compile_job(profile, replace(here, nodes=(replace(there, cpus=max(there.cpus, job.cpus)),)))
 
 
-def _missing_engine(profile: Profile, job: JobPlan) -> list[str]:
-    """A plan needs no engine; a run on this machine does."""
-    try:
-        kind_of(profile).check_here(job.device)
-    except PreflightError as refusal:
-        return [f"a run on this machine would be refused: {refusal.message} ({refusal.hint})"]
-    return []
-
-
-def _unused(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> list[str]:
-    """Options that say nothing of a plan on CPUs."""
-    if job.device != "cpu":
-        return []
-    given = {"--gpus": gpus or None, "--gpu-memory": gpu_memory_gib}
-    return [f"{flag} {value:g} is not used: the job runs on CPUs" for flag, value in given.items() if value is not None]
-
-
 def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:
     """What was said of the GPUs; else this machine's, unless the plan is for GPUs of another one."""
     if job.device == "cuda" and gpu_memory_gib is not None:
@@ -93,13 +69,13 @@ def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float |
     return memory_fit.known_memory_bytes(job.device)
 
 
-def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: MemoryReport) -> dict[str, Any]:
+def _document(profile: Profile, schedule: Schedule, job: JobPlan, memory: MemoryEstimate | str) -> dict[str, Any]:
     of_job = {name: getattr(job, name) for name in ("device", "engine", "colocate", "gpus", "cpus")}
     return {
         "profile": profile.name,
         "schedule": asdict(schedule),
         "placement": {**of_job, "roles": plan_rows(job)},
-        "memory": memory_document(memory),
+        "memory": _memory_document(memory),
     }
 
 
@@ -138,57 +114,34 @@ def _print_tables(profile: Profile, schedule: Schedule, job: JobPlan) -> None:
     stdout().print(roles)
 
 
-def refuse_what_cannot_fit(profile: Profile) -> None:
-    """Before a run on this machine: PreflightError if its GPUs are too small for what a process holds all the time."""
-    here = cluster.local_cluster()
-    if device_of(profile, here) == "cpu":
-        return
-    report = memory_report(profile, compile_job(profile, here), memory_fit.known_memory_bytes("cuda"))
-    if report.refusal is not None:
-        raise report.refusal
-
-
-def memory_report(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryReport:
-    try:
-        shape = shape_of(profile.model.path)
-    except ShapeUnknown as reason:
-        return MemoryReport(estimate=None, unknown=str(reason))
-    estimate = estimate_memory(profile, plan, shape, available_bytes)
-    refusal = memory_fit.cannot_fit(estimate)
-    warnings = () if refusal else tuple(memory_fit.memory_warnings(estimate))
-    needs = tuple(memory_fit.device_needs(estimate))
-    return MemoryReport(estimate=estimate, needs=needs, warnings=warnings, refusal=refusal)
-
-
-def memory_document(report: MemoryReport) -> dict[str, Any]:
-    if report.estimate is None:
-        return {"unknown": report.unknown}
+def _memory_document(memory: MemoryEstimate | str) -> dict[str, Any]:
+    if isinstance(memory, str):
+        return {"unknown": memory}
     return {
         "estimate": True,
-        "parameters": report.estimate.shape.parameters,
-        "kv_values_per_token": report.estimate.shape.kv_values_per_token,
-        "items": [asdict(item) for item in report.estimate.items],
-        "devices": [{**asdict(need), "fits": need.fits} for need in report.needs],
-        "remarks": [*report.estimate.shape.remarks, NOT_COUNTED],
+        "parameters": memory.shape.parameters,
+        "kv_values_per_token": memory.shape.kv_values_per_token,
+        "items": [asdict(item) for item in memory.items],
+        "devices": [{**asdict(need), "fits": need.fits} for need in memory_fit.device_needs(memory)],
+        "remarks": [*memory.shape.remarks, NOT_COUNTED],
     }
 
 
-def print_memory(report: MemoryReport, plan: JobPlan) -> None:
-    if report.estimate is None:
-        stdout().print(f"\nmemory: no estimate: {report.unknown}", soft_wrap=True)
+def _print_memory(memory: MemoryEstimate | str, plan: JobPlan) -> None:
+    if isinstance(memory, str):
+        stdout().print(f"\nmemory: no estimate: {memory}", soft_wrap=True)
         return
     each = "process" if plan.device == "cpu" else "GPU and process"
-    parameters = report.estimate.shape.parameters
-    title = f"\nmemory per {each}, an estimate ({report.estimate.shape.model_type}, {parameters:,} parameters)"
+    title = f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} parameters)"
     table = Table("role", "what", "where", "when", title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("processes", justify="right")
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("meaning")
-    for item in report.estimate.items:
+    for item in memory.items:
         where = "memory" if plan.device == "cpu" else "GPU" if item.place == "device" else "host"
         table.add_row(item.role, item.what, where, item.phase, str(item.processes), size(item.num_bytes), item.how)
     stdout().print(table)
-    for line in (*map(_need_line, report.needs), *report.estimate.shape.remarks, NOT_COUNTED):
+    for line in (*map(_need_line, memory_fit.device_needs(memory)), *memory.shape.remarks, NOT_COUNTED):
         stdout().print(line, soft_wrap=True)
 
 

@@ -61,7 +61,7 @@ def command(
             warn(note)
         return
     if address is None:
-        from asyncrl_cli.cli.plan_report import refuse_what_cannot_fit
+        from asyncrl_cli.plan.memory_fit import refuse_what_cannot_fit
 
         refuse_what_cannot_fit(settings)
     from asyncrl_cli.job.run import Run

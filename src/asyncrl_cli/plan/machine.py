@@ -12,7 +12,9 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncrl_cli import __version__
+from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import preflight
+from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_facts, local_cluster, matrix_features, usable_cores
 from asyncrl_cli.plan.counts import cpu_counts
 from asyncrl_cli.profile.schema import Profile
@@ -23,6 +25,18 @@ IMPORT_TIMEOUT_S = 180.0
 """vLLM takes 15 s on an idle machine."""
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
 GIB = 2**30
+
+
+def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
+    """What a run on this machine would be refused for want of its engine, which a plan does not need. Raises ConfigError for
+    arguments that the engine refuses anywhere."""
+    kind = kind_of(profile)
+    kind.check_arguments(profile, device)
+    try:
+        kind.check_here(device)
+    except PreflightError as refusal:
+        return refusal
+    return None
 
 
 @dataclass(frozen=True, slots=True)

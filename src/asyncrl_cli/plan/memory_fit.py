@@ -6,8 +6,12 @@ import subprocess
 from dataclasses import dataclass
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.plan.memory import CACHE_SHARE_OF_MEMORY, SHARED_CACHE, MemoryEstimate, kv_cache_bytes
+from asyncrl_cli.models.shape import ShapeUnknown, shape_of
+from asyncrl_cli.plan import cluster
+from asyncrl_cli.plan.counts import ROLLOUT, TRAINER
+from asyncrl_cli.plan.job_plan import JobPlan, compile_job, device_of
+from asyncrl_cli.plan.memory import CACHE_SHARE_OF_MEMORY, SHARED_CACHE, MemoryEstimate, estimate_memory, kv_cache_bytes
+from asyncrl_cli.profile.schema import Profile
 
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
@@ -28,6 +32,24 @@ class DeviceNeed:
     @property
     def fits(self) -> bool | None:
         return None if self.available_bytes is None else self.num_bytes <= self.available_bytes
+
+
+def estimate_or_reason(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryEstimate | str:
+    """Or why there is no estimate: the model's shape is not known here."""
+    try:
+        return estimate_memory(profile, plan, shape_of(profile.model.path), available_bytes)
+    except ShapeUnknown as reason:
+        return str(reason)
+
+
+def refuse_what_cannot_fit(profile: Profile) -> None:
+    """Before a run on this machine: PreflightError if its GPUs are too small for what a process holds all the time."""
+    here = cluster.local_cluster()
+    if device_of(profile, here) == "cpu":
+        return
+    estimate = estimate_or_reason(profile, compile_job(profile, here), known_memory_bytes("cuda"))
+    if isinstance(estimate, MemoryEstimate) and (refusal := cannot_fit(estimate)) is not None:
+        raise refusal
 
 
 def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
