@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import pictures
-from asyncrl_cli.bench.gantt import Timeline, evenly
+from asyncrl_cli.bench.gantt import Timeline, shown_workers
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
 from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread
@@ -216,7 +216,7 @@ def test_the_view_begins_with_a_window_in_the_middle_of_the_run() -> None:
 
 
 def test_of_many_workers_eight_are_shown_from_the_first_to_the_last() -> None:
-    names = [f"rollout-{index}" for index in range(64)]
-    shown = evenly(names, 8)
+    roles = {f"rollout-{index}": "rollout" for index in range(64)}
+    shown = shown_workers(roles)
     assert (len(shown), shown[0], shown[-1]) == (8, "rollout-0", "rollout-63")
-    assert evenly(names[:3], 8) == tuple(names[:3])
+    assert shown_workers({"rollout-10": "rollout", "trainer": "trainer", "rollout-2": "rollout"}) == ("rollout-2", "rollout-10")

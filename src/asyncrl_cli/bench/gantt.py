@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.bench.measure import stretch_of
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
@@ -52,35 +51,28 @@ class KeptTimeline(Observer):
         self._spans: Spans = {}
         self._running: Counts = {}
         self._publishes_s: list[float] = []
-        self._names: dict[str, str] = {}
-        self._shown: set[str] = set()
+        self._roles: dict[str, str] = {}
 
     def event(self, event: Event) -> None:
         if event.name == "published":
             self._publishes_s.append(event.time_s)
 
     def step(self, record: StepRecord) -> None:
-        if not self._names:
-            self._names = {name: report.role for name, report in record.reports.items()}
-            self._shown = {*_of_role(self._names, TRAINER), *evenly(_of_role(self._names, ROLLOUT), MAX_WORKERS)}
-        for name in self._shown & record.spans.keys():
-            kept = self._spans.setdefault(name, [])
+        if not self._roles:
+            self._roles = {name: report.role for name, report in record.reports.items()}
+            self._spans = {name: [] for name in (*_of_role(self._roles, TRAINER), *shown_workers(self._roles))}
+        for name in self._spans.keys() & record.spans.keys():
             for span in record.spans[name]:
-                add_span(kept, str(span.state), span.start_s, span.end_s)
+                add_span(self._spans[name], str(span.state), span.start_s, span.end_s)
 
     def tick(self, snapshot: Snapshot) -> None:
-        for name in self._shown & snapshot.reports.keys():
+        for name in self._spans.keys() & snapshot.reports.keys():
             gauges = snapshot.reports[name].gauges
             if "running_sequences" in gauges:
                 self._running.setdefault(name, []).append((snapshot.time_s, gauges["running_sequences"]))
 
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
     def timeline(self, profile: str, lines: Sequence[Line]) -> Timeline:
-        return _timeline(profile, lines, self._names, self._spans, self._running, self._publishes_s)
+        return _timeline(profile, lines, self._roles, self._spans, self._running, self._publishes_s)
 
 
 def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timeline | None:
@@ -88,36 +80,35 @@ def timeline_of_run(profile: str, run_dir: Path, lines: Sequence[Line]) -> Timel
     path = run_dir / "timeline.jsonl"
     if not path.is_file():
         return None
-    spans, running = read_timeline(path)
     status = json.loads((run_dir / "status.json").read_text(encoding="utf-8"))
-    names = {executor["name"]: executor["role"] for executor in status["executors"]}
+    roles = {executor["name"]: executor["role"] for executor in status["executors"]}
     publishes_s = [event["time_s"] for event in read_events(run_dir / "events.jsonl") if event["event"] == "published"]
-    return _timeline(profile, lines, names, spans, running, publishes_s)
+    return _timeline(profile, lines, roles, *read_timeline(path), publishes_s)
 
 
-def evenly(names: Sequence[str], limit: int) -> tuple[str, ...]:
-    """All of them, or `limit` spread evenly from the first to the last."""
-    if len(names) <= limit:
+def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
+    """All of them, or `MAX_WORKERS` spread evenly from the first to the last."""
+    names = _of_role(roles, ROLLOUT)
+    if len(names) <= MAX_WORKERS:
         return tuple(names)
-    return tuple(names[round(index * (len(names) - 1) / (limit - 1))] for index in range(limit))
+    return tuple(names[round(index * (len(names) - 1) / (MAX_WORKERS - 1))] for index in range(MAX_WORKERS))
 
 
-def _of_role(names: Mapping[str, str], role: str) -> list[str]:
+def _of_role(roles: Mapping[str, str], role: str) -> list[str]:
     """In the order of their numbers: rollout-2 before rollout-10."""
-    return sorted((name for name, found in names.items() if found == role), key=lambda name: (len(name), name))
+    return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))
 
 
 def _timeline(
-    profile: str, lines: Sequence[Line], names: Mapping[str, str], spans: Spans, running: Counts, publishes_s: Sequence[float]
+    profile: str, lines: Sequence[Line], roles: Mapping[str, str], spans: Spans, running: Counts, publishes_s: Sequence[float]
 ) -> Timeline:
     stretch = stretch_of(lines)
     ends = {line["window"]: line["time_s"] for line in stretch.lines}
-    workers = _of_role(names, ROLLOUT)
     return Timeline(
         profile=profile,
-        trainers=tuple(_of_role(names, TRAINER)),
-        workers=evenly(workers, MAX_WORKERS),
-        num_workers=len(workers),
+        trainers=tuple(_of_role(roles, TRAINER)),
+        workers=shown_workers(roles),
+        num_workers=len(_of_role(roles, ROLLOUT)),
         spans=spans,
         running=running,
         publishes_s=tuple(publishes_s),

@@ -32,8 +32,7 @@ from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model
-from asyncrl_cli.plan.counts import ROLLOUT, TRAINER
-from asyncrl_cli.plan.job_plan import JobPlan, place_of
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.place import Place
 from asyncrl_cli.profile.schema import AsyncTrainingSection, Profile, RunSection
 from asyncrl_cli.simulate.bound import Capacities
@@ -232,20 +231,13 @@ class _Pair:
         trained = [trained for generated, trained in self._turns if not generated]
         both = [turn for turn in self._turns if all(turn)]
         rollout, trainer = list(map(_rollout_rate, generated)), list(map(_trainer_rate, trained))
-        beside = (
-            {
-                "rollout_beside_tokens_per_s": statistics.median(_rollout_rate(generated) for generated, _ in both),
-                "trainer_beside_tokens_per_s": statistics.median(_trainer_rate(trained) for _, trained in both),
-            }
-            if both
-            else {}
-        )
         return PhaseFigures(
             capacities=Capacities(
                 rollout_tokens_per_s=statistics.median(rollout),
                 trainer_tokens_per_s=statistics.median(trainer),
                 colocated=self.side.colocated,
-                **beside,
+                rollout_beside_tokens_per_s=_median([_rollout_rate(generated) for generated, _ in both]),
+                trainer_beside_tokens_per_s=_median([_trainer_rate(trained) for _, trained in both]),
             ),
             rollout_repeats=rollout,
             trainer_repeats=trainer,
@@ -261,3 +253,7 @@ def _rollout_rate(generated: Sequence[Worked]) -> float:
 def _trainer_rate(trained: Sequence[Worked]) -> float:
     """Each rank reports the tokens of all, and a step ends with the slowest."""
     return trained[0].tokens / max(one.seconds for one in trained)
+
+
+def _median(rates: Sequence[float]) -> float | None:
+    return statistics.median(rates) if rates else None

@@ -174,7 +174,7 @@ class TrainingAlone:
                 num_minibatches=training.require_batches,
                 normalize=work.profile.algorithm.normalize_advantages,
             )
-            self._batches.append((plans[rank], [payload for _, payload in groups]))
+            self._batches.append((plans[rank], dict(enumerate(payload for _, payload in groups))))
         init_method = f"file://{work.meeting}"
         self._trainer = PolicyTrainer(work.profile, work.place, rank=rank, init_method=init_method, total_optimizer_steps=1)
         self._step = 0
@@ -183,10 +183,9 @@ class TrainingAlone:
         """Until the slowest rank has ended the last step."""
         began_s, cpu, tokens = time.perf_counter(), CpuTime(self._threads), 0
         for _ in range(num_steps):
-            plan, groups = self._batches[self._step % BATCHES]
+            plan, payloads = self._batches[self._step % BATCHES]
             step_in_window = self._step % self._window_steps
             self._step += 1
-            payloads = {group: groups[group] for group in plan.groups}
             tokens += self._trainer.train(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads).tokens
         return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
 
