@@ -34,7 +34,8 @@ from functools import partial
 from typing import Any
 
 from asyncrl_cli.job.process import collect_garbage_seldom
-from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from asyncrl_cli.engines.port import Completion, Sampling
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile, RolloutSection
+from asyncrl_cli.profile.schema import Place, Profile, RolloutSection
 from asyncrl_cli.weights.buckets import Bucket, Packing, Spec, dtype_name, plan_layout
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from gpu_smoke_kit import DEVICE, GPU_SHARE, RESPONSE_TOKENS, Wrong
 from gpu_smoke_trainer import trained
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import ModelSection, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.profile.schema import ModelSection, Place, Profile, RolloutSection, WeightsSection
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.probes import mean_abs_diff

@@ -17,8 +17,7 @@ from gpu_smoke_kit import DEVICE, RESPONSE_TOKENS, TRAIN_STEPS, Wrong
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.values import Value
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import ModelSection, Profile, TrainerSection
+from asyncrl_cli.profile.schema import ModelSection, Place, Profile, TrainerSection
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer

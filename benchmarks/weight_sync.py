@@ -56,8 +56,7 @@ from engine_kit import (
 )
 
 from asyncrl_cli.engines.port import Sampling
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.buckets import verified
 from asyncrl_cli.weights.probes import mean_abs_diff

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile, RunSection
+from asyncrl_cli.profile.schema import Place, Profile, RunSection
 
 SECTIONS = {
     "dtype": "model",

@@ -15,10 +15,17 @@ AsyncrlError             exit 1   the run failed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import difflib
+import typing
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+if typing.TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+E = typing.TypeVar("E", bound=BaseException)
+LONGEST_NAME = 100
+"""Of names that are compared with others."""
+MOST_PROBLEMS = 20
+"""Told in one error."""
 
 
 class AsyncrlError(Exception):
@@ -46,6 +53,34 @@ def first_names(names: Sequence[str], shown: int = 3) -> str:
     return f"{', '.join(names[:shown])}{more}"
 
 
+def first_error(error: BaseException, kind: type[E]) -> E | None:
+    """The first exception of that kind that is no group: `error` itself, or one inside it. None if there is none."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, kind) else None
+    found = (first_error(inner, kind) for inner in error.exceptions)
+    return next((inner for inner in found if inner is not None), None)
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """The known name that was probably meant. Of dotted ones the closest in its section, then by its last part, then as a whole."""
+    if len(name) > LONGEST_NAME:
+        return None
+    section, _, last = name.rpartition(".")
+    by_last = {key.rpartition(".")[2]: key for key in reversed(list(known))}
+    in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    for pool, wanted in ((in_section, last), (by_last, last), ({key: key for key in known}, name)):
+        found = difflib.get_close_matches(wanted, pool, n=1, cutoff=0.7)
+        if found:
+            return pool[found[0]]
+    return None
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str, shown: Callable[[str], str] = str) -> str:
+    """A hint: the known name that was probably meant, or `otherwise`."""
+    guess = nearest(name, known)
+    return f"did you mean {shown(guess)}?" if guess else otherwise
+
+
 def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:
     return kind(message, hint=hint)
 
@@ -56,6 +91,16 @@ def _rebuild_failed(kind: type[ExecutorFailed], cause: str, hint: str, executor:
 
 class ConfigError(AsyncrlError):
     exit_code = 2
+
+
+def combine(problems: Sequence[ConfigError]) -> ConfigError:
+    """One error out of several: all messages, the first one's hint."""
+    assert problems
+    if len(problems) == 1:
+        return problems[0]
+    more = "\n  - ..." if len(problems) > MOST_PROBLEMS else ""
+    lines = "".join(f"\n  - {problem.message}" for problem in problems[:MOST_PROBLEMS]) + more
+    return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=problems[0].hint)
 
 
 class PreflightError(AsyncrlError):

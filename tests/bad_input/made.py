@@ -19,7 +19,8 @@ from asyncrl_cli.checkpoint import manifest
 from asyncrl_cli.checkpoint.find import LoopStateFile
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers

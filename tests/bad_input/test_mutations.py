@@ -15,7 +15,8 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
-from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.board import ResumeFrom, World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import ModelSection, PlacementSection, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.profile.schema import ModelSection, Place, PlacementSection, Profile, RolloutSection, WeightsSection
 
 
 def made_for(

@@ -10,8 +10,7 @@ from asyncrl_cli.engines.port import check_engine, make_engine
 from asyncrl_cli.engines.vllm import preflight as vllm_preflight
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.layers import load
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 
 
 def vllm_profile(*sets: str) -> Profile:

@@ -33,8 +33,7 @@ from asyncrl_cli.plan.counts import cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plugins import engine_kind
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile, WeightsSection
+from asyncrl_cli.profile.schema import Place, Profile, WeightsSection
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.weights.buckets import fingerprint
 from asyncrl_cli.weights.direct import AnnouncedWeights

@@ -13,8 +13,7 @@ from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import trainer_actor
 from asyncrl_cli.job.adapters import RayTrainer
 from asyncrl_cli.job.trainer_actor import TrainerActor
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import ModelSection, Profile
+from asyncrl_cli.profile.schema import ModelSection, Place, Profile
 
 from .crew import make_model, small_profile
 

@@ -25,8 +25,7 @@ from asyncrl_cli.plan.memory import (
 )
 from asyncrl_cli.plan.memory_fit import device_needs, memory_warnings
 from asyncrl_cli.profile.layers import load
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 from tests.trainers import TrainerParts
 
 SMALL = {

@@ -10,8 +10,8 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
+from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.loop.pipeline import ResumeFrom
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop.proof.faults import Fault, FaultKind, Faults
 from tests.loop.worlds import MODES, run_world, settings

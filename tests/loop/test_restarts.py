@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.loop.admission import Admission
+from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.pipeline import ResumeFrom
 from asyncrl_cli.loop.ports import Published
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.slots import WorkerSlots
@@ -172,7 +172,7 @@ def test_an_attempt_that_was_lost_with_its_worker_does_not_count_as_stale():
     loop_settings = settings("partial-rollout", **changes)
     worker = WorkerSlots(name="w", slots=2)
     admission, told = Admission(loop_settings, [worker]), []
-    groups = Groups(loop_settings, admission, NumberedFeed(), lambda key, stage, fields: told.append((key.attempt, stage.value)))
+    groups = Groups(loop_settings, admission, NumberedFeed(), lambda stage, key, **fields: told.append((key.attempt, stage)))
     for _ in range(2):
         groups.start()
         groups.lost("w")
@@ -280,21 +280,20 @@ def test_without_restarts_the_first_failure_ends_the_run():
 
 
 def test_the_next_process_wants_the_newest_version_also_where_that_is_about_to_be_replaced():
-    sync = WeightSync({"a": -1, "b": -1})
-    for name in ("a", "b"):
-        sync.hold(name, 3)
+    a, b = (WorkerSlots(name=name, slots=8, version=3) for name in ("a", "b"))
+    sync = WeightSync([a, b])
     newest = Published(version=3, num_bytes=0, publish_s=0.0, handle="the bytes")
     sync.offer(newest)
-    assert sync.wanted("a") is None
-    sync.begin("a", 3)
-    sync.lost("a")
+    assert sync.wanted(a) is None
+    a.begun = 3
+    a.forget_weights()
     assert sync.begun == {}
-    assert sync.wanted("a") is newest
-    sync.begin("b", 2)
+    assert sync.wanted(a) is newest
+    b.begun = 2
     sync.reserve()
-    assert sync.wanted("a") is None
+    assert sync.wanted(a) is None
     sync.offer(Published(version=4, num_bytes=0, publish_s=0.0, handle="newer bytes"))
-    assert sync.wanted("a").version == 4
+    assert sync.wanted(a).version == 4
 
 
 def report(now_s, state_s, *, sums, spans=(), state=State.BUSY, running_tokens=0):

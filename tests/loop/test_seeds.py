@@ -11,13 +11,12 @@ from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
-from asyncrl_cli.loop.restarts import Restarts
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.sync import WeightSync
+from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.simulate.clock import DeadlockError
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import NumberedFeed
@@ -155,9 +154,9 @@ def publish_that_forgets_who_is_late(admission):
     return []
 
 
-def transition_that_skips_finishes(pipeline, key, stage, fields):
-    if stage is not Stage.FINISHED:
-        pipeline.board.event(stage.value, key=key, **fields)
+def tell_that_skips_finishes(groups, attempt, original=Groups._tell, **fields):
+    if attempt.stage is not Stage.FINISHED:
+        original(groups, attempt, **fields)
 
 
 def notify_without_groups(changes, changed=Change.RUN, original=Changes.notify):
@@ -203,9 +202,9 @@ def begin_without_a_base(executor, report, arrived_s):
     return float("-inf")
 
 
-def use_none(restarts, name, error, original=Restarts._use_one):
-    original(restarts, name, error)
-    restarts._left[name] += 1
+def use_none(tasks, error, original=WorkerTasks._use_restart):
+    original(tasks, error)
+    tasks._restarts_left += 1
 
 
 def lost_for_good(groups, worker):
@@ -219,7 +218,7 @@ MISTAKES = {
     "admission looks at no deadline": (Admission, "_in_time", lambda *_: True, {"admission", "takes", "deadlines"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
     "late groups are kept": (Admission, "publish", publish_that_forgets_who_is_late, {"staleness"}),
-    "the ledger's event is lost": (Pipeline, "_transition", transition_that_skips_finishes, {"ledger", "admission"}),
+    "the ledger's event is lost": (Groups, "_tell", tell_that_skips_finishes, {"ledger", "admission"}),
     "slots are freed too early": (WorkerSlots, "set_unfinished", slots_that_are_free_too_early, {"admission", "slots"}),
     "the feed repeats a prompt on resume": (NumberedFeed, "restore", feed_that_goes_back, {"ledger"}),
     "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
@@ -229,7 +228,7 @@ MISTAKES = {
     "the prompts of a dead worker never start again": (Groups, "lost", lost_for_good, {"ledger"}),
     "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),
     "a restarted executor's sums begin anew": (_Executor, "begin_anew", begin_without_a_base, {"time"}),
-    "restarts have no limit": (Restarts, "_use_one", use_none, {"restarts"}),
+    "restarts have no limit": (WorkerTasks, "_use_restart", use_none, {"restarts"}),
     "a dead worker's tokens are forgotten": (ReportBook, "lost", lambda *_: 0, {"waste", "time"}),
     "three versions are on their way": (WeightSync, "room", True, {"loads"}),
     "a synchronous trainer does not wait": (Publishing, "_held_by_all", go_on_at_once, {"sync"}),

@@ -72,13 +72,14 @@ def test_who_may_start_a_group_is_what_a_search_through_all_workers_finds(change
 
 @given(st.lists(st.tuples(st.integers(0, WORKERS - 1), st.integers(1, 3)), max_size=40))
 def test_a_sync_is_complete_when_the_worker_that_is_furthest_behind_has_it(loads):
-    sync, held = WeightSync({f"w{index}": -1 for index in range(WORKERS)}), [-1] * WORKERS
+    workers, held = [WorkerSlots(name=f"w{index}", slots=SLOTS, version=-1) for index in range(WORKERS)], [-1] * WORKERS
+    sync = WeightSync(workers)
     reported: set[int] = set()
     for index, more in loads:
         held[index] += more
         reported.add(held[index])
-        sync.begin(f"w{index}", held[index])
         report = LoadReport(version=held[index], send_s=0.0, load_s=0.0, pause_s=0.0, logprob_abs_diff=None)
-        sync.loaded(f"w{index}", report)
+        workers[index].end_load(held[index])
+        sync.loaded(report)
         complete = [version for version in reported if version <= min(held)]
         assert (sync.summary.version if sync.summary else None) == max(complete, default=None)

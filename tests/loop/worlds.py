@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.board import ResumeFrom, World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from asyncrl_cli.errors import Interrupted
-from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.board import ResumeFrom, World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import Sink, to_json

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile

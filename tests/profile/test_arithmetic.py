@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.profile.arithmetic import Schedule, budget_groups
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.schema import Profile
 
@@ -49,8 +49,7 @@ def test_all_numbers_agree_with_exact_fractions(
 
 
 def test_an_eta_written_as_015_admits_115_of_100_groups() -> None:
-    profile = load("base", ["trainer.ppo_mini_batch_size=100", "async_training.staleness_threshold=0.15"], environ={}).profile
-    assert budget_groups(profile.async_training.staleness_threshold, 100) == 115
+    assert schedule_of("trainer.ppo_mini_batch_size=100", "async_training.staleness_threshold=0.15").budget_groups == 115
 
 
 def test_a_run_that_is_no_whole_number_of_windows_has_a_shorter_last_one() -> None:

@@ -145,6 +145,15 @@ def test_a_wrong_set_says_key_value_and_what_is_expected(text: str, message: str
     assert hint in error.hint
 
 
+@pytest.mark.parametrize("sets", [("task.params=5", "task.params.x=1"), ("task.params.x=1", "task.params=5")])
+def test_parameters_beside_a_table_of_them_that_is_none_are_refused(sets: tuple[str, str]) -> None:
+    assert "task.params = 5 (--set): expected a table" in refusal(sets=sets).message
+
+
+def test_a_misspelt_choice_is_answered_with_the_nearest_one() -> None:
+    assert refusal(sets=("weights.transport=disc",)).hint == 'did you mean "disk"?'
+
+
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -10,8 +10,7 @@ from typing import Generic, TypeVar
 
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Interrupt, Profile
+from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

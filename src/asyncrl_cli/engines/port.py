@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plugins import engine_kind
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Interrupt, Profile, RolloutSection, WeightsSection
+from asyncrl_cli.profile.schema import Interrupt, Place, Profile, RolloutSection, WeightsSection
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,7 @@ import psutil
 from asyncrl_cli.engines.port import Sampling, make_engine
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 
 if TYPE_CHECKING:
     from asyncrl_cli.samples import GroupPayload

@@ -16,7 +16,8 @@ from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost, StorageError
 from asyncrl_cli.job.process import StopRequests, leave, tell
-from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.board import ResumeFrom, World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Cut, Trainer
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts

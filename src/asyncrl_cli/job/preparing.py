@@ -151,9 +151,9 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     if len(state["observers"]) != 1:
         raise _refused(checkpoint, f"it has figures of {len(state['observers'])} observers, not of one")
     observers.read_state(state["observers"][0])
-    finished = [(entry["result"]["key"], len(entry["result"]["trajectories"])) for entry in state["groups"]["finished"]]
+    finished = [entry["result"] for entry in state["groups"]["finished"]]
     payloads = [((p.uid, p.epoch, p.attempt), len(p.trajectories)) for p in read_payloads(checkpoint.directory)]
-    if payloads != finished:
+    if payloads != [(result.key, len(result.trajectories)) for result in finished]:
         raise _refused(checkpoint, "its tokens are not those of its finished groups")
 
 

@@ -30,8 +30,7 @@ from asyncrl_cli.job.transports import arriving
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile, WeightsSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.scoring import RewardSpec
 

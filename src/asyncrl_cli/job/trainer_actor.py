@@ -31,8 +31,7 @@ from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:

@@ -27,8 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Stage
-from asyncrl_cli.loop.ledger import Ledger
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Ledger, Stage
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.slots import Fleet, WorkerSlots
 

@@ -1,20 +1,24 @@
-"""An attempt: one try at one prompt, from its start to its end.
+"""An attempt: one try at one prompt, from its start to its end; and the ledger of all attempts of a run.
 
         admit            finish            take             train
 (new) -------> running -------> finished -------> training -------> trained
                   |                 |
                   +--> dropped <----+    for good: failed, stale
                   +--> requeued <---+    ends this attempt; the prompt starts again as the next one
+
+Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum of the six.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.safe_files import Count, Finite
 
@@ -30,12 +34,19 @@ class Stage(StrEnum):
     REQUEUED = "requeued"
 
 
+_ALLOWED = {
+    Stage.RUNNING: {Stage.FINISHED, Stage.DROPPED, Stage.REQUEUED},
+    Stage.FINISHED: {Stage.TRAINING, Stage.DROPPED, Stage.REQUEUED},
+    Stage.TRAINING: {Stage.TRAINED},
+}
+
+
 class AttemptKey(NamedTuple):
     """Names one try at one prompt of one epoch."""
 
     uid: str
-    epoch: int
-    attempt: int
+    epoch: Count
+    attempt: Count
 
     def __str__(self) -> str:
         return f"{self.uid}@{self.epoch}.{self.attempt}"
@@ -78,13 +89,16 @@ class TrajectoryMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """A finished group. Failed trajectories are not in `trajectories`; `failures` says why, one string each."""
+    """A finished group. Failed trajectories are not in `trajectories`; `failures` says why, one string each.
+
+    A checkpoint has it as it is, without the payload, which it keeps apart.
+    """
 
     key: AttemptKey
     trajectories: tuple[TrajectoryMeta, ...]
     failures: tuple[str, ...]
-    failed_tokens: int
-    payload: Any
+    failed_tokens: Count
+    payload: Any = None
 
     @property
     def response_tokens(self) -> int:
@@ -118,3 +132,73 @@ class Attempt:
     def outcome(self) -> GroupResult:
         assert self.result is not None, f"{self.key} is {self.stage}"
         return self.result
+
+
+class LedgerState(TypedDict):
+    """Of the attempts that have ended, as a checkpoint has it."""
+
+    ended: dict[Stage, Count]
+    reasons: dict[str, Count]
+
+
+class Ledger:
+    """Live attempts by stage, in the order in which they came there; ended ones as totals (and the reasons of the untrained)."""
+
+    def __init__(self) -> None:
+        self.admitted_total = 0
+        self.reasons: Counter[str] = Counter()
+        self.ended: Counter[Stage] = Counter()
+        self.running: dict[AttemptKey, Attempt] = {}
+        self.finished: dict[AttemptKey, Attempt] = {}
+        self.training: dict[AttemptKey, Attempt] = {}
+        self.deadlines: Counter[int] = Counter()
+        """Of the attempts that no train step has taken yet: how many have which."""
+        self._live = {Stage.RUNNING: self.running, Stage.FINISHED: self.finished, Stage.TRAINING: self.training}
+
+    def admit(self, attempt: Attempt) -> None:
+        assert not any(attempt.key in attempts for attempts in self._live.values()), f"{attempt.key} was admitted twice"
+        self.admitted_total += 1
+        self._enter(attempt, Stage.RUNNING)
+        self.check()
+
+    def move(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
+        """One transition of one live attempt; `reason` for dropped and requeued."""
+        assert to in _ALLOWED.get(attempt.stage, ()), f"{attempt.key} cannot go from {attempt.stage} to {to}"
+        del self._live[attempt.stage][attempt.key]
+        if attempt.stage is not Stage.TRAINING and to is not Stage.FINISHED:
+            self.deadlines[attempt.deadline] -= 1
+            if not self.deadlines[attempt.deadline]:
+                del self.deadlines[attempt.deadline]
+        attempt.stage = to
+        if to in self._live:
+            self._live[to][attempt.key] = attempt
+        else:
+            self.ended[to] += 1
+        if reason:
+            self.reasons[f"{to}: {reason}"] += 1
+        self.check()
+
+    def totals(self) -> dict[str, int]:
+        """`admitted_total` and the six stages, under their metric names."""
+        live = {stage: len(attempts) for stage, attempts in self._live.items()}
+        return {"admitted_total": self.admitted_total} | {stage.value: live.get(stage, 0) + self.ended[stage] for stage in Stage}
+
+    def check(self) -> None:
+        counted = sum(map(len, self._live.values())) + self.ended.total()
+        assert self.admitted_total == counted, f"admitted {self.admitted_total}, accounted for {counted}"
+
+    def state(self) -> LedgerState:
+        return {"ended": dict(self.ended), "reasons": dict(self.reasons)}
+
+    def restore(self, state: LedgerState, live: Iterable[Attempt]) -> None:
+        """`live`: the attempts that had not ended, each in its stage."""
+        self.ended, self.reasons = Counter(state["ended"]), Counter(state["reasons"])
+        for attempt in live:
+            self._enter(attempt, attempt.stage)
+        self.admitted_total = len(self.running) + len(self.finished) + self.ended.total()
+
+    def _enter(self, attempt: Attempt, stage: Stage) -> None:
+        """A live attempt that the ledger has not had before."""
+        attempt.stage = stage
+        self._live[stage][attempt.key] = attempt
+        self.deadlines[attempt.deadline] += 1

@@ -1,74 +1,79 @@
-"""What the parts of the loop share: settings, state machines, and who watches."""
+"""What the parts of the loop share: settings, ports, state machines, and who watches."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.loop import causes
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ledger import Ledger
-from asyncrl_cli.loop.ports import RolloutWorker, Trainer
+from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Trainer
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
+from asyncrl_cli.loop.slots import WorkerSlots
+from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.sync import WeightSync
-from asyncrl_cli.loop.watching import ENDED, EvalSummary, Event, Observer, Snapshot
-from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeFrom:
+    """What a checkpoint holds for the loop: its state and the payload handles of its finished groups, in order."""
+
+    loop_state: Mapping[str, Any]
+    payloads: Sequence[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The ports that a run is wired to."""
+
+    feed: Feed
+    trainer: Trainer
+    workers: Sequence[RolloutWorker]
+    eval_items: Sequence[Mapping[str, Any]] = ()
+    observers: Sequence[Observer] = ()
+    checkpoints: CheckpointWriter | None = None
+    resume_from: ResumeFrom | None = None
+
+
 class Board:
     """One per run. Only the event loop's thread touches it."""
 
-    settings: LoopSettings
-    trainer: Trainer
-    workers: Sequence[RolloutWorker]
-    groups: Groups
-    sync: WeightSync
-    evaluator: Evaluator
-    feed_clock: StateClock
-    observers: Sequence[Observer] = ()
-    changes: Changes = field(default_factory=Changes)
-    reports: ReportBook = field(default_factory=ReportBook)
-    evals_ended: list[EvalSummary] = field(default_factory=list)
-    step: int = 0
-    time_before_s: float = 0.0
-    phase: str = "starting"
-    checkpoint: str = ""
-    last_version: int | None = None
-    stopping: bool = False
-    restarts: int = 0
-    restarting: dict[str, str] = field(default_factory=dict)
-    """Workers without a process, and which of their restarts it is: "1 of 3"."""
-    failure: AsyncrlError | None = None
-    trainer_call: tuple[State, str] | None = None
-    """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
-
-    @property
-    def profile(self) -> Profile:
-        return self.settings.profile
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.settings.schedule
-
-    @property
-    def admission(self) -> Admission:
-        return self.groups.admission
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.groups.ledger
+    def __init__(self, settings: LoopSettings, world: World) -> None:
+        """Call inside the running event loop: its clock is the run's."""
+        self.settings, self.profile, self.schedule = settings, settings.profile, settings.schedule
+        self.trainer, self.workers, self.observers = world.trainer, world.workers, world.observers
+        slots = [WorkerSlots(name=worker.name, slots=worker.slots, version=-1, loading=True) for worker in world.workers]
+        self.changes = Changes()
+        self.reports = ReportBook()
+        self.admission = Admission(settings, slots)
+        self.ledger = self.admission.ledger
+        self.groups = Groups(settings, self.admission, world.feed, self.event)
+        self.sync = WeightSync(slots)
+        self.evaluator = Evaluator(world.eval_items, settings.profile, self.changes, self.event)
+        self.feed_clock = StateClock("feed", "feed", self.now_s, State.STARVED)
+        self.step = 0
+        self.time_before_s = -self.now_s()
+        self.phase = "starting"
+        self.checkpoint = ""
+        self.last_version: int | None = None
+        self.stopping = False
+        self.failure: AsyncrlError | None = None
+        self.restarts = 0
+        self.restarting: dict[str, str] = {}
+        """Workers without a process, and which of their restarts it is: "1 of 3"."""
+        self.trainer_call: tuple[State, str] | None = None
+        """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
+        self.is_lent = False
+        """Colocate: the trainer has the resources, or they change hands."""
 
     @property
     def version(self) -> int:
@@ -89,6 +94,33 @@ class Board:
         )
         for observer in self.observers:
             observer.event(event)
+
+    def warn(self, message: str) -> None:
+        self.event("warning", message=message)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        for observer in self.observers:
+            observer.tick(snapshot)
+
+    def record(self, record: StepRecord) -> None:
+        for observer in self.observers:
+            observer.step(record)
+
+    async def guarded(self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None) -> None:
+        """Run a part of the loop. An AsyncrlError stops the run in good order, unless it is a worker's loss that `on_lost` handles.
+
+        `work` is called when the task begins: one that is cancelled before leaves no coroutine behind.
+        """
+        try:
+            await work()
+        except (AsyncrlError, ExceptionGroup) as error:
+            found = first_error(error, AsyncrlError)
+            if found is None:
+                raise
+            if on_lost is not None and isinstance(found, ExecutorLost):
+                on_lost(found)
+            else:
+                self.stop(found)
 
     def stop(self, failure: AsyncrlError | None = None) -> None:
         """Close admission and let the trainer finish its step; the first failure is the run's."""
@@ -114,49 +146,3 @@ class Board:
             yield
         finally:
             self.trainer_call = None
-
-    def snapshot(self) -> Snapshot:
-        """The run now. Executors report late, or not at all beside a long step: what the loop itself knows of their states, and of
-        what they wait for, is taken from here. Times in states stay their own."""
-        admission = self.admission
-        running_eval = self.evaluator.running
-        closed = causes.closed_by(self)
-        return Snapshot(
-            phase="stopping" if self.stopping and self.phase not in ENDED else self.phase,
-            time_s=self.time_before_s + self.now_s(),
-            step=self.step,
-            version=self.version,
-            groups_trained=admission.trained_groups,
-            admission=closed,
-            admission_cause=causes.behind_closed(self),
-            window_taken=admission.taken_in_window,
-            window_groups=admission.window_groups,
-            window_budget=admission.budget,
-            ledger=self.ledger.totals(),
-            reports={name: self._as_known(report, closed) for name, report in self.reports.latest.items()},
-            worker_versions=dict(self.sync.held),
-            eval_running=str(running_eval) if running_eval else "",
-            checkpoint=self.checkpoint,
-            restarting={} if self.stopping or self.phase in ENDED else dict(self.restarting),
-        )
-
-    def _as_known(self, report: ExecutorReport, closed: str) -> ExecutorReport:
-        if self.phase in ENDED:
-            return report
-        if report.role == "trainer":
-            waits = [what for who, what in self.changes.named().items() if who.startswith("trainer")]
-            state, why = self.trainer_call or (State.STARVED, waits[0] if waits else "")
-            return replace(report, state=state, waiting_for=why)
-        if report.role == "feed":
-            wait = causes.admission_wait(self)
-            return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
-        if report.role == "rollout" and report.state is State.STARVED and closed:
-            return replace(report, waiting_for=f"admission: {closed}")
-        return report
-
-    def observer_states(self) -> list[dict[str, Any]]:
-        return [observer.state() for observer in self.observers]
-
-    def restore_observers(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for observer, state in zip(self.observers, states, strict=True):
-            observer.restore(state)

@@ -1,57 +1,96 @@
-"""Why somebody waits, in words: what keeps admission closed, a worker from the newest weights, the trainer from its groups.
+"""The run at a moment, and why somebody waits, in words: what keeps admission closed, a worker from the newest weights, the
+trainer from its groups.
 
 Admission knows the rule that closes it (`Closed`). Behind a rule stands an executor that does something: these functions look
-for it, from the same state that the loop goes by, so that what is said is what is waited for.
+for it in the state that the loop itself acts on, so that they name what is really waited for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from asyncrl_cli.loop.admission import Closed
-
-if TYPE_CHECKING:
-    from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.slots import WorkerSlots
+from asyncrl_cli.loop.states import ExecutorReport, State
+from asyncrl_cli.loop.watching import ENDED, Snapshot
 
 _SHOWN_WORKERS = 2
-"""Of hundreds that wait for the same, so many are named."""
+"""How many workers are named where hundreds wait for the same thing."""
 
 
-def closed_by(board: Board) -> str:
-    """The rule that keeps admission closed, "" if it is open. Admission's own words, but where no worker has a process: to
-    admission all of them load then."""
+def snapshot(board: Board) -> Snapshot:
+    """The run now. Executors report late, or not at all during a long step: where the loop itself knows an executor's state,
+    and what it waits for, that replaces the reported one. Times in states are always the executor's own."""
+    admission, running_eval, has_ended = board.admission, board.evaluator.running, board.phase in ENDED
+    closed, cause = closing(board)
+    return Snapshot(
+        phase="stopping" if board.stopping and not has_ended else board.phase,
+        time_s=board.time_before_s + board.now_s(),
+        step=board.step,
+        version=board.version,
+        groups_trained=admission.trained_groups,
+        admission=closed,
+        admission_cause=cause,
+        window_taken=admission.taken_in_window,
+        window_groups=admission.window_groups,
+        window_budget=admission.budget,
+        ledger=board.ledger.totals(),
+        reports={name: _as_known(board, report, closed) for name, report in board.reports.latest.items()},
+        worker_versions={name: worker.version for name, worker in admission.workers.items()},
+        eval_running=str(running_eval) if running_eval else "",
+        checkpoint=board.checkpoint,
+        restarting={} if board.stopping or has_ended else dict(board.restarting),
+    )
+
+
+def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorReport:
+    if board.phase in ENDED:
+        return report
+    if report.role == "trainer":
+        waits = [what for who, what in board.changes.named().items() if who.startswith("trainer")]
+        state, why = board.trainer_call or (State.STARVED, waits[0] if waits else "")
+        return replace(report, state=state, waiting_for=why)
+    if report.role == "feed":
+        wait = admission_wait(board)
+        return replace(report, state=State.BLOCKED if wait else State.BUSY, waiting_for=wait and f"admission: {wait}")
+    if report.role == "rollout" and report.state is State.STARVED and closed:
+        return replace(report, waiting_for=f"admission: {closed}")
+    return report
+
+
+def closing(board: Board) -> tuple[str, str]:
+    """The rule that keeps admission closed, and what stands behind it now; both "" if it is open.
+
+    The rule is admission's own, except where no worker has a process: admission counts those as loading.
+    """
     admission = board.admission
     closed = admission.closed()
-    return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value
-
-
-def behind_closed(board: Board) -> str:
-    """What stands behind that rule now, "" if admission is open."""
-    admission = board.admission
-    match admission.closed():
+    match closed:
         case Closed.OPEN:
-            return ""
+            cause = ""
         case Closed.STOPPING:
-            return "the run stops"
+            cause = "the run stops"
         case Closed.END:
-            return "every group of the run has started"
+            cause = "every group of the run has started"
         case Closed.WINDOW:
-            return f"all {admission.budget} groups of the window have started, version {admission.version + 1} opens the next"
+            cause = f"all {admission.budget} groups of the window have started, version {admission.version + 1} opens the next"
         case Closed.LOADING:
-            return _some(lags(board))
+            cause = _some(lags(board))
         case Closed.SLOTS:
-            away = [worker.name for worker in admission.fleet.by_name.values() if worker.loading]
-            return _some([_slots_in_use(board), *_lags_of(board, away)])
+            away = [worker for worker in admission.workers.values() if worker.loading]
+            cause = _some([_slots_in_use(board), *_lags_of(board, away)])
         case Closed.DEADLINES:
             # Only of a worker that lags: with the newest weights the window's budget closes first.
-            return _some(_lags_of(board, [worker.name for worker in admission.fleet.candidates()]))
+            cause = _some(_lags_of(board, admission.fleet.candidates()))
+    return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 
 def admission_wait(board: Board) -> str:
     """`slots (64 of 64 in use)`; "" if admission is open."""
-    closed = closed_by(board)
-    return closed and f"{closed} ({behind_closed(board)})"
+    closed, cause = closing(board)
+    return closed and f"{closed} ({cause})"
 
 
 def groups_wait(board: Board) -> str:
@@ -76,25 +115,25 @@ def window_wait(board: Board) -> str:
 
 def lags(board: Board) -> list[str]:
     """Of every worker that cannot generate with the newest weights: why."""
-    return _lags_of(board, board.admission.workers)
+    return _lags_of(board, board.admission.workers.values())
 
 
-def _lags_of(board: Board, names: Iterable[str]) -> list[str]:
-    return [lag for name in names if (lag := lag_of(board, name))]
+def _lags_of(board: Board, workers: Iterable[WorkerSlots]) -> list[str]:
+    return [lag for worker in workers if (lag := _lag(board, worker))]
 
 
-def lag_of(board: Board, name: str) -> str:
+def _lag(board: Board, worker: WorkerSlots) -> str:
     """Why the worker cannot generate with the newest weights; "" if it can."""
-    slots, begun = board.admission.workers[name], board.sync.begun.get(name)
-    if slots.down:
+    name, begun = worker.name, worker.begun
+    if worker.down:
         return f"{name} is restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
-    if begun is not None and name not in board.sync.received:
+    if begun is not None and not worker.received:
         return f"{name} receives version {begun}"
-    if begun is not None and slots.unfinished_sequences and board.settings.interrupt == "drain":
-        return f"{name} finishes {slots.unfinished_sequences} sequences before it loads version {begun}"
+    if begun is not None and worker.unfinished_sequences and board.settings.interrupt == "drain":
+        return f"{name} finishes {worker.unfinished_sequences} sequences before it loads version {begun}"
     if begun is not None:
         return f"{name} loads version {begun}"
-    if board.sync.held[name] >= board.version:
+    if worker.version >= board.version:
         return ""
     if name in board.evaluator.held_s:
         return _hold(board, name)
@@ -102,9 +141,15 @@ def lag_of(board: Board, name: str) -> str:
     return f"{name} is about to receive version {board.version}" if is_published else f"version {board.version} is being published"
 
 
+def older_loads(board: Board) -> str:
+    """Of every worker that receives or loads a version."""
+    begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
+    return ", ".join(_lags_of(board, begun))
+
+
 def restarts(board: Board) -> str:
     """Of every worker without a process."""
-    return _some(lag_of(board, worker.name) for worker in board.admission.workers.values() if worker.down)
+    return _some(_lags_of(board, [worker for worker in board.admission.workers.values() if worker.down]))
 
 
 def eval_holds(board: Board) -> list[str]:
@@ -128,13 +173,13 @@ def _slots_in_use(board: Board) -> str:
 
 
 def _with_admission(board: Board, text: str) -> str:
-    """Whether more groups may start (the feed's own wait says why not), and who has an eval to do beside them."""
-    closed, holds = closed_by(board), eval_holds(board)
+    """The text, then the rule that keeps admission closed (the feed's own wait says why), and who is busy with an eval."""
+    closed, holds = closing(board)[0], eval_holds(board)
     return "; ".join([text, *([f"admission waits: {closed}"] if closed else []), *([_some(holds)] if holds else [])])
 
 
 def _some(reasons: Iterable[str]) -> str:
-    """The first few; what several workers wait for together is said once."""
+    """The first few reasons. One that several workers share is told once."""
     different = list(dict.fromkeys(reasons))
     more = [f"{len(different) - _SHOWN_WORKERS} more"] if len(different) > _SHOWN_WORKERS else []
     return ", ".join([*different[:_SHOWN_WORKERS], *more])

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from asyncrl_cli.errors import StallError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 class Change(Enum):
-    """What changed, so that only those look again whom it may concern."""
+    """What changed, so that only those who wait for such a change look again."""
 
     SLOTS = "slots"
     """Sequences ended, of running groups or of an eval, and left room."""
@@ -26,7 +23,7 @@ class Change(Enum):
     LOADED = "loaded"
     """A worker has loaded a version, or has ended its part of that version's eval."""
     RUN = "run"
-    """Anything else, as a stop: concerns everybody."""
+    """Anything else, such as a stop: wakes everybody."""
 
 
 class _Sleeper(NamedTuple):
@@ -43,42 +40,39 @@ class Changes:
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
-        """Rises with every `notify`, and with every report that says that its worker computed."""
+        """Rises with every `notify`, and with every report of a worker that has computed."""
         self._sleepers: dict[Change, dict[int, _Sleeper]] = {change: {} for change in Change}
         self._num_waits = 0
 
     def notify(self, changed: Change = Change.RUN) -> None:
-        """The state changed: whoever waits for that wakes if its condition holds (in the order in which they began to wait)."""
+        """The state changed: wakes those who wait for such a change and whose condition holds, in the order in which they began."""
         self.progress += 1
         for sleeper in list(self._sleepers[changed].values()):
             if not sleeper.future.done() and sleeper.condition():
                 sleeper.future.set_result(None)
 
     async def until(
-        self, condition: Callable[[], bool], who: str, what: str | Callable[[], str], concerned: tuple[Change, ...] = tuple(Change)
-    ) -> None:
-        """Wait until `condition()` holds, which is looked at after every `notify` of `Change.RUN` or one of `concerned`."""
-        while not condition():
-            with self.waiting(who, what):
-                await self._sleep(condition, dict.fromkeys((Change.RUN, *concerned)))
-
-    async def until_still(
         self,
         condition: Callable[[], bool],
         who: str,
-        what: Callable[[], str],
-        still_s: float,
+        what: str | Callable[[], str],
         concerned: tuple[Change, ...] = tuple(Change),
+        still_s: float | None = None,
     ) -> None:
-        """As `until`; StallError when `still_s` seconds have passed in which nothing moved, whatever waits for it."""
+        """Wait until `condition()` holds, which is looked at after every `notify` of `Change.RUN` or one of `concerned`.
+
+        Raises StallError once nothing in the whole run has moved for `still_s` seconds.
+        """
         while not condition():
             progress = self.progress
             try:
-                async with asyncio.timeout(still_s):
-                    await self.until(condition, who, what, concerned)
+                with self.waiting(who, what):
+                    async with asyncio.timeout(still_s):
+                        await self._sleep(condition, dict.fromkeys((Change.RUN, *concerned)))
             except TimeoutError:
                 if self.progress == progress:
-                    message = f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {what()}"
+                    waits = what if isinstance(what, str) else what()
+                    message = f"nothing has moved for {still_s:g} s, and the {who.split()[0]} waits for {waits}"
                     raise StallError(message) from None
 
     async def _sleep(self, condition: Callable[[], bool], concerned: Collection[Change]) -> None:

@@ -7,23 +7,23 @@ a background task writes both. One write at a time: the next cut waits for the l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
-from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.board import Board, ResumeFrom
 from asyncrl_cli.loop.kept_state import SCHEMA_VERSION, LoopState, read_state
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut
 from asyncrl_cli.loop.states import State
-from asyncrl_cli.loop.watching import EvalSummary
 
 
 class Checkpointer:
-    def __init__(self, board: Board, tasks: asyncio.TaskGroup, writer: CheckpointWriter | None) -> None:
+    """`resumed_at`: the step at which the run was resumed, which has its checkpoint already."""
+
+    def __init__(self, board: Board, tasks: asyncio.TaskGroup, writer: CheckpointWriter | None, resumed_at: int | None) -> None:
         self._board = board
         self._tasks = tasks
         self._writer = writer
-        self._last_step: int | None = None
+        self._last_step = resumed_at
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self) -> None:
@@ -37,10 +37,6 @@ class Checkpointer:
         cut = freeze(board)
         self._last_step = board.step
         self._writing = self._tasks.create_task(self._write(self._writer, cut), name=f"checkpoint {board.step}")
-
-    def mark_resumed(self) -> None:
-        """The step that a run resumes at has its checkpoint already."""
-        self._last_step = self._board.step
 
     async def finish(self) -> None:
         """Waits for the write in progress, bounded by the port's own timeout."""
@@ -57,35 +53,39 @@ class Checkpointer:
 def freeze(board: Board) -> Cut:
     """The loop's state as JSON, and the payloads that have to be kept. Nothing may be in training."""
     assert not board.ledger.training, "a cut lies between two train steps"
-    running_tokens = sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values())
+    evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended]
     state: LoopState = {
         "schema_version": SCHEMA_VERSION,
         "step": board.step,
         "time_s": board.time_before_s + board.now_s(),
         "groups": board.groups.state(),
-        "running_tokens": int(running_tokens),
+        "running_tokens": int(sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values())),
         "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
-        "evals_ended": cast("list[EvalSummary]", [asdict(summary) for summary in board.evals_ended]),
-        "observers": board.observer_states(),
+        "evals_ended": evals_ended,
+        "observers": [observer.state() for observer in board.observers],
     }
     return Cut(
         step=board.step,
         version=board.version,
         at_window_boundary=board.step == 0 or board.settings.ends_window(board.step),
         loop_state={**state},
-        payloads=board.groups.payloads(),
+        payloads=tuple(attempt.outcome().payload for attempt in board.ledger.finished.values()),
     )
 
 
-def thaw(board: Board, content: Mapping[str, Any], payloads: Sequence[Any]) -> None:
-    """Continue where `freeze` was called. Raises RefusedError for what no `freeze` of such a run has written."""
-    state = read_state(content, board.settings)
+def thaw(board: Board, resumed: ResumeFrom) -> None:
+    """Continue where `freeze` was called. Raises RefusedError for a state that no `freeze` of such a run writes."""
+    state = read_state(resumed.loop_state, board.settings)
     board.step = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
     board.restarts = state.get("restarts", 0)
     board.evaluator.last_version = state["last_eval_version"]
-    board.evals_ended = state["evals_ended"]
-    board.restore_observers(state["observers"])
-    board.event("resumed", from_step=board.step, version=state["groups"]["version"])
-    board.groups.restore(state["groups"], payloads, state["running_tokens"])
+    board.evaluator.ended = state["evals_ended"]
+    for observer, observed in zip(board.observers, state["observers"], strict=True):
+        observer.restore(observed)
+    board.admission.version, board.admission.taken_in_window = board.settings.window_after(board.step)
+    board.event("resumed", from_step=board.step)
+    board.groups.restore(state["groups"], resumed.payloads, state["running_tokens"])
+    for worker in board.admission.workers.values():
+        worker.version = board.version - 1

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from asyncrl_cli.loop.changes import Change, Changes
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, RolloutWorker
 from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.watching import EvalSummary
@@ -25,26 +26,17 @@ long tail does not leave the eval's share of the slots empty."""
 class Evaluator:
     """Decides when an eval is due, runs it, and integrates the time during which one runs."""
 
-    def __init__(
-        self,
-        items: Sequence[Mapping[str, Any]],
-        profile: Profile,
-        *,
-        now: Callable[[], float],
-        on_freed: Callable[[], None],
-        on_end: Callable[[EvalSummary | None, int], None],
-    ) -> None:
-        """`on_freed()` is called when an eval has given slots back; `on_end(summary, version)` once per eval, with summary None
-        if it timed out or scored nothing."""
+    def __init__(self, items: Sequence[Mapping[str, Any]], profile: Profile, changes: Changes, event: Callable[..., None]) -> None:
+        """Call inside the running event loop. `event(name, **fields)` tells the run's observers."""
         self.items = list(items)
         self.last_version: int | None = None
         self.running: _Eval | None = None
-        self._every_versions = profile.eval.every_versions
-        self._timeout_s = profile.eval.timeout_s
-        self._seed = profile.run.seed
-        self._now = now
-        self._on_freed = on_freed
-        self._on_end = on_end
+        self.ended: list[EvalSummary] = []
+        """Results that no step's record has yet."""
+        self._profile = profile
+        self._changes = changes
+        self._event = event
+        self._now = asyncio.get_running_loop().time
         self._ended_s = 0.0
         self._version_before: int | None = None
 
@@ -61,9 +53,8 @@ class Evaluator:
     def due(self, version: int, is_last: bool) -> bool:
         if not self.items or version == self.last_version:
             return False
-        if version == 0 or is_last:
-            return True
-        return self._every_versions > 0 and version - (self.last_version or 0) >= self._every_versions
+        every_versions = self._profile.eval.every_versions
+        return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
         """Called by a worker's sync loop when the worker holds `slots.version`: run or help its eval."""
@@ -76,7 +67,7 @@ class Evaluator:
         chunk = max(1, slots.slots // (_CALLS_IN_FLIGHT if is_last else 2 * _CALLS_IN_FLIGHT))
         current.helpers[worker.name] = self._now()
         try:
-            async with asyncio.timeout(current.started_s + self._timeout_s - self._now()), asyncio.TaskGroup() as calls:
+            async with asyncio.timeout_at(current.started_s + self._profile.eval.timeout_s), asyncio.TaskGroup() as calls:
                 for _ in range(_CALLS_IN_FLIGHT):
                     calls.create_task(self._score(current, worker, slots, chunk))
         except TimeoutError:
@@ -95,29 +86,36 @@ class Evaluator:
         current = self.running
         if current is None or current.helpers:
             return None
+        self._ended_s = self.active_s
         self.running, self.last_version = None, self._version_before
-        self._ended_s += self._now() - current.started_s
         return current.version
 
     async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
         while current.queue and not current.timed_out:
             items = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
             slots.change_evals(len(items))
-            request, result = EvalRequest(version=current.version, items=items, seed=self._seed), None
+            request, result = EvalRequest(version=current.version, items=items, seed=self._profile.run.seed), None
             try:
                 result = await worker.evaluate(request)
             finally:
                 slots.change_evals(-len(items))
-                self._on_freed()
+                self._changes.notify(Change.SLOTS)
                 if result is None:
                     current.queue.extendleft(reversed(items))
             current.results.append(result)
 
     def _end(self, current: _Eval) -> None:
+        self._ended_s = self.active_s
         self.running = None
-        eval_s = self._now() - current.started_s
-        self._ended_s += eval_s
-        self._on_end(current.summary(eval_s), current.version)
+        version, summary = current.version, current.summary(self._now() - current.started_s)
+        if summary is None:
+            limit = f"eval.timeout_s = {self._profile.eval.timeout_s:g}"
+            self._event("warning", message=f"the eval of version {version} gave no result within {limit}")
+        else:
+            self.ended.append(summary)
+            scored = {"reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
+            self._event("eval", version=version, eval_s=summary.eval_s, **scored)
+        self._changes.notify()
 
 
 class _Eval:
@@ -136,6 +134,7 @@ class _Eval:
         return f"version {self.version}: {scored} of {self.num_prompts} prompts"
 
     def summary(self, eval_s: float) -> EvalSummary | None:
+        """None if it timed out or scored nothing."""
         rewards = [reward for result in self.results for reward in result.rewards]
         lengths = [tokens for result in self.results for tokens in result.response_tokens]
         if self.timed_out or not rewards:

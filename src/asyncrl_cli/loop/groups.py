@@ -7,63 +7,31 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
-
-from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, Stage
-from asyncrl_cli.loop.codec import Key, ResultState, decode_result, encode_result
-from asyncrl_cli.loop.ledger import LedgerState
+from asyncrl_cli.loop.kept_state import FinishedState, GroupsState, TryState
 from asyncrl_cli.loop.ports import Feed, GroupRequest
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64
-"""Trajectories after which the share of failed ones is judged: fewer say too little."""
-
-
-class TryState(TypedDict):
-    key: Key
-    requeues: Count
-
-
-FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, "result": ResultState})
-
-
-class GroupsState(TypedDict):
-    """As a checkpoint has it."""
-
-    version: Count
-    taken_in_window: Count
-    trained_groups: Count
-    tokens_discarded: Count
-    tokens_trained: Count
-    trajectories: tuple[Count, Count]
-    ledger: LedgerState
-    feed: dict[str, Any]
-    running: list[TryState]
-    again: list[TryState]
-    finished: list[FinishedState]
+"""The share of failed trajectories is judged from this many on."""
 
 
 class Groups:
-    def __init__(
-        self,
-        settings: LoopSettings,
-        admission: Admission,
-        feed: Feed,
-        on_transition: Callable[[AttemptKey, Stage, Mapping[str, Any]], None],
-    ) -> None:
+    def __init__(self, settings: LoopSettings, admission: Admission, feed: Feed, event: Callable[..., None]) -> None:
+        """`event(stage, key=key, **fields)` tells the run's observers."""
         self.admission = admission
         self.ledger = admission.ledger
         self.tokens_discarded = 0
         self.tokens_trained = 0
         self._profile = settings.profile
         self._feed = feed
-        self._on_transition = on_transition
+        self._event = event
         self._again: deque[Attempt] = deque()
         self._trajectories = 0
         self._failed_trajectories = 0
@@ -75,12 +43,12 @@ class Groups:
             return None
         attempt = self._again.popleft() if self._again else Attempt(prompt=self._feed.next())
         self.admission.admit(attempt, worker)
-        self._on_transition(attempt.key, Stage.RUNNING, {"worker": worker.name, "version": worker.version})
+        self._tell(attempt, worker=worker.name, version=worker.version)
         n, seed = self._profile.rollout.n, self._seed(attempt.key)
         return worker.name, GroupRequest(key=attempt.key, item=attempt.prompt.item, n=n, seed=seed)
 
     def finish(self, result: GroupResult) -> None:
-        """A group came back. One that was given up meanwhile only adds its tokens to the waste."""
+        """A group came back. If it was given up in the meantime, its tokens are waste."""
         self.tokens_discarded += result.failed_tokens
         attempt = self.ledger.running.get(result.key)
         if attempt is None:
@@ -93,7 +61,7 @@ class Groups:
             return
         attempt.result = result
         self.admission.leave(attempt, Stage.FINISHED)
-        self._on_transition(attempt.key, Stage.FINISHED, {})
+        self._tell(attempt)
 
     def takeable(self, num_groups: int) -> bool:
         return len(self.ledger.finished) >= num_groups and len(self.admission.takeable(num_groups)) == num_groups
@@ -103,7 +71,7 @@ class Groups:
         assert len(attempts) == num_groups
         for attempt in attempts:
             self.admission.take(attempt)
-            self._on_transition(attempt.key, Stage.TRAINING, {})
+            self._tell(attempt)
         return tuple(attempt.outcome() for attempt in attempts)
 
     def trained(self) -> None:
@@ -112,7 +80,7 @@ class Groups:
             tokens = attempt.outcome().response_tokens
             self.tokens_trained += tokens
             self.ledger.move(attempt, Stage.TRAINED)
-            self._on_transition(attempt.key, Stage.TRAINED, {"tokens": tokens})
+            self._tell(attempt, tokens=tokens)
 
     def publish(self) -> list[tuple[str, AttemptKey]]:
         """A new version: give up what has passed its deadline, if the policy says so. Returns (worker, group) to abort."""
@@ -133,38 +101,26 @@ class Groups:
     def lost(self, worker: str) -> None:
         """The worker's process is gone: the prompts that ran there start again, before new ones.
 
-        `max_requeues` does not count these attempts: they say something about the worker, nothing about the prompt.
+        `max_requeues` does not count these attempts: the worker failed, not the prompt.
         """
         for attempt in [attempt for attempt in self.ledger.running.values() if attempt.worker == worker]:
             self._requeue(attempt, "worker lost", attempt.requeues)
 
     def state(self) -> GroupsState:
-        """JSON of everything but payloads and the prompts' items; the order of `finished` is that of `payloads()`."""
-        admission, ledger = self.admission, self.ledger
+        """JSON of everything but payloads and the prompts' items; what follows from the run's step is not in it."""
         return {
-            "version": admission.version,
-            "taken_in_window": admission.taken_in_window,
-            "trained_groups": admission.trained_groups,
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
             "trajectories": (self._trajectories, self._failed_trajectories),
-            "ledger": ledger.state(),
+            "ledger": self.ledger.state(),
             "feed": self._feed.state(),
-            "running": [_encode(attempt) for attempt in ledger.running.values()],
+            "running": [_encode(attempt) for attempt in self.ledger.running.values()],
             "again": [_encode(attempt) for attempt in self._again],
-            "finished": [
-                {"deadline": attempt.deadline, "try": _encode(attempt), "result": encode_result(attempt.outcome())}
-                for attempt in ledger.finished.values()
-            ],
+            "finished": [_encode_finished(attempt) for attempt in self.ledger.finished.values()],
         }
-
-    def payloads(self) -> tuple[Any, ...]:
-        return tuple(attempt.outcome().payload for attempt in self.ledger.finished.values())
 
     def restore(self, state: GroupsState, payloads: Sequence[Any], running_tokens: int) -> None:
         """Continue from `state`. Groups that were running start again: a new attempt, their tokens are waste."""
-        self.admission.version = state["version"]
-        self.admission.taken_in_window = state["taken_in_window"]
         self.tokens_discarded = state["tokens_discarded"] + running_tokens
         self.tokens_trained = state["tokens_trained"]
         self._trajectories, self._failed_trajectories = state["trajectories"]
@@ -173,18 +129,18 @@ class Groups:
         finished = [self._decode(entry["try"]) for entry in state["finished"]]
         for attempt, entry, payload in zip(finished, state["finished"], payloads, strict=True):
             attempt.stage, attempt.deadline = Stage.FINISHED, entry["deadline"]
-            attempt.result = decode_result(entry["result"], payload)
+            attempt.result = replace(entry["result"], payload=payload)
         self.ledger.restore(state["ledger"], [*running, *finished])
         for attempt in running:
             self.ledger.move(attempt, Stage.REQUEUED, "resumed")
-            self._on_transition(attempt.key, Stage.REQUEUED, {"reason": "resumed"})
+            self._tell(attempt, reason="resumed")
             self._again.append(attempt.next(requeues=attempt.requeues))
         self._again.extend(self._decode(entry) for entry in state["again"])
 
     def _give_up(self, attempt: Attempt) -> None:
         """A group has passed its deadline: requeue its prompt, or drop it for good.
 
-        A prompt that fails the run is requeued too: the checkpoint of the failed run has it, and no late group.
+        A prompt that fails the run is requeued too: the failed run's last checkpoint must hold no late group.
         """
         training = self._profile.async_training
         if attempt.result is not None:
@@ -202,7 +158,11 @@ class Groups:
 
     def _end(self, attempt: Attempt, stage: Stage, reason: str) -> None:
         self.admission.leave(attempt, stage, reason)
-        self._on_transition(attempt.key, stage, {"reason": reason})
+        self._tell(attempt, reason=reason)
+
+    def _tell(self, attempt: Attempt, **fields: Any) -> None:
+        """The attempt has come to another stage."""
+        self._event(attempt.stage.value, key=attempt.key, **fields)
 
     def _count_failures(self, result: GroupResult) -> None:
         self._trajectories += len(result.trajectories) + len(result.failures)
@@ -222,9 +182,14 @@ class Groups:
         return int.from_bytes(digest) >> 1
 
     def _decode(self, state: TryState) -> Attempt:
-        key = AttemptKey(*state["key"])
+        key = state["key"]
         return Attempt(prompt=self._feed.find(key.uid, key.epoch), number=key.attempt, requeues=state["requeues"])
 
 
 def _encode(attempt: Attempt) -> TryState:
     return {"key": attempt.key, "requeues": attempt.requeues}
+
+
+def _encode_finished(attempt: Attempt) -> FinishedState:
+    result: Any = asdict(replace(attempt.outcome(), payload=None))
+    return {"deadline": attempt.deadline, "try": _encode(attempt), "result": result}

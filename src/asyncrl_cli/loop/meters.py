@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -145,30 +144,38 @@ class LongPoll:
         self._rest_s = rest_s
         self._poll_s = poll_s
         self._answered_s = float("-inf")
-        self._changed = asyncio.Event()
-        self._urgent = asyncio.Event()
+        self._is_urgent = False
+        self._is_resting = False
+        self._sleeper: asyncio.Future[None] | None = None
 
     def note(self, *, is_urgent: bool = False) -> None:
         """`is_urgent`: nothing else is to be expected that could be told along with it, so that no rest is kept."""
         self.count += 1
-        self._changed.set()
-        if is_urgent:
-            self._urgent.set()
+        self._is_urgent |= is_urgent
+        if is_urgent or not self._is_resting:
+            self._wake()
 
     async def after(self, seen: int) -> int:
         """The count, once there is something to say."""
         loop = asyncio.get_running_loop()
         if self.count == seen:
-            self._changed.clear()
-            await _wait(self._changed, self._poll_s)
-        if (rest_s := self._answered_s + self._rest_s - loop.time()) > 0:
-            await _wait(self._urgent, rest_s)
-        self._urgent.clear()
-        self._answered_s = loop.time()
+            await self._sleep(self._poll_s, is_rest=False)
+        rest_s = self._answered_s + self._rest_s - loop.time()
+        if rest_s > 0 and not self._is_urgent:
+            await self._sleep(rest_s, is_rest=True)
+        self._is_urgent, self._answered_s = False, loop.time()
         return self.count
 
+    async def _sleep(self, at_most_s: float, *, is_rest: bool) -> None:
+        """Until something is noted; a rest is over only for what is urgent."""
+        loop = asyncio.get_running_loop()
+        self._is_resting, self._sleeper = is_rest, loop.create_future()
+        timer = loop.call_later(at_most_s, self._wake)
+        try:
+            await self._sleeper
+        finally:
+            timer.cancel()
 
-async def _wait(event: asyncio.Event, at_most_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(at_most_s):
-            await event.wait()
+    def _wake(self) -> None:
+        if self._sleeper is not None and not self._sleeper.done():
+            self._sleeper.set_result(None)

@@ -33,57 +33,23 @@
 Why nothing waits in a circle: training waits for groups and loads; groups run on workers whatever training does; admission is
 closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
 needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
-load, which waits for a publish and, under `drain`, for running groups). A worker's failure is mended by a restart (restarts.py)
+load, which waits for a publish and, under `drain`, for running groups). A worker's failure is mended by a restart (worker_tasks.py)
 while it has any left, else it stops the run in good order; the trainer's fails it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from asyncrl_cli.errors import AsyncrlError, Interrupted, StallError
-from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import AttemptKey, Stage
-from asyncrl_cli.loop.board import Board
-from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.errors import AsyncrlError, Interrupted, StallError, first_error
+from asyncrl_cli.loop.board import Board, World
+from asyncrl_cli.loop.causes import snapshot
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
-from asyncrl_cli.loop.evals import Evaluator
-from asyncrl_cli.loop.failures import first_error
-from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Trainer
 from asyncrl_cli.loop.rollouts import Rollouts
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.slots import WorkerSlots
-from asyncrl_cli.loop.states import State, StateClock
-from asyncrl_cli.loop.sync import WeightSync
 from asyncrl_cli.loop.training import Training
-from asyncrl_cli.loop.watching import EvalSummary, Observer
 
 _TICK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeFrom:
-    """What a checkpoint holds for the loop: its state and the payload handles of its finished groups, in order."""
-
-    loop_state: Mapping[str, Any]
-    payloads: Sequence[Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """The ports that a run is wired to."""
-
-    feed: Feed
-    trainer: Trainer
-    workers: Sequence[RolloutWorker]
-    eval_items: Sequence[Mapping[str, Any]] = ()
-    observers: Sequence[Observer] = ()
-    checkpoints: CheckpointWriter | None = None
-    resume_from: ResumeFrom | None = field(default=None)
 
 
 class Pipeline:
@@ -91,13 +57,13 @@ class Pipeline:
 
     def __init__(self, settings: LoopSettings, world: World) -> None:
         """Call inside the running event loop: its clock is the run's."""
+        self.board = Board(settings, world)
         self._settings = settings
-        self._world = world
-        self.board = self._make_board()
+        self._checkpoints = world.checkpoints
+        self._resumed_at: int | None = None
         if world.resume_from is not None:
-            thaw(self.board, world.resume_from.loop_state, world.resume_from.payloads)
-            for worker in world.workers:
-                self.board.sync.hold(worker.name, self.board.version - 1)
+            thaw(self.board, world.resume_from)
+            self._resumed_at = self.board.step
 
     async def run(self) -> None:
         """Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
@@ -120,9 +86,7 @@ class Pipeline:
         board = self.board
         async with asyncio.TaskGroup() as tasks:
             rollouts = Rollouts(board, tasks)
-            checkpointer = Checkpointer(board, tasks, self._world.checkpoints)
-            if self._world.resume_from is not None:
-                checkpointer.mark_resumed()
+            checkpointer = Checkpointer(board, tasks, self._checkpoints, self._resumed_at)
             watching = [tasks.create_task(self._tick(), name="tick"), tasks.create_task(self._follow_trainer(), name="reports")]
             rollouts.start()
             await Training(board, tasks, rollouts, checkpointer).run()
@@ -136,46 +100,7 @@ class Pipeline:
 
     def _end(self, phase: str, error: BaseException | None = None) -> None:
         self.board.end(phase, error)
-        snapshot = self.board.snapshot()
-        for observer in self.board.observers:
-            observer.tick(snapshot)
-
-    def _make_board(self) -> Board:
-        settings, world = self._settings, self._world
-        slots = [WorkerSlots(name=worker.name, slots=worker.slots, loading=True) for worker in world.workers]
-        now = asyncio.get_running_loop().time
-        evaluator = Evaluator(
-            world.eval_items,
-            settings.profile,
-            now=now,
-            on_freed=lambda: self.board.changes.notify(Change.SLOTS),
-            on_end=self._eval_ended,
-        )
-        return Board(
-            settings=settings,
-            trainer=world.trainer,
-            workers=world.workers,
-            groups=Groups(settings, Admission(settings, slots), world.feed, self._transition),
-            sync=WeightSync({worker.name: -1 for worker in world.workers}),
-            evaluator=evaluator,
-            feed_clock=StateClock("feed", "feed", now, State.STARVED),
-            observers=world.observers,
-            time_before_s=-now(),
-        )
-
-    def _transition(self, key: AttemptKey, stage: Stage, fields: Mapping[str, Any]) -> None:
-        self.board.event(stage.value, key=key, **fields)
-
-    def _eval_ended(self, summary: EvalSummary | None, version: int) -> None:
-        board = self.board
-        if summary is None:
-            message = f"the eval of version {version} gave no result within eval.timeout_s = {board.profile.eval.timeout_s:g}"
-            board.event("warning", message=message)
-        else:
-            board.evals_ended.append(summary)
-            scored: dict[str, Any] = {"reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
-            board.event("eval", version=version, eval_s=summary.eval_s, **scored)
-        board.changes.notify()
+        self.board.tick(snapshot(self.board))
 
     async def _follow_trainer(self) -> None:
         """Once a second, beside the tick: a trainer that does not answer must not silence the watchdog."""
@@ -191,9 +116,7 @@ class Pipeline:
         while True:
             board.reports.add(board.feed_clock.report(), board.now_s())
             board.reports.advance_lost(board.now_s())
-            snapshot = board.snapshot()
-            for observer in board.observers:
-                observer.tick(snapshot)
+            board.tick(snapshot(board))
             is_busy = "trainer" not in board.changes.waits or not board.admission.fleet.is_whole()
             if board.changes.progress != progress or is_busy:
                 progress, moved_s = board.changes.progress, board.now_s()
@@ -206,14 +129,11 @@ class Pipeline:
             await asyncio.sleep(_TICK_S)
 
     def _stall(self) -> StallError:
-        return StallError(
-            f"nothing moved for run.stall_timeout_s = {self._settings.stall_timeout_s:g}: {self.who_waits()}",
-            hint="the run's log has the last thing that each executor said",
-        )
-
-    def who_waits(self) -> str:
-        """Every executor with its state, and every part of the loop that waits, with what for."""
+        """Names every executor with its state, and every part of the loop that waits, with what for."""
         board = self.board
         waits = [f"{who} waits for {what}" for who, what in board.changes.named().items()]
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]
-        return "; ".join(waits + states)
+        return StallError(
+            f"nothing moved for run.stall_timeout_s = {self._settings.stall_timeout_s:g}: {'; '.join(waits + states)}",
+            hint="the run's log has the last thing that each executor said",
+        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.errors import AsyncrlError, StallError
@@ -12,8 +11,7 @@ from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.ports import GatherReport
 from asyncrl_cli.loop.rollouts import Rollouts
-from asyncrl_cli.loop.states import State
-from asyncrl_cli.loop.step_times import StepTimes
+from asyncrl_cli.loop.states import State, StepTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +26,7 @@ class Publishing:
         self._publishing: asyncio.Task[None] | None = None
 
     async def first(self) -> None:
-        """Version `board.version` for the workers: a fresh run's 0, or the one that a resumed run was at."""
+        """The first version for the workers: 0 in a fresh run, in a resumed one the version that it was at."""
         board = self._board
         if board.step == 0 or board.settings.ends_window(board.step):
             await self._gather(board.version)
@@ -50,9 +48,7 @@ class Publishing:
             self._rollouts.abort(board.groups.publish())
         except AsyncrlError as error:
             board.stop(error)
-        if (
-            board.profile.placement.colocate and not board.stopping
-        ):  # nothing starts any more, and a hung worker would hold up the end
+        if board.profile.placement.colocate and not board.stopping:  # at a stop nothing starts, and a hung worker would hold it up
             await self._rollouts.hand_over(to_trainer=False)
         if board.sync.room:  # a stop does not wait for room: the workers end with what they have, a resume publishes first
             self._publish_beside()
@@ -68,7 +64,7 @@ class Publishing:
 
         def ended() -> bool:
             scored = not evaluator.items or evaluator.last_version == board.last_version
-            return board.stopping or (board.sync.all_hold(board.version) and scored and evaluator.running is None)
+            return self._all_hold_newest() and scored and evaluator.running is None
 
         def missing() -> str:
             scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
@@ -92,11 +88,11 @@ class Publishing:
                 await self._publishing
 
         def older_loads() -> str:
-            return f"workers to finish older loads: {', '.join(causes.lag_of(board, name) for name in board.sync.begun)}"
+            return f"workers to finish older loads: {causes.older_loads(board)}"
 
         still_s, loaded = board.settings.sync_timeout_s, (Change.LOADED,)
         try:
-            await board.changes.until_still(lambda: board.sync.room or board.stopping, who, older_loads, still_s, loaded)
+            await board.changes.until(lambda: board.sync.room or board.stopping, who, older_loads, loaded, still_s)
         except StallError as error:
             board.stop(error)
 
@@ -109,20 +105,25 @@ class Publishing:
         def missing() -> str:
             return f"every worker to load version {board.version}: {', '.join(causes.lags(board))}"
 
-        held = partial(board.sync.all_hold, board.version)
         try:
-            await self._until(lambda: board.stopping or held(), "trainer (sync)", missing, board.settings.sync_timeout_s)
+            await self._until(self._all_hold_newest, "trainer (sync)", missing, board.settings.sync_timeout_s)
         except StallError as error:
             board.stop(error)
 
-    async def _until(self, ended: Callable[[], bool], who: str, what: Callable[[], str], still_s: float) -> None:
-        """Waits for what every worker has to do: StallError when nothing has moved for `still_s` with all of them up; a restart has
-        its own bound."""
-        changes, fleet = self._board.changes, self._board.admission.fleet
-        lost = partial(causes.restarts, self._board)
+    def _all_hold_newest(self) -> bool:
+        return self._board.admission.fleet.are_current(self._board.version)
+
+    async def _until(self, condition: Callable[[], bool], who: str, what: Callable[[], str], still_s: float) -> None:
+        """Waits for something that every worker has to do, or a stop. StallError when nothing has moved for `still_s` with all of
+        them up; a restart has a limit of its own."""
+        board, fleet = self._board, self._board.admission.fleet
+
+        def ended() -> bool:
+            return board.stopping or condition()
+
         while not ended():
-            await changes.until(lambda: ended() or fleet.is_whole(), who, lost)
-            await changes.until_still(lambda: ended() or not fleet.is_whole(), who, what, still_s)
+            await board.changes.until(lambda: ended() or fleet.is_whole(), who, lambda: causes.restarts(board))
+            await board.changes.until(lambda: ended() or not fleet.is_whole(), who, what, still_s=still_s)
 
     def _publish_beside(self) -> None:
         self._publishing = self._tasks.create_task(self._publish(self._board.version), name="publish")

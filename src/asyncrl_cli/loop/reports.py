@@ -11,20 +11,20 @@ from asyncrl_cli.loop.states import ExecutorReport, Span, State
 
 K = TypeVar("K")
 WAITS_FOR_RESTART = "a restart"
-"""What an executor waits for whose process is gone."""
+"""What an executor without a process waits for."""
 
 
 class _Process(Enum):
     UP = auto()
     LOST = auto()
     NEW = auto()
-    """Another has taken its place, and has not reported yet."""
+    """A new process has taken its place, and has not reported yet."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Executor:
-    """`report` is the newest, and has the sums of `base` in it: of earlier processes, or less what is not to count. `spans` are
-    those that nobody has taken yet, on the driver's clock, which is `offset_s` ahead of the executor's."""
+    """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
+    are those that nobody has taken yet, on the driver's clock, which is `offset_s` ahead of the executor's."""
 
     report: ExecutorReport
     worker: str
@@ -39,7 +39,7 @@ class _Executor:
         self.spans += _moved(report.spans, self.offset_s, from_s)
 
     def fail_until(self, now_s: float) -> None:
-        """The time without a process goes on, too."""
+        """Counts the time without a process up to now."""
         report, ended_s = self.report, self.report.now_s + self.offset_s
         down_s = now_s - ended_s
         if down_s <= 0:
@@ -51,9 +51,9 @@ class _Executor:
         self.report = replace(_plus(report, State.FAILED, down_s), now_s=report.now_s + down_s)
 
     def begin_anew(self, report: ExecutorReport, arrived_s: float) -> float:
-        """The first report of the next process. While that started it was idle, and failed in these books: that counts once.
+        """The first report of the next process. That counts its start as idle, which counted as failed here: once is enough.
 
-        Returns from when on (by the driver's clock) its spans count.
+        Returns the time (on the driver's clock) from which on its spans count.
         """
         ended_s = self.report.now_s + self.offset_s
         counted_s = max(0.0, ended_s - (arrived_s - sum(report.state_s.values())))
@@ -68,10 +68,10 @@ class ReportBook:
     Executors have clocks of their own. A report made at `now_s` arrives later, so `arrival - now_s` bounds the difference of the
     clocks from above; the least of them seen so far is the best estimate (Cristian's algorithm, one way).
 
-    Executors are started before the loop begins, and wait for each other: their time before `began_s` counts for nothing.
+    Executors start before the loop does, and wait for each other: their time before `began_s` is not counted.
 
-    A worker that is restarted begins its integrals anew. Here they go on: what its process had counted, the time without one
-    (state `failed`, idle), and what the next one counts are one sum, that never falls.
+    A restarted worker counts from zero again. Here its sums go on and never fall: what the old process counted, plus the time
+    without a process (state `failed`, idle), plus what the new one counts.
     """
 
     def __init__(self, began_s: float = float("-inf")) -> None:
@@ -83,7 +83,7 @@ class ReportBook:
         return {name: executor.report for name, executor in self._executors.items()}
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
-        """Take a report in; true if the executor has made tokens since the last one. `worker`: in whose process it is."""
+        """Take in a report; true if the executor has made tokens since the last one. It runs in the process of `worker`."""
         executor, from_s = self._executors.get(report.name), self.began_s
         if executor is None:
             base = _before(report, arrived_s, self.began_s)
@@ -102,7 +102,7 @@ class ReportBook:
         return _has_made_tokens(previous, executor.report)
 
     def lost(self, worker: str, now_s: float) -> int:
-        """The worker's process is gone: its executors are failed from now on. Returns the tokens of what ran there."""
+        """The worker's process is gone: its executors count as failed from now on. Returns the tokens of what was running there."""
         running_tokens = 0.0
         for executor in self._of(worker):
             report = executor.report
@@ -119,7 +119,7 @@ class ReportBook:
                 executor.fail_until(now_s)
 
     def returned(self, worker: str, now_s: float) -> None:
-        """The worker has a process again; its executors' next reports are that one's."""
+        """The worker has a process again, from which its executors' next reports come."""
         self.advance_lost(now_s)
         for executor in self._of(worker):
             executor.process = _Process.NEW
@@ -148,7 +148,7 @@ class ReportBook:
 
 
 def _before(report: ExecutorReport, arrived_s: float, began_s: float) -> ExecutorReport | None:
-    """What an executor's first report has counted before the loop began, to be taken off: it has the spans of all its life."""
+    """What an executor counted before the loop began, negative. Its first report has the spans of its whole life."""
     offset_s = arrived_s - report.now_s
     base = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
     for span in report.spans:
@@ -159,9 +159,9 @@ def _before(report: ExecutorReport, arrived_s: float, began_s: float) -> Executo
 
 
 def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:
-    """With more time in a state, which is idle time too for who counts that."""
-    sums = _sum(report.sums, {"idle_s": seconds}) if is_idle and "idle_s" in report.sums else report.sums
-    return replace(report, state_s=_sum(report.state_s, {state: seconds}), sums=sums)
+    """With more time in a state. It is idle time too, for executors that count that."""
+    sums = _sum({"idle_s": seconds}, report.sums) if is_idle and "idle_s" in report.sums else report.sums
+    return replace(report, state_s=_sum({state: seconds}, report.state_s), sums=sums)
 
 
 def _moved(spans: Iterable[Span], offset_s: float, from_s: float) -> list[Span]:
@@ -178,10 +178,13 @@ def _on_top(base: ExecutorReport, report: ExecutorReport) -> ExecutorReport:
     return replace(report, state_s=_sum(base.state_s, report.state_s), sums=_sum(base.sums, report.sums))
 
 
-def _sum(left: Mapping[K, float], right: Mapping[K, float]) -> dict[K, float]:
-    return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in [*left, *(key for key in right if key not in left)]}
+def _sum(few: Mapping[K, float], many: Mapping[K, float]) -> dict[K, float]:
+    total = dict(many)
+    for key, amount in few.items():
+        total[key] = total.get(key, 0.0) + amount
+    return total
 
 
 def _has_made_tokens(previous: ExecutorReport, report: ExecutorReport) -> bool:
-    """Only sums of tokens tell work from waiting: sums of seconds always grow."""
+    """Only sums of tokens tell work from waiting: sums of seconds grow while it waits, too."""
     return any(amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens"))

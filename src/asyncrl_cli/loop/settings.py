@@ -9,7 +9,7 @@ from asyncrl_cli.profile.schema import Interrupt, Profile
 
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
-"""Bfloat16 rounds logits from 8 to 16 to sixteenths, on both sides and before them in every layer."""
+"""Bfloat16 rounds logits between 8 and 16 to sixteenths, on both sides, and every layer before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class LoopSettings:
 
     @property
     def stall_timeout_s(self) -> float:
-        """The watchdog is for what nothing else bounds: it waits until every call to a worker, and every load, has had its time."""
+        """The watchdog's limit. It is longer than that of any single call or load, whose own error says more."""
         profile = self.profile
         if profile.run.stall_timeout_s is not None:
             return profile.run.stall_timeout_s
@@ -51,3 +51,10 @@ class LoopSettings:
     def ends_window(self, step: int) -> bool:
         """Whether the window ends with train step `step` (counted from 1); the run's last step ends one too."""
         return step % self.schedule.window_steps == 0 or step == self.schedule.train_steps
+
+    def window_after(self, step: int) -> tuple[int, int]:
+        """The version after train step `step`, and how many groups its window has taken by then."""
+        windows, steps_in_window = divmod(step, self.schedule.window_steps)
+        if steps_in_window and self.ends_window(step):
+            return windows + 1, 0
+        return windows, steps_in_window * self.schedule.step_groups

@@ -1,4 +1,4 @@
-"""Sequence slots of the workers: who uses them, and which workers have room for one more group."""
+"""What the loop knows of each rollout worker: its weights, its sequence slots, and whether it has room for one more group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl_cli.loop.attempts import AttemptKey
 
 
 class Room(IntEnum):
-    """For one more group of n sequences on a worker."""
+    """Where a worker has room for one more group of n sequences."""
 
     NONE = 0
     IN_QUEUE = 1
@@ -19,14 +19,17 @@ class Room(IntEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """What admission knows of one worker. `unfinished` counts sequences per running group; evals take slots too.
+    """One worker. `unfinished` counts sequences per running group; evals take slots too.
 
-    `loading`: nothing may start on it now; `down`: its process is gone, so it has no room either.
+    `version`: what it holds, -1 if nothing that was published; `begun`: the version that it receives or loads, `received` once
+    that has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room either.
     """
 
     name: str
     slots: int
     version: int = 0
+    begun: int | None = None
+    received: bool = False
     loading: bool = False
     down: bool = False
     eval_sequences: int = 0
@@ -50,7 +53,7 @@ class WorkerSlots:
         self._changed()
 
     def release(self, key: AttemptKey) -> None:
-        """A group has left; nothing happens if it was not here."""
+        """A group has left, if it was here."""
         self.unfinished_sequences -= self.unfinished.pop(key, 0)
         self._changed()
 
@@ -60,13 +63,18 @@ class WorkerSlots:
         self._changed()
 
     def begin_load(self) -> None:
-        """From now on nothing starts on it."""
-        self.loading = True
+        """The version that it has begun has arrived. Nothing starts on it from now on."""
+        self.received = self.loading = True
         self._changed()
 
     def end_load(self, version: int) -> None:
-        self.loading, self.version = False, version
+        self.forget_weights(version)
+        self.loading = False
         self._changed()
+
+    def forget_weights(self, version: int = -1) -> None:
+        """It holds that version, and has begun no other."""
+        self.version, self.begun, self.received = version, None, False
 
     def set_down(self, is_down: bool) -> None:
         """Its process is gone, or (false) another has taken its place: that one loads before anything starts on it."""
@@ -79,7 +87,7 @@ class WorkerSlots:
 
 
 class Fleet:
-    """All workers, and who has room: of hundreds few have any while a run is busy, and those are kept apart."""
+    """All workers, and who has room. While a run is busy few of hundreds have any: those are kept apart."""
 
     def __init__(self, workers: Iterable[WorkerSlots], *, n: int, prefetch_groups: int) -> None:
         self.by_name = {worker.name: worker for worker in workers}
@@ -95,14 +103,14 @@ class Fleet:
             self.place(worker)
 
     def room_on(self, worker: WorkerSlots) -> Room:
-        if worker.down:
-            return Room.NONE
-        missing = self._n - worker.free
-        return Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
+        return self._rooms[worker.name]
 
     def place(self, worker: WorkerSlots) -> None:
         """The worker has changed."""
-        name, room = worker.name, self.room_on(worker)
+        name, missing = worker.name, self._n - worker.free
+        room = Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
+        if worker.down:
+            room = Room.NONE
         (self._down.add if worker.down else self._down.discard)(name)
         (self._loading.add if worker.loading else self._loading.discard)(name)
         if room is not self._rooms[name]:
@@ -128,8 +136,8 @@ class Fleet:
     def candidates(self) -> list[WorkerSlots]:
         """Who may start a group: of each version the first worker with most room, newest weights first.
 
-        Room is free slots for all of it; only where no worker has these, not even one that loads, it is room in the queue. Whether
-        a group may start depends on the version that it starts with: where one worker may not, no other of its version may.
+        Room means free slots for the whole group; only if no worker has these, not even one that loads, room in a queue will do.
+        Whether a group may start depends on the version that it starts with, so one worker per version is enough.
         """
         best: dict[int, tuple[int, int, WorkerSlots]] = {}
         for name, worker in (self._having[Room.IN_SLOTS] or self._having[Room.IN_QUEUE]).items():

@@ -14,8 +14,7 @@ from asyncrl_cli.loop.cuts import Checkpointer
 from asyncrl_cli.loop.ports import TrainBatch, TrainReport
 from asyncrl_cli.loop.publishing import Publishing
 from asyncrl_cli.loop.rollouts import Rollouts
-from asyncrl_cli.loop.states import State
-from asyncrl_cli.loop.step_times import StepTimes
+from asyncrl_cli.loop.states import State, StepTimes
 from asyncrl_cli.loop.watching import StepRecord
 
 
@@ -82,13 +81,13 @@ class Training:
         return causes.window_wait(self._board) if self._needs_resources else causes.groups_wait(self._board)
 
     def _warn_of_stale(self, groups: Sequence[GroupResult]) -> None:
-        """on_stale = "accept" lets groups pass the bound, but not in silence: once per window."""
+        """on_stale = "accept" lets groups pass the bound; a warning says so, once per window."""
         board, bound = self._board, self._board.schedule.max_staleness
         stale = [group for group in groups if min(meta.oldest for meta in group.trajectories) < board.version - bound]
         if stale and self._warned_in != board.version:
             self._warned_in = board.version
             message = f"{len(stale)} of {len(groups)} groups of step {board.step + 1} are older than max_staleness = {bound}"
-            board.event("warning", message=message)
+            board.warn(message)
 
     async def _train(self, groups: tuple[GroupResult, ...]) -> TrainReport:
         board = self._board
@@ -105,12 +104,12 @@ class Training:
         return report
 
     def _warn_of_skipped(self, report: TrainReport) -> None:
-        """A step without a finite gradient leaves weights and optimizer as they were. Its groups are trained all the same: they
-        were consumed, and would very likely do it again."""
+        """A step without a finite gradient leaves weights and optimizer as they were. Its groups count as trained all the same:
+        they were consumed, and would very likely do the same again."""
         board, limit = self._board, self._board.profile.trainer.max_skipped_steps
         if report.skipped_steps:
             skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of step {board.step} skipped"
-            board.event("warning", message=f"{skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
+            board.warn(f"{skipped}: the gradient is not finite ({report.skipped_in_a_row} in a row)")
         if report.skipped_in_a_row > limit:
             board.stop(
                 AsyncrlError(
@@ -123,7 +122,7 @@ class Training:
     async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         """Publish where a window ends, write the step's line, then checkpoint where it is due.
 
-        In that order the checkpoint holds the line's counters; its stall is part of the next step's time.
+        In this order the checkpoint holds the counters of the line; the stall that it causes is part of the next step's time.
         """
         board, window = self._board, self._board.version
         if board.settings.ends_window(board.step):
@@ -141,7 +140,7 @@ class Training:
             await self._checkpointer.cut()
 
     def _record(self, window: int, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
-        board = self._board
+        board, evaluator = self._board, self._board.evaluator
         record = StepRecord(
             step=board.step,
             version=board.version,
@@ -153,13 +152,12 @@ class Training:
             reports=board.reports.latest,
             spans=board.reports.take_spans(),
             sync=board.sync.summary,
-            evals=tuple(board.evals_ended),
+            evals=tuple(evaluator.ended),
             ledger=board.ledger.totals(),
             tokens_discarded=board.groups.tokens_discarded,
             groups_trained=board.admission.trained_groups,
             tokens_trained=board.groups.tokens_trained,
             restarts=board.restarts,
         )
-        board.evals_ended.clear()
-        for observer in board.observers:
-            observer.step(record)
+        evaluator.ended.clear()
+        board.record(record)

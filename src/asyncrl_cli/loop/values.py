@@ -27,7 +27,7 @@ class Value(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest figure stands: versions, totals kept by somebody else."""
+    """The newest figure counts: versions, totals that somebody else keeps."""
 
     value: float | int | None
 
@@ -45,7 +45,7 @@ class Max:
 
 @dataclass(frozen=True, slots=True)
 class _Added:
-    """Values whose parts add up, each for itself."""
+    """Values whose parts are added one by one."""
 
     def merge(self, later: Self) -> Self:
         return type(self)(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(later), strict=True)))
@@ -137,7 +137,7 @@ KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Ma
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:
-    """Join `values` to `totals`, key by key. A total of another kind is one that a checkpoint got wrong: it begins anew."""
+    """Join `values` to `totals`, key by key. A total of another kind, from a wrong checkpoint, is replaced."""
     for key, value in values.items():
         totals[key] = totals[key].merge(value) if type(totals.get(key)) is type(value) else value
 

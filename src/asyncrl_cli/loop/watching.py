@@ -12,7 +12,7 @@ from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.safe_files import Count
 
 ENDED = ("done", "failed", "stopped")
-"""Phases in which nothing will move any more; also what status and screen go by."""
+"""Phases in which nothing moves any more, for status and screen too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class Snapshot:
     `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
     ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: what stands behind that, in words.
     `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
-    them now (`Board.snapshot`). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
+    them now (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
     process at the moment, by name, with "1 of 3": the first of three restarts that each may have.
     """
 
@@ -114,7 +114,7 @@ class Snapshot:
 
 
 class Observer:
-    """Someone who watches. Called from the event loop: must return at once. A subclass says what it watches."""
+    """Someone who watches the run. Called from the event loop, so it must return at once. Subclasses override what they need."""
 
     def event(self, event: Event) -> None:
         """Something has happened."""

@@ -11,7 +11,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.shape import tensor_shapes
-from asyncrl_cli.profile.schema import MOST, Profile
+from asyncrl_cli.profile.fields import MOST
+from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import load_json
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 from asyncrl_cli.errors import PreflightError, RefusedError
 from asyncrl_cli.models.tiny import TINY
-from asyncrl_cli.profile.schema import MOST
+from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.safe_files import UnsafeFile, expand, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})

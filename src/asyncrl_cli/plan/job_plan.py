@@ -19,8 +19,7 @@ from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan.cluster import ClusterResources, counted
 from asyncrl_cli.plan.counts import cpu_counts, cuda_counts
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 
 TRAINER, ROLLOUT, COLOCATED = "trainer", "rollout", "colocated"
 

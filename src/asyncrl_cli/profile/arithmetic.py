@@ -59,7 +59,7 @@ class Schedule:
             window_steps=window_steps,
             window_groups=window_steps * step_groups,
             eta=training.staleness_threshold,
-            budget_groups=budget_groups(training.staleness_threshold, window_steps * step_groups),
+            budget_groups=math.floor((1 + Fraction(training.staleness_threshold)) * window_steps * step_groups),
             max_staleness=staleness_bound(profile),
             train_steps=steps,
             optimizer_steps=steps * training.require_batches,
@@ -68,11 +68,6 @@ class Schedule:
             last_window_groups=(steps - (syncs - 1) * window_steps) * step_groups,
             mode=mode_of(profile),
         )
-
-
-def budget_groups(eta: Decimal, window_groups: int) -> int:
-    """floor((1 + eta) * W), exactly."""
-    return math.floor((1 + Fraction(eta)) * window_groups)
 
 
 def staleness_bound(profile: Profile) -> int:
@@ -103,16 +98,12 @@ def train_steps_of(profile: Profile) -> int:
         if steps is None:
             raise ConfigError("the run has no length", hint="set run.train_steps (or run.total_rollout_steps, in groups)")
         return steps
-    if groups < step_groups:
-        raise ConfigError(
-            f"run.total_rollout_steps = {groups} is less than one train step, which takes R = {step_groups} groups",
-            hint=f"--set run.total_rollout_steps={step_groups} or more, or a smaller trainer.ppo_mini_batch_size",
-        )
     if groups % step_groups:
         below = groups - groups % step_groups
+        ways = f"{below} or {below + step_groups}" if below else f"{step_groups} or more"
         raise ConfigError(
             f"run.total_rollout_steps = {groups} is not a multiple of R = {step_groups} groups per train step",
-            hint=f"--set run.total_rollout_steps={below} or {below + step_groups}",
+            hint=f"--set run.total_rollout_steps={ways}",
         )
     if steps is not None and steps != groups // step_groups:
         raise ConfigError(

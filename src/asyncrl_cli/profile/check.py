@@ -6,20 +6,17 @@ The types and ranges of single keys are the schema's; here is what several keys 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, combine
 from asyncrl_cli.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.profile.toml import shortened, toml_value
 from asyncrl_cli.safe_files import check_name
-
-MOST_PROBLEMS = 20
-"""Told in one error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +168,6 @@ def check(profile: Profile) -> list[str]:
     if problems := [*length, *name, *_sizes(profile), *wrong, *conflicts]:
         raise combine(problems)
     return list(_warnings(profile))
-
-
-def combine(problems: Sequence[ConfigError]) -> ConfigError:
-    """One error out of several: all messages, the first one's hint."""
-    assert problems
-    if len(problems) == 1:
-        return problems[0]
-    more = "\n  - ..." if len(problems) > MOST_PROBLEMS else ""
-    lines = "".join(f"\n  - {problem.message}" for problem in problems[:MOST_PROBLEMS]) + more
-    return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=problems[0].hint)
 
 
 def _raised(rule: Callable[[Any], object], value: Any) -> list[ConfigError]:

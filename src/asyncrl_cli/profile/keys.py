@@ -1,19 +1,21 @@
-"""The names of all keys, what each expects, and the nearest one to a misspelt name."""
+"""The names of all keys, what each expects, and values by key validated into a `Profile`."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from asyncrl_cli.profile.schema import Profile, Section
+from pydantic import ValidationError
+
+from asyncrl_cli.errors import ConfigError, combine, did_you_mean
+from asyncrl_cli.profile.fields import Section
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml import LONGEST_ECHO, parse_value, shortened
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
 
 PARAMS = "task.params"
 """The one free-form table: its entries are keys of their own, `task.params.<name>`."""
-LONGEST_NAME = 100
-"""Of names that are compared with others, and of what is echoed of a value."""
 
 
 @cache
@@ -37,18 +39,69 @@ def values_of(profile: Profile) -> dict[str, Any]:
     return {f"{section}.{name}": value for section in sections() for name, value in getattr(profile, section)}
 
 
-def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was probably meant: closest in its section, then by its last part, then as a whole."""
-    if len(name) > LONGEST_NAME:
-        return None
-    section, _, last = name.rpartition(".")
-    by_last = {key.rpartition(".")[2]: key for key in reversed(list(known))}
-    in_section = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
-    for pool, wanted in ((in_section, last), (by_last, last), (dict(zip(known, known, strict=True)), name)):
-        found = difflib.get_close_matches(wanted, pool, n=1, cutoff=0.7)
-        if found:
-            return pool[found[0]]
-    return None
+def entries_of(profile: Profile) -> dict[str, Any]:
+    """Every key's value, with the entries of `task.params` in the place of that table, if it has any."""
+    found: dict[str, Any] = {}
+    for key, value in values_of(profile).items():
+        is_params = key == PARAMS and value
+        found |= {f"{PARAMS}.{name}": item for name, item in value.items()} if is_params else {key: value}
+    return found
+
+
+def validate(values: Mapping[str, Any], origins: Mapping[str, str], named: Mapping[str, Any], origin: str) -> Profile:
+    """`values` and `origins` by dotted key; `named`: the profile's name and purpose, which come from `origin`.
+
+    Raises all type and range errors of all layers as one ConfigError.
+    """
+    nested: dict[str, Any] = {**named}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if not key.startswith(f"{PARAMS}."):
+            nested.setdefault(section, {})[name] = value
+    if params := {key.removeprefix(f"{PARAMS}."): value for key, value in values.items() if key.startswith(f"{PARAMS}.")}:
+        nested.setdefault("task", {}).setdefault("params", params)
+    try:
+        return Profile.model_validate(nested)
+    except ValidationError as error:
+        wrong = dict.fromkeys(".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors())
+        raise combine([_wrong_value(key, nested, origins.get(key, origin)) for key in wrong]) from None
+
+
+def _wrong_value(key: str, nested: Mapping[str, Any], origin: str) -> ConfigError:
+    section, _, name = key.partition(".")
+    value = nested[section][name] if name else nested[section]
+    text = shortened(value)
+    shown = f'"{text}"' if isinstance(value, str) else text.lower() if isinstance(value, bool) else text
+    return ConfigError(f"{key} = {shown} ({origin}): expected {expected(key)}", hint=_type_hint(key, value, origin))
+
+
+def _type_hint(key: str, value: Any, origin: str) -> str:
+    meaning = f"what it is: {keys().get(key, 'one line of text')}"
+    if len(shortened(value)) >= LONGEST_ECHO:
+        return meaning
+    choices = [choice for option in _options(key) for choice in _choices(option)]
+    kinds = {option["type"] for option in _options(key) if not _choices(option)}
+    if isinstance(value, str):
+        if kinds - {"string"} and parse_value(value) != value:
+            return f"leave the quotes out: {key} = {value}"
+        return did_you_mean(value, choices, meaning, '"{}"'.format)
+    if "string" in kinds:
+        return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f'quote it: {key} = "{value}"'
+    return meaning
+
+
+def expected(key: str) -> str:
+    """What a value of `key` has to be, in words: `an integer of at least 1`."""
+    return " or ".join(map(_describe, _options(key)))
+
+
+def _options(key: str) -> list[dict[str, Any]]:
+    """The kinds of value that `key` takes, as JSON schemas."""
+    section, _, name = key.partition(".")
+    if not name:
+        return [{"type": "string"}]
+    schema = _schema()["$defs"][sections()[section].__name__]["properties"][name.split(".")[0]]
+    return [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
 
 
 @cache
@@ -56,27 +109,19 @@ def _schema() -> dict[str, Any]:
     return Profile.model_json_schema()
 
 
-def expected(key: str) -> str:
-    """What a value of `key` has to be, in words: `an integer of at least 1`."""
-    section, _, name = key.partition(".")
-    if not name:
-        return "a string"
-    definition = _schema()["$defs"][sections()[section].__name__]
-    return _describe(definition["properties"][name.split(".")[0]])
+def _choices(option: Mapping[str, Any]) -> list[str]:
+    return option["enum"] if "enum" in option else [option["const"]] if "const" in option else []
 
 
-def _describe(schema: Mapping[str, Any]) -> str:
-    if "anyOf" in schema:
-        return " or ".join(_describe(option) for option in schema["anyOf"] if option.get("type") != "null")
-    if "enum" in schema or "const" in schema:
-        choices = [f'"{choice}"' for choice in schema.get("enum", [schema.get("const")])]
+def _describe(option: Mapping[str, Any]) -> str:
+    if choices := [f'"{choice}"' for choice in _choices(option)]:
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    if schema.get("type") == "array":
-        items = schema.get("prefixItems")
+    if option["type"] == "array":
+        items = option.get("prefixItems")
         return f"{len(items)} numbers, each {_describe(items[0])}" if items else "an array of strings"
-    if schema.get("format") == "path":
+    if option.get("format") == "path":
         return f"a string, with at most {MAX_NAME_BYTES} bytes in a name and {MAX_PATH_BYTES} in a path"
-    return _NAMES[schema["type"]] + _limits(schema)
+    return _NAMES[option["type"]] + "".join(text.format(option[name]) for name, text in _LIMITS.items() if name in option)
 
 
 _NAMES = {
@@ -94,7 +139,3 @@ _LIMITS = {
     "multipleOf": " in steps of {}",
     "pattern": " like 1:1",
 }
-
-
-def _limits(schema: Mapping[str, Any]) -> str:
-    return "".join(text.format(schema[name]) for name, text in _LIMITS.items() if name in schema)

@@ -19,13 +19,12 @@ from typing import Any
 from pydantic import create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.check import MOST_PROBLEMS, check, combine
-from asyncrl_cli.profile.keys import PARAMS, keys, nearest, sections
+from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
+from asyncrl_cli.profile.check import check
+from asyncrl_cli.profile.keys import PARAMS, entries_of, keys, sections, validate
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.sources import ProfileFile, chain
 from asyncrl_cli.profile.toml import MAX_DEPTH, parse_value, shortened
-from asyncrl_cli.profile.values import validate
 from asyncrl_cli.safe_files import expand
 
 ENV_PREFIX = "ASYNCRL_"
@@ -52,7 +51,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A validated profile, the origin of every value by dotted key, and what is worth a warning."""
+    """A validated profile, what is worth a warning, and the origin of every value by dotted key, also of entries of task.params."""
 
     profile: Profile
     origins: Mapping[str, str]
@@ -81,8 +80,12 @@ def load(
         Layer(origin="flag", values=dict(flags or {})),
     ]
     values, origins = merge(stack)
-    profile = validate(values, origins, files[-1])
-    return Loaded(profile=profile, origins=_all_origins(profile, origins, files[-1]), warnings=tuple(check(profile)))
+    file = files[-1]
+    named = {"name": file.content.get("name", file.name), "purpose": file.content.get("purpose", "")}
+    profile = validate(values, origins, named, file.origin)
+    every = {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
+    every |= {key: origins.get(key, DEFAULT) for key in entries_of(profile)}
+    return Loaded(profile=profile, origins=every, warnings=tuple(check(profile)))
 
 
 def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -128,8 +131,7 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _unknown(key: str, where: str, known: Collection[str]) -> ConfigError:
-    guess = nearest(key, known)
-    hint = f"did you mean {guess}?" if guess else f"sections: {', '.join(sections())}"
+    hint = did_you_mean(key, known, f"sections: {', '.join(sections())}")
     return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
 
 
@@ -162,8 +164,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _unknown_name(key: str, name: str) -> ConfigError:
-    guess = nearest(key, keys())
-    hint = f"did you mean {_env_name(guess)}?" if guess else "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
+    hint = did_you_mean(key, keys(), "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS", _env_name)
     return ConfigError(f"environment: unknown name {shortened(name)}", hint=hint)
 
 
@@ -209,11 +210,3 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     if key == "model.path" and not os.path.exists(path) and not value.startswith((".", "~")):
         return value
     return str(path)
-
-
-def _all_origins(profile: Profile, given: Mapping[str, str], file: ProfileFile) -> dict[str, str]:
-    """One entry per key of the schema and per entry of task.params; what no layer gave is a default."""
-    entries = [f"{PARAMS}.{name}" for name in profile.task.params] or [PARAMS]
-    every = [other for key in keys() for other in (entries if key == PARAMS else [key])]
-    own = {"name": file.origin, "purpose": file.origin if "purpose" in file.content else DEFAULT}
-    return own | {key: given.get(key, DEFAULT) for key in every}

@@ -7,7 +7,7 @@ eta is written as a string, so that it stays the decimal it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.keys import PARAMS, keys, sections, values_of
+from asyncrl_cli.profile.keys import PARAMS, entries_of, keys, sections
 from asyncrl_cli.profile.layers import DEFAULT, Loaded
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml import toml_key, toml_value
@@ -67,22 +67,17 @@ def _loaded(tables: Mapping[str, Any], origins: Mapping[str, str]) -> Loaded:
 
 def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
     """A profile file that needs no other: what some layer gave, or (`only_given=False`) every value that is set."""
-    values, lines = values_of(profile), [f"name = {toml_value(profile.name)}", f"purpose = {toml_value(profile.purpose)}"]
-    for section in sections():
-        entries = []
-        for name, value, origin in _entries(section, values, origins):
-            if value is not None and not (only_given and origin == DEFAULT):
-                text = f"{name} = {toml_value(value)}"
-                entries.append(f"{text:<48}  # {origin}" if with_origins else text)
+    tables: dict[str, list[str]] = {section: [] for section in sections()}
+    for key, value in entries_of(profile).items():
+        section, _, name = key.partition(".")
+        if key.startswith(f"{PARAMS}."):  # of an older run it is not known where it came from
+            name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
+        else:
+            origin = origins.get(key, DEFAULT)
+        if value not in (None, {}) and not (only_given and origin == DEFAULT):
+            text = f"{name} = {toml_value(value)}"
+            tables[section].append(f"{text:<48}  # {origin}" if with_origins else text)
+    lines = [f"name = {toml_value(profile.name)}", f"purpose = {toml_value(profile.purpose)}"]
+    for section, entries in tables.items():
         lines += ["", f"[{section}]", *entries] if entries else []
     return "\n".join(lines) + "\n"
-
-
-def _entries(section: str, values: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
-    """Name, value and origin of each key of a section; an entry of task.params is a key of its own, and never a default."""
-    for key in (key for key in values if key.startswith(f"{section}.")):
-        if key == PARAMS:
-            for entry, item in values[key].items():
-                yield f"params.{toml_key(entry)}", item, origins.get(f"{PARAMS}.{entry}", "unknown")
-        else:
-            yield key.removeprefix(f"{section}."), values[key], origins.get(key, DEFAULT)

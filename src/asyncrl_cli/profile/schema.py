@@ -1,46 +1,28 @@
 """The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
 
-Types are strict: "8" is no integer, 1 is no boolean. TOML floats arrive as decimals, so that eta is exact; every other
-number becomes a float here.
+`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py.
 """
 
 from __future__ import annotations
 
-from decimal import Decimal
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import Field
 
-from asyncrl_cli.safe_files import is_path
-
-
-def _plain(value: Any) -> Any:
-    """Decimals become floats, also inside the tables and arrays of `task.params`."""
-    if isinstance(value, Decimal):
-        return float(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _plain_tuple(value: Any) -> Any:
-    return tuple(_plain(value)) if isinstance(value, list) else value
-
-
-def _exact(value: Any) -> Any:
-    """Integers and floats become the decimal that they are written as; anything else is left to be refused."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return Decimal(str(value))
-    return value
-
-
-def _path(text: str) -> str:
-    if not is_path(text):
-        raise ValueError("no file system takes this as a path")
-    return text
-
+from asyncrl_cli.profile.fields import (
+    Betas,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Params,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Processes,
+    Ratio,
+    Section,
+)
+from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSection, WeightsSection
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 """What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
@@ -48,41 +30,6 @@ DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that go from GPU memory to GPU memory, within a worker's load."""
 PROBE_TOKENS = 32
 """Length of a probe (`weights.probe_sequences`): it reaches every layer and position encoding, and costs nothing."""
-
-MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
-"""What is larger is a slip of the keyboard: steps, tokens, sizes and seconds; processes; digits of eta after the point."""
-PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
-Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
-"""Of workers, ranks, devices: each is planned by itself."""
-PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
-Bytes = Annotated[float, Field(gt=0, le=10**18), BeforeValidator(_plain)]
-PathText = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "format": "path"})]
-Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(_plain)]
-TopP = Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)]
-Eta = Annotated[
-    Decimal,
-    Field(ge=0, le=100, decimal_places=MOST_DECIMALS),
-    BeforeValidator(_exact),
-    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100, "multipleOf": f"1e-{MOST_DECIMALS}"}),
-]
-Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
-Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
-Params = Annotated[dict[str, Any], BeforeValidator(_plain)]
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, strict, no unknown keys, field docstrings become descriptions."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        strict=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
 
 
 class RunSection(Section):
@@ -197,77 +144,6 @@ class TrainerSection(Section):
     checkpoint. A resumed run counts anew."""
 
 
-class RolloutSection(Section):
-    """Rollout workers and sampling."""
-
-    engine: str = "transformers"
-    """The inference engine in each rollout worker: `transformers`, `vllm`, or one that an installed package adds."""
-    workers: Processes | None = None
-    """Rollout workers; if not given, what `placement` yields (1 on a CPU)."""
-    slots: PositiveInt = 64
-    """Sequences that one worker generates at once."""
-    n: Annotated[int, Field(ge=2, le=MOST_PROCESSES)] = 8
-    """Trajectories per prompt: the size of a group."""
-    prefetch_groups: NonNegativeInt = 0
-    """Groups admitted beyond the free slots, to wait in the engines' queues."""
-    max_prompt_tokens: PositiveInt = 256
-    """Longest prompt, in tokens; a task with a longer one is refused before the run starts."""
-    max_response_tokens: PositiveInt = 256
-    """Longest response."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the trainer applies the same."""
-    top_p: TopP = 1.0
-    """Nucleus sampling; below 1 the trained distribution is not the sampled one, and asyncrl warns."""
-    top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 is off; above 0 asyncrl warns."""
-    stop: Strings = ()
-    """Strings that end a response."""
-    interrupt: Literal["keep-kv", "recompute-kv"] | None = None
-    """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
-    tensor_parallel_size: Processes | None = None
-    """vllm: processes that share one model. On GPUs one for each of the worker's: `placement.gpus_per_rollout_worker`, and
-    nothing else; on CPUs 1 if not given."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)] | None = None
-    """vllm: share of a GPU's memory for weights and KV cache; if not given vLLM's own default, and 0.5 where a trainer shares
-    the GPU (colocate). On a CPU: of the machine's memory; if not given, the cache is as large as the slots need."""
-    max_model_len: PositiveInt | None = None
-    """vllm: longest sequence; max_prompt_tokens + max_response_tokens if not given."""
-    enforce_eager: bool | None = None
-    """vllm: no compilation and no CUDA graphs; if not given, true on CPUs (compilation takes a minute) and false on GPUs."""
-    engine_args: Params = Field(default_factory=dict)
-    """vllm: further arguments of its `AsyncEngineArgs`, by its own names."""
-    call_timeout_s: PositiveFloat = 600.0
-    """Longest silence of a rollout worker that has work: one that makes no token for so long is lost, unless it computes rewards or
-    loads weights, which have limits of their own. A group may take longer, queueing included. It is also the longest time of a
-    train step, and of what a worker answers at once."""
-    max_restarts: NonNegativeInt = 0
-    """How often each worker may be restarted after a failure (its process or its engine's died, or it was silent for too long);
-    at 0 the first failure ends the run. A resumed run counts anew."""
-
-
-class AsyncTrainingSection(Section):
-    """The asynchronous schedule; verl's `async_training` names."""
-
-    trigger_parameter_sync_step: PositiveInt = 1
-    """K: train steps between two weight syncs."""
-    staleness_threshold: Eta = Decimal(0)
-    """eta: groups admitted ahead, as a share of a window's groups."""
-    require_batches: PositiveInt = 1
-    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups, which the seed deals out to them."""
-    partial_rollout: bool = False
-    """Running rollouts are frozen at a weight sync and go on with the new weights."""
-    max_staleness: NonNegativeInt | None = None
-    """Strict bound, in versions, on the staleness of any trained token; ceil(eta) if not given, never less."""
-    on_stale: Literal["wait", "accept", "drop", "requeue"] = "wait"
-    """What happens to a group that would pass the bound; `wait` keeps any from doing so."""
-    max_requeues: NonNegativeInt = 2
-    """How often one prompt is requeued for staleness."""
-    on_exhausted: Literal["fail", "drop"] = "drop"
-    """What happens to a prompt requeued more often than that."""
-    use_rollout_log_probs: bool | None = None
-    """verl's name: true is algorithm.old_logprobs = "rollout", false is "recompute"."""
-
-
 class PlacementSection(Section):
     """Which resources the roles get."""
 
@@ -287,37 +163,6 @@ class PlacementSection(Section):
     """CPU cores (and compute threads) of each trainer rank and rollout worker."""
     timeout_s: PositiveFloat = 60.0
     """Longest wait for the placement groups."""
-
-
-class WeightsSection(Section):
-    """How published weights reach the rollout workers."""
-
-    transport: Literal["object-store", "disk", "nccl", "ipc"] = "object-store"
-    """The way of a version to the workers: `object-store` is buckets as Ray objects; `disk` is safetensors files below the
-    run's directory, which all nodes must share; `nccl` is from the trainer's GPU to the GPUs of vLLM; `ipc` is within the one GPU
-    that the trainer and vLLM share (colocate)."""
-    gather_bucket_size_mb: PositiveInt = 2048
-    """Bucket size on the trainer's side."""
-    load_bucket_size_mb: PositiveInt = 128
-    """nccl, ipc: size of the buffers on the GPUs at both ends that a version passes through."""
-    mode: Literal["async", "sync"] = "async"
-    """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
-    overlap: bool = True
-    """Bucket by bucket: one is sent while the next is gathered, one is copied while the next arrives; false: one phase
-    after the other."""
-    dual_buffer: bool = True
-    """Rollout workers receive the next version beside generation, into a second buffer, and only swap; false: no second buffer,
-    so weights arrive while generation stands still."""
-    probe_sequences: NonNegativeInt = 4
-    """Fixed sequences scored by trainer and worker after each load; 0 turns the check off."""
-    max_logprob_diff: PositiveFloat | None = None
-    """Mean absolute difference of the probes' logprobs above which a sync is alarmed, whatever the version before says; if not
-    given, 0.001 with model.dtype = "float32" and 0.1 with "bfloat16"."""
-    keep_versions: NonNegativeInt | Literal["all"] = 0
-    """Published versions kept on disk (safetensors), for audits."""
-    timeout_s: PositiveFloat = 300.0
-    """Longest time a gather, a send or a load may take; likewise a checkpoint's snapshot, write or read, and a dump
-    of samples. `nccl`, `ipc`: of a meeting with a worker and of each transfer within a load; waits for others come on top."""
 
 
 class CheckpointSection(Section):
@@ -372,3 +217,15 @@ class Profile(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     logging: LoggingSection = LoggingSection()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What a job's plan adds to the profile, for the processes that compute: where one of a role's `workers` does. `device`,
+    `threads`, and the model of `model_dir`, whose weights are `version`."""
+
+    model_dir: str
+    device: str = "cpu"
+    threads: int = 1
+    workers: int = 1
+    version: int = 0

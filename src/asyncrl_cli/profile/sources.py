@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.keys import nearest
+from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.profile.toml import read, shortened
 from asyncrl_cli.safe_files import expand
 
@@ -63,8 +62,7 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
     known = shipped_profiles()
     if reference in known:
         return known[reference].resolve()
-    guess = nearest(reference, known)
-    hint = f"did you mean `{guess}`?" if guess else f"known profiles: {', '.join(known)}."
+    hint = did_you_mean(reference, known, f"known profiles: {', '.join(known)}.", "`{}`".format)
     raise ConfigError(
         f"{asked_by}: there is no profile '{shortened(reference)}'", hint=f"{hint} A file is given with its path or .toml"
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from asyncrl_cli.profile.schema import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
+from asyncrl_cli.profile.fields import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)

@@ -9,17 +9,15 @@ Evals and checkpoints are off: they cost every profile the same and would only b
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.check import MOST_PROBLEMS, combine
-from asyncrl_cli.profile.keys import nearest
 from asyncrl_cli.profile.layers import Layer, Loaded, file_layer, flatten, load, set_layer
 from asyncrl_cli.profile.sources import chain, is_file_reference, shipped_directory, shipped_profiles
 from asyncrl_cli.profile.toml import read, shortened
@@ -116,13 +114,8 @@ def _locate(reference: str) -> Path:
         raise ConfigError(f"there is no workload file {path}", hint=f"workloads by name: {', '.join(known)}")
     if reference in known:
         return known[reference]
-    hint = _meant(reference, known, f"known workloads: {', '.join(known)}.", quote="`")
+    hint = did_you_mean(reference, known, f"known workloads: {', '.join(known)}.", "`{}`".format)
     raise ConfigError(f"there is no workload '{reference}'", hint=f"{hint} A file is given with its path or .toml")
-
-
-def _meant(name: str, known: Collection[str], otherwise: str, *, quote: str = "") -> str:
-    guess = nearest(name, known)
-    return f"did you mean {quote}{guess}{quote}?" if guess else otherwise
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
@@ -130,7 +123,7 @@ def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[Config
     by_name, known = content.get("profiles", {}), shipped_profiles()
     by_name = by_name if isinstance(by_name, Mapping) else {}
     for name in (name for name in by_name if name not in known):
-        hint = _meant(name, known, f"known profiles: {', '.join(known)}")
+        hint = did_you_mean(name, known, f"known profiles: {', '.join(known)}")
         yield ConfigError(f"{path}: profiles.{name}: there is no profile '{name}'", hint=hint)
     tables = {"profile": content.get("profile"), **{f"profiles.{name}": table for name, table in by_name.items()}}
     for where, table in tables.items():
@@ -148,7 +141,7 @@ def _wrong_value(detail: Any, path: Path) -> ConfigError:
         return ConfigError(f"{path}: {key} is missing", hint=meaning)
     if detail["type"] == "extra_forbidden":
         sections = ", ".join(name for name in known if "." not in name)
-        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=_meant(key, known, f"keys: {sections}"))
+        return ConfigError(f"{path}: unknown key {shortened(key)}", hint=did_you_mean(key, known, f"keys: {sections}"))
     given = shortened(detail["input"])
     shown = f'"{given}"' if isinstance(detail["input"], str) else given
     return ConfigError(f"{path}: {key} = {shown}: {str(detail['msg']).removeprefix('Input ')}", hint=meaning)

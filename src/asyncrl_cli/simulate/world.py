@@ -15,7 +15,8 @@ from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import Prompt
-from asyncrl_cli.loop.pipeline import Pipeline, World
+from asyncrl_cli.loop.board import World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.errors import ConfigError, first_names
+from asyncrl_cli.errors import ConfigError, first_names, nearest
 from asyncrl_cli.safe_files import UnsafeFile, read_lines, reason
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.parquet import num_parquet_rows, parquet_rows
@@ -180,6 +179,6 @@ def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
     if column in row:
         return row[column]
     listed = first_names([f"{name:.80}" for name in row], MAX_COLUMNS_NAMED) or "none"
-    nearest = difflib.get_close_matches(column, row, n=1)
-    hint = f'set {key} = "{nearest[0]}"' if nearest else f"set {key} to one of them"
+    guess = nearest(column, row)
+    hint = f'set {key} = "{guess}"' if guess else f"set {key} to one of them"
     raise ConfigError(f'{place}: no column "{column}"; it has: {listed}', hint=hint)

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, did_you_mean
 
 PACKAGE = "reasoning_gym"
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}
@@ -128,11 +128,8 @@ def _checked_param(name: str, registered: Registered, key: str, value: Any) -> A
         raise ConfigError(f"task.params.{key} cannot be set", hint=f"{SET_ELSEWHERE[key]} sets it")
     if key not in registered.param_types:
         known = sorted(set(registered.param_types) - set(SET_ELSEWHERE))
-        nearest = difflib.get_close_matches(key, known, n=1)
-        raise ConfigError(
-            f'task.params.{key}: dataset "{name}" has no such parameter',
-            hint=f"did you mean {nearest[0]}?" if nearest else f"it has: {', '.join(known)}",
-        )
+        hint = did_you_mean(key, known, f"it has: {', '.join(known)}")
+        raise ConfigError(f'task.params.{key}: dataset "{name}" has no such parameter', hint=hint)
     kind = registered.param_types[key]
     try:
         # Plain numbers and texts must be what they claim to be; containers may come as TOML's lists and tables.

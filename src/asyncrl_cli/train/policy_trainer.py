@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan, RankReport
 from asyncrl_cli.train.batch import scoring_microbatch

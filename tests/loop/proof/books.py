@@ -1,6 +1,6 @@
 """A second set of books of a run, kept from its events alone, to hold against the loop's own.
 
-Nothing of `loop.admission` or `loop.ledger` is used: what they count incrementally is counted here from scratch, each time,
+Nothing of `loop.admission` or the ledger is used: what they count incrementally is counted here from scratch, each time,
 after the formulas of docs/admission.md. Slow on purpose, and for small worlds.
 """
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
-from asyncrl_cli.loop.pipeline import Pipeline, ResumeFrom, World
+from asyncrl_cli.loop.board import ResumeFrom, World
+from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import WorkerTimes

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from asyncrl_cli.engines.port import Engine, EngineKind
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 
 
 def _make(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:

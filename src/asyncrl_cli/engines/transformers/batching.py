@@ -29,8 +29,7 @@ from asyncrl_cli.engines.transformers import paged_attention
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention, takes_attention
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 
 PAGE_TOKENS = 32
 PREFILL_TOKENS_PACKED = 4096

@@ -34,8 +34,7 @@ from asyncrl_cli.engines.transformers.token_sampler import SampledTrack, TokenSa
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Interrupt, Profile
+from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 from asyncrl_cli.weights.buckets import Bucket, unpack
 from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 

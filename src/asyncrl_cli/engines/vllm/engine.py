@@ -36,8 +36,7 @@ from asyncrl_cli.engines.vllm.settings import is_truncated, set_environment, sle
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Interrupt, Profile
+from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.shared import SharedWeights
 from asyncrl_cli.weights.transports import RankZero

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Collection, Iterator
@@ -11,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncrl_cli.engines.vllm.settings import max_model_len
-from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.errors import ConfigError, PreflightError, nearest
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import PROBE_TOKENS, Profile, RolloutSection
 
@@ -147,8 +146,8 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
     engine_args = profile.rollout.engine_args
     for name in engine_args:
         if known is not None and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = _instead(near[0]) if near else "names are those of vLLM's AsyncEngineArgs"
+            guess = nearest(name, known)
+            hint = _instead(guess) if guess else "names are those of vLLM's AsyncEngineArgs"
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
     if device == "cpu" and engine_args.get("enable_chunked_prefill"):
         raise ConfigError(

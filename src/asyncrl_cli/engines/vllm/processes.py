@@ -26,8 +26,7 @@ from asyncrl_cli.engines.vllm.preflight import check_engine_args
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.engines.vllm.settings import engine_arguments, weight_backend
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.schema import Place, Profile
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -11,8 +11,7 @@ from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
-from asyncrl_cli.profile.place import Place
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Profile, RolloutSection
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, RolloutSection
 
 PAGE_TOKENS = 128
 """At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""

@@ -1,0 +1,223 @@
+"""All that waits for one rollout worker: its groups, its progress, its weights; and its restart.
+
+A failure of the worker restarts it, or ends the run in good order (`Board.stop`): the trainer finishes its step and checkpoints.
+
+    failed ──> down: admission closed to it, all that waits for it is cancelled ──> its prompts are requeued, its eval's too
+        ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> groups
+
+However many of its calls fail at once, that is one failure: the first one makes the worker `down`, and a worker that is down
+cannot fail. Nothing is trained twice, because the calls of the old process are cancelled before its prompts start again; what had
+come back by then stays finished. Nothing starts on the next process before it has loaded: until then the worker is `loading`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from functools import partial
+
+from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.loop.board import Board
+from asyncrl_cli.loop.changes import Change
+from asyncrl_cli.loop.ports import GroupRequest, LoadReport, Progress, Published, RolloutWorker
+from asyncrl_cli.loop.states import State
+
+CALL_KEY, RESTARTS_KEY = "rollout.call_timeout_s", "rollout.max_restarts"
+
+
+class WorkerTasks:
+    def __init__(self, board: Board, worker: RolloutWorker, tasks: asyncio.TaskGroup) -> None:
+        self.worker = worker
+        self.slots = board.admission.workers[worker.name]
+        self._board = board
+        self._tasks = tasks
+        self._running: dict[asyncio.Task[None], None] = {}
+        self._restarting: asyncio.Task[None] | None = None
+        self._restarts_left = board.profile.rollout.max_restarts
+
+    def begin(self) -> None:
+        """Start what goes on beside the groups of the worker's process."""
+        self.spawn(self._follow, f"progress of {self.worker.name}")
+        self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
+
+    def generate(self, request: GroupRequest) -> None:
+        self.spawn(partial(self._run_group, request), f"group {request.key}")
+
+    def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
+        """A task that waits for the worker, and ends when its process does."""
+        task = self._tasks.create_task(self._board.guarded(work, self._lost), name=name)
+        self._running[task] = None
+        task.add_done_callback(self._running.pop)
+        return task
+
+    def cancel(self) -> None:
+        for task in [*self._running, *([self._restarting] if self._restarting else [])]:
+            task.cancel()
+
+    async def _run_group(self, request: GroupRequest) -> None:
+        """Consumes a request; waits for the worker's engine and rewards, however long they take: `_follow` sees them work."""
+        self._board.groups.finish(await self.worker.generate(request))
+        self._board.changes.notify(Change.GROUPS)
+
+    async def _follow(self) -> None:
+        """Frees the slots of sequences that end inside running groups, collects reports, and notices a worker that stands still."""
+        board, name, seen, warned = self._board, self.worker.name, 0, False
+        moved_s = board.now_s()
+        while True:
+            progress = await self.worker.progress(seen)
+            seen = progress.seen
+            arrived_s = board.now_s()
+            active = any([board.reports.add(report, arrived_s, name) for report in progress.reports])
+            warned = warned or self._warned_of_preemption(progress)
+            freed = board.admission.sequences_finished(name, progress.finished_sequences)
+            if freed:
+                board.changes.notify(Change.SLOTS)
+            elif active:
+                board.changes.progress += 1
+            if freed or active or self._may_rest(progress):
+                moved_s = arrived_s
+            elif arrived_s - moved_s > board.profile.rollout.call_timeout_s:
+                raise self._stands_still()
+
+    def _may_rest(self, progress: Progress) -> bool:
+        """Nothing runs there, or what runs waits for rewards or is frozen by a load, which have limits of their own."""
+        is_frozen = self.slots.loading and self._board.settings.interrupt != "drain"
+        is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
+        return is_frozen or is_scoring or not (self.slots.unfinished or self.slots.eval_sequences)
+
+    def _stands_still(self) -> ExecutorLost:
+        slots, limit_s = self.slots, self._board.profile.rollout.call_timeout_s
+        running = f"{len(slots.unfinished)} groups" + (" and an eval" if slots.eval_sequences else "")
+        return ExecutorLost(
+            f"it stands still: {running} run there, and no token came for {CALL_KEY} = {limit_s:g} s",
+            hint=f"its log may say why; if its first token only needs longer, --set {CALL_KEY}=...",
+            executor=self.worker.name,
+        )
+
+    def _warned_of_preemption(self, progress: Progress) -> bool:
+        for report in progress.reports:
+            if count := report.sums.get("preemptions"):
+                self._board.warn(
+                    f"{report.name} preempted {count:g} sequences: its KV cache is too small for its slots, and work is done "
+                    "twice; lower rollout.slots or give the cache more memory"
+                )
+                return True
+        return False
+
+    async def _keep_in_sync(self) -> None:
+        """Consumes published versions: prefetch beside generation, then load; then the version's eval, if one is due."""
+        board, slots, who = self._board, self.slots, f"{self.worker.name} (weights)"
+
+        def is_wanted() -> bool:
+            return board.sync.wanted(slots) is not None
+
+        while True:
+            await board.changes.until(is_wanted, who, "a new version from the trainer", (Change.PUBLISHED,))
+            published = board.sync.wanted(slots)
+            assert published is not None
+            with board.changes.waiting(who, f"prefetch and load of version {published.version}"):
+                await self._load(published)
+            if not board.stopping:
+                with board.changes.waiting(who, f"the eval of version {slots.version} to end"):
+                    await board.evaluator.work(self.worker, slots, is_last=slots.version == board.last_version)
+            board.changes.notify(Change.LOADED)
+
+    async def _load(self, published: Published) -> None:
+        board, name = self._board, self.worker.name
+        self.slots.begun = published.version
+        send_s = await self.worker.prefetch(published)
+        self.slots.begin_load()
+        report = await self.worker.load(published.version, board.settings.interrupt)
+        self.slots.end_load(published.version)
+        report = replace(report, send_s=send_s + report.send_s)  # and what was fetched within the load
+        board.sync.loaded(report)
+        board.event("loaded", worker=name, **asdict(report))
+        if doubt := self._doubt(report):
+            board.warn(f"{name} disagrees with the trainer after loading version {report.version}: {doubt}")
+        board.changes.notify(Change.LOADED)
+
+    def _doubt(self, report: LoadReport) -> str:
+        """Why the probes say that the worker does not compute with the version; "" if they do not."""
+        diff, limit = report.logprob_abs_diff, self._board.settings.max_logprob_diff
+        if diff is not None and not diff <= limit:
+            return f"mean logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
+        if report.verdict != "not loaded":
+            return ""
+        return f"its logprobs have gone {report.loaded_share:.0%} of the way from the version before (docs/weights.md)"
+
+    def _lost(self, error: ExecutorLost) -> None:
+        """A call to the worker failed: restart it, or stop the run with that error if it has no restart left."""
+        board, name = self._board, self.worker.name
+        if self.slots.down:
+            return
+        if not self._restarts_left:
+            if not board.profile.rollout.max_restarts and not board.stopping:
+                board.warn(f"{name} is not replaced: {RESTARTS_KEY} = 0")
+            board.stop(error)
+            return
+        self.slots.set_down(True)
+        if board.stopping:
+            board.warn(f"{error}; the run is stopping, so it is not restarted")
+            return
+        board.groups.tokens_discarded += board.reports.lost(name, board.now_s())
+        self._use_restart(error)
+        ending = [task for task in self._running if task is not asyncio.current_task()]
+        for task in ending:
+            task.cancel()
+        restart = board.guarded(partial(self._restart, ending))
+        self._restarting = self._tasks.create_task(restart, name=f"restart of {name}")
+
+    def _use_restart(self, error: ExecutorFailed) -> None:
+        board, name = self._board, self.worker.name
+        self._restarts_left -= 1
+        board.restarts += 1
+        left, allowed = self._restarts_left, board.profile.rollout.max_restarts
+        board.restarting[name] = f"{allowed - left} of {allowed}"
+        board.event("lost", worker=name, error=str(error), restarts_left=left)
+        board.warn(f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {RESTARTS_KEY} = {allowed})")
+
+    async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
+        """Waits for the cancelled tasks, which end at once, then for the worker's start, which its port bounds."""
+        board, name = self._board, self.worker.name
+        if ending:
+            await asyncio.wait(ending)
+        self._give_back()
+        began_s = board.now_s()
+        if not await self._replace():
+            return
+        self.slots.set_down(False)
+        del board.restarting[name]
+        board.reports.returned(name, board.now_s())
+        board.event("restarted", worker=name, restart_s=board.now_s() - began_s, restarts_left=self._restarts_left)
+        self.begin()
+        board.changes.notify()
+
+    def _give_back(self) -> None:
+        """What the lost process had goes back: to other workers, or to its successor."""
+        board, name = self._board, self.worker.name
+        self.slots.forget_weights()
+        version = board.evaluator.worker_lost()
+        if version is not None:
+            board.warn(
+                f"the eval of version {version} was lost with {name}: it begins again on the next version that a worker loads"
+            )
+        board.groups.lost(name)
+        board.changes.notify()
+
+    async def _replace(self) -> bool:
+        """A fresh process in the worker's place, tried again while restarts are left. False at a stop."""
+        board, who = self._board, f"{self.worker.name} (restart)"
+        while True:
+            lender = "the trainer to give the resources back"
+            await board.changes.until(lambda: not board.is_lent or board.stopping, who, lender, (Change.RUN,))
+            if board.stopping:
+                return False
+            try:
+                with board.changes.waiting(who, "a fresh process"):
+                    await self.worker.restart()
+                return True
+            except ExecutorFailed as error:
+                if not self._restarts_left:
+                    raise
+                self._use_restart(error)

@@ -1,0 +1,78 @@
+"""Types of a profile's values, and the base of its sections.
+
+Types are strict: "8" is no integer, 1 is no boolean. TOML floats arrive as decimals, so that eta is exact; every other
+number becomes a float here.
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from asyncrl_cli.safe_files import is_path
+
+
+def _plain(value: Any) -> Any:
+    """Decimals become floats, also inside the tables and arrays of `task.params`."""
+    if isinstance(value, Decimal):
+        return float(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _plain_tuple(value: Any) -> Any:
+    return tuple(_plain(value)) if isinstance(value, list) else value
+
+
+def _exact(value: Any) -> Any:
+    """Integers and floats become the decimal that they are written as; anything else is left to be refused."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return Decimal(str(value))
+    return value
+
+
+def _path(text: str) -> str:
+    if not is_path(text):
+        raise ValueError("no file system takes this as a path")
+    return text
+
+
+MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
+"""What is larger is a slip of the keyboard: steps, tokens, sizes and seconds; processes; digits of eta after the point."""
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
+"""Of workers, ranks, devices: each is planned by itself."""
+PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
+Bytes = Annotated[float, Field(gt=0, le=10**18), BeforeValidator(_plain)]
+PathText = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "format": "path"})]
+Ratio = Annotated[float, Field(ge=0, le=1), BeforeValidator(_plain)]
+Share = Annotated[float, Field(gt=0, le=1), BeforeValidator(_plain)]
+Eta = Annotated[
+    Decimal,
+    Field(ge=0, le=100, decimal_places=MOST_DECIMALS),
+    BeforeValidator(_exact),
+    WithJsonSchema({"type": "number", "minimum": 0, "maximum": 100, "multipleOf": f"1e-{MOST_DECIMALS}"}),
+]
+Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
+Params = Annotated[dict[str, Any], BeforeValidator(_plain)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, strict, no unknown keys, field docstrings become descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        strict=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
