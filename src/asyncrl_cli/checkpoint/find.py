@@ -35,7 +35,7 @@ class Checkpoint:
 
 
 class LoopStateFile(TypedDict):
-    """`loop_state.json`; what is in `loop_state` is the loop's affair (loop/kept_state.py)."""
+    """`loop_state.json`; what is in `loop_state` is the loop's affair (loop/cuts.py)."""
 
     schema_version: Literal[1]
     step: Count

@@ -18,7 +18,7 @@ from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
 from asyncrl_cli.job.session import check_reachable
-from asyncrl_cli.loop.kept_state import read_state
+from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe import observers
 from asyncrl_cli.plan.cluster import local_cluster

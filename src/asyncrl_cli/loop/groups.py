@@ -11,15 +11,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, Stage
-from asyncrl_cli.loop.kept_state import FinishedState, GroupsState, TryState
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, LedgerState, Stage
 from asyncrl_cli.loop.ports import Feed, GroupRequest
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64
 """The share of failed trajectories is judged from this many on."""
+
+
+class TryState(TypedDict):
+    key: AttemptKey
+    requeues: Count
+
+
+FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, "result": GroupResult})
+
+
+class GroupsState(TypedDict):
+    """As a checkpoint has it. `trajectories`: all, and the failed ones."""
+
+    tokens_discarded: Count
+    tokens_trained: Count
+    trajectories: tuple[Count, Count]
+    ledger: LedgerState
+    feed: dict[str, Any]
+    running: list[TryState]
+    again: list[TryState]
+    finished: list[FinishedState]
 
 
 class Groups:
