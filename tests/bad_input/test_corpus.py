@@ -179,6 +179,7 @@ def checkpoints() -> Iterator[Case]:
             ("loop_state", "step"),
             groups,
             (*groups, "ledger"),
+            (*groups, "ledger", "admitted_total"),
             (*groups, "ledger", "ended"),
             (*groups, "ledger", "ended", "trained"),
             (*groups, "finished"),

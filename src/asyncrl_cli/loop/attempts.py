@@ -135,8 +135,9 @@ class Attempt:
 
 
 class LedgerState(TypedDict):
-    """Of the attempts that have ended, as a checkpoint has it."""
+    """As a checkpoint has it; the live attempts are with their groups."""
 
+    admitted_total: Count
     ended: dict[Stage, Count]
     reasons: dict[str, Count]
 
@@ -188,14 +189,15 @@ class Ledger:
         assert self.admitted_total == counted, f"admitted {self.admitted_total}, accounted for {counted}"
 
     def state(self) -> LedgerState:
-        return {"ended": dict(self.ended), "reasons": dict(self.reasons)}
+        return {"admitted_total": self.admitted_total, "ended": dict(self.ended), "reasons": dict(self.reasons)}
 
     def restore(self, state: LedgerState, live: Iterable[Attempt]) -> None:
         """`live`: the attempts that had not ended, each in its stage."""
+        self.admitted_total = state["admitted_total"]
         self.ended, self.reasons = Counter(state["ended"]), Counter(state["reasons"])
         for attempt in live:
             self._enter(attempt, attempt.stage)
-        self.admitted_total = len(self.running) + len(self.finished) + self.ended.total()
+        self.check()
 
     def _enter(self, attempt: Attempt, stage: Stage) -> None:
         """A live attempt that the ledger has not had before."""

@@ -149,7 +149,10 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
     trained = groups["ledger"]["ended"].get(Stage.TRAINED, 0)
     if trained != step * schedule.step_groups:
         yield f"{trained} groups are trained at step {step}, not {step * schedule.step_groups}"
-    if len(groups["finished"]) + len(groups["running"]) + trained > schedule.groups:
+    live, admitted = len(groups["finished"]) + len(groups["running"]), groups["ledger"]["admitted_total"]
+    if admitted != (accounted := live + sum(groups["ledger"]["ended"].values())):
+        yield f"admitted_total is {admitted}, accounted for {accounted}"
+    if live + trained > schedule.groups:
         yield f"there are more groups than the {schedule.groups} of the run"
     yield from _wrong_prompts(groups)
     for entry in groups["finished"]:
