@@ -1,4 +1,4 @@
-"""One trainer rank as a process of its own: `python -m tests.train.rank_program '<json>'`. Trains, then saves.
+"""One trainer rank, in a process of its own: `main(job)`. Trains, then saves.
 
 Keys: model_dir, settings (overrides), rank, world_size, init_method, first_step, last_step, num_groups, load (a
 checkpoint), save (a checkpoint), weights (a safetensors file), spoiled_step (one whose first group has a NaN; 0: none).
@@ -6,9 +6,8 @@ checkpoint), save (a checkpoint), weights (a safetensors file), spoiled_step (on
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
+import warnings
 from pathlib import Path
 
 import torch
@@ -43,6 +42,8 @@ def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:
 
 
 def main(job: dict) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
     parts = trainer_parts(job["model_dir"], workers=job["world_size"], total_optimizer_steps=100, **job["settings"])
     trainer = parts.made(job["init_method"], job["rank"])
     if job["load"]:
@@ -56,8 +57,3 @@ def main(job: dict) -> None:
     if job["save"]:
         write_in_thread(trainer, job)
     trainer.close()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(json.loads(sys.argv[1]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import multiprocessing
 import os
-import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,42 +16,48 @@ from safetensors.torch import load_file
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.weights.buckets import verified
+from tests.train.rank_program import main
 from tests.train.train_samples import make_step
 from tests.trainers import trainer_parts
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def run_ranks(tmp_path, model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None, spoiled_step=0):
-    """Run the ranks to their end; returns rank 0's full weights after `last_step`."""
-    name = f"{world_size}-{first_step}-{last_step}-{len(list(tmp_path.iterdir()))}"
-    job = {
-        "model_dir": str(model_dir),
-        "settings": settings or {},
-        "world_size": world_size,
-        "init_method": f"file://{tmp_path}/rendezvous-{name}",
-        "first_step": first_step,
-        "last_step": last_step,
-        "num_groups": 4,
-        "spoiled_step": spoiled_step,
-        "load": str(load),
-        "save": str(save),
-        "weights": str(tmp_path / f"weights-{name}.safetensors"),
-    }
-    paths = os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-W", "error", "-m", "tests.train.rank_program"]
-    processes = [
-        subprocess.Popen([*command, json.dumps(job | {"rank": rank})], env=environ, stderr=subprocess.PIPE, text=True)
-        for rank in range(world_size)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * world_size, errors
-    return load_file(job["weights"])
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory):
+    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`.
+
+    The processes are forks of one that has imported torch and transformers, and done nothing else: the imports are most of a test.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.rank_program"])
+    directory = tmp_path_factory.mktemp("ranks")
+    numbers = itertools.count()
+
+    def run(model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None, spoiled_step=0):
+        number = next(numbers)
+        job = {
+            "model_dir": str(model_dir),
+            "settings": settings or {},
+            "world_size": world_size,
+            "init_method": f"file://{directory}/rendezvous-{number}",
+            "first_step": first_step,
+            "last_step": last_step,
+            "num_groups": 4,
+            "spoiled_step": spoiled_step,
+            "load": str(load),
+            "save": str(save),
+            "weights": str(directory / f"weights-{number}.safetensors"),
+        }
+        with ProcessPoolExecutor(world_size, mp_context=context, max_tasks_per_child=1) as ranks:
+            running = [ranks.submit(main, job | {"rank": rank}) for rank in range(world_size)]
+            for future in running:
+                future.result(timeout=120)
+        return load_file(job["weights"])
+
+    with pytest.MonkeyPatch.context() as patch:  # read when the first rank starts the process that is forked
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]))
+        yield run
 
 
 def assert_equal(ours, theirs):
@@ -60,11 +67,11 @@ def assert_equal(ours, theirs):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_weights_of_one(tmp_path, tiny_model_dir):
+def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks):
     # A small budget: the ranks' numbers of microbatches differ, and empty ones fill up.
     settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4}
-    one = run_ranks(tmp_path, tiny_model_dir, world_size=1, settings=settings)
-    two = run_ranks(tmp_path, tiny_model_dir, world_size=2, settings=settings)
+    one = run_ranks(tiny_model_dir, world_size=1, settings=settings)
+    two = run_ranks(tiny_model_dir, world_size=2, settings=settings)
     initial = load_file(tiny_model_dir / "model.safetensors")
     for name, ours in one.items():
         assert not torch.equal(ours, initial[name])
@@ -72,10 +79,10 @@ def test_two_ranks_train_the_weights_of_one(tmp_path, tiny_model_dir):
 
 
 @pytest.mark.slow
-def test_all_ranks_skip_the_same_optimizer_step(tmp_path, tiny_model_dir):
+def test_all_ranks_skip_the_same_optimizer_step(tiny_model_dir, run_ranks):
     """The first mini-batch of step 2 has no finite gradient: its second one, and steps 3 and 4, are trained."""
-    weights = [run_ranks(tmp_path, tiny_model_dir, world_size=ranks, spoiled_step=2, settings={"lr": 1e-4}) for ranks in (1, 2)]
-    unspoiled = run_ranks(tmp_path, tiny_model_dir, settings={"lr": 1e-4})
+    weights = [run_ranks(tiny_model_dir, world_size=ranks, spoiled_step=2, settings={"lr": 1e-4}) for ranks in (1, 2)]
+    unspoiled = run_ranks(tiny_model_dir, settings={"lr": 1e-4})
     for name, ours in weights[0].items():
         torch.testing.assert_close(weights[1][name], ours, rtol=0, atol=1e-5)
         assert not torch.equal(ours, unspoiled[name])
@@ -90,18 +97,18 @@ def test_all_ranks_skip_the_same_optimizer_step(tmp_path, tiny_model_dir):
         {"old_logprobs": "recompute", "trigger_parameter_sync_step": 4, "lr": 1e-3},
     ],
 )
-def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, settings):
+def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path, tiny_model_dir, run_ranks, settings):
     checkpoint = tmp_path / "checkpoint"
-    straight = run_ranks(tmp_path, tiny_model_dir, settings=settings)
-    run_ranks(tmp_path, tiny_model_dir, last_step=2, save=checkpoint, settings=settings)
-    resumed = run_ranks(tmp_path, tiny_model_dir, first_step=3, load=checkpoint, settings=settings)
+    straight = run_ranks(tiny_model_dir, settings=settings)
+    run_ranks(tiny_model_dir, last_step=2, save=checkpoint, settings=settings)
+    resumed = run_ranks(tiny_model_dir, first_step=3, load=checkpoint, settings=settings)
     assert_equal(resumed, straight)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, make_trainer):
+def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, run_ranks, make_trainer):
     checkpoint = tmp_path / "checkpoint"
-    weights = run_ranks(tmp_path, tiny_model_dir, world_size=2, last_step=2, save=checkpoint)
+    weights = run_ranks(tiny_model_dir, world_size=2, last_step=2, save=checkpoint)
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     trainer.load(checkpoint)
     assert_equal(trainer.model.locals(), weights)
