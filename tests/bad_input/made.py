@@ -19,6 +19,7 @@ from asyncrl_cli.checkpoint import manifest
 from asyncrl_cli.checkpoint.find import LoopStateFile
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.settings import LoopSettings
@@ -31,7 +32,6 @@ from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
-from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import load_task
 from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.worlds import worker_times

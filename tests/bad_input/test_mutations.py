@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.loop.board import ResumeFrom, World
@@ -23,7 +24,6 @@ from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
-from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import load_task
 from tests.bad_input.made import NAME, Place, make_place, reseal
 from tests.loop.worlds import worker_times

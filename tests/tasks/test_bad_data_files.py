@@ -22,8 +22,8 @@ import pyarrow.parquet
 import pytest
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.files import read_items
 from asyncrl_cli.tasks.task import Task, load_task
 

@@ -16,8 +16,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.gym import dataset_modules, make_dataset
-from asyncrl_cli.tasks.gym_entries import stream_seed
+from asyncrl_cli.tasks.gym import dataset_modules, make_dataset, stream_seed
 from asyncrl_cli.tasks.item import content_uid
 from asyncrl_cli.tasks.task import Task, load_task
 

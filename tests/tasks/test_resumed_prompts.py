@@ -14,10 +14,10 @@ import pytest
 from tests.loop.worlds import run_world, settings
 
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
-from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.task import load_task
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from asyncrl_cli.engines.port import Completion, FinishReason
+from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.port import EpisodeFailed, Message, Turn
 from asyncrl_cli.envs.rendering import render, render_more
 from asyncrl_cli.loop.attempts import TrajectoryMeta
@@ -57,25 +57,23 @@ class Episode:
         """Of the next response's random numbers."""
         return derived_seed(self.seed, str(self.num_turns)) if self.num_turns else self.seed
 
-    def add(self, answer: Completion) -> None:
-        """A response, after all tokens so far."""
-        self.num_turns += 1
-        self._append(answer.tokens, answer.logprobs, answer.versions, answer.finish_reason)
-
-    def _append(self, tokens: list[int], logprobs: list[float], versions: list[int], finish_reason: FinishReason) -> None:
+    def add(self, more: Completion) -> None:
+        """A response, or what the environment said, after all tokens so far."""
         done = self.completion
         self.completion = Completion(
-            tokens=done.tokens + tokens,
-            logprobs=done.logprobs + logprobs,
-            versions=done.versions + versions,
-            finish_reason=finish_reason,
+            tokens=done.tokens + more.tokens,
+            logprobs=done.logprobs + more.logprobs,
+            versions=done.versions + more.versions,
+            finish_reason=more.finish_reason,
         )
 
     def go_on(self, tokenizer: PreTrainedTokenizerBase, response: str, turn: Turn, max_response_tokens: int) -> None:
         """A further turn's messages come after the response. Raises EpisodeFailed if no token is left for an answer."""
         added = render_more(tokenizer, self._messages, response, self.completion.tokens[-1], turn.messages)
+        self.num_turns += 1
         self._messages += [{"role": "assistant", "content": response}, *turn.messages]
-        self._append(added, [0.0] * len(added), [NOT_SAMPLED] * len(added), self.completion.finish_reason)
+        num = len(added)
+        self.add(replace(self.completion, tokens=added, logprobs=[0.0] * num, versions=[NOT_SAMPLED] * num))
         if len(self.completion.tokens) >= max_response_tokens:
             raise EpisodeFailed(f"{self.id}: its turns take all rollout.max_response_tokens = {max_response_tokens} tokens")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -30,14 +30,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class _Aborted(Exception):
-    """The episode ends here, without a reward."""
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A group, or one call of `evaluate`. `waits` are the environments' own work, cancelled where it is aborted."""
+    """A group, or one call of `evaluate` (without a key). `waits` are the environments' own work, cancelled where it is aborted."""
 
+    key: AttemptKey | None
     episodes: list[Episode]
     sampling: Sampling
     on_sequence: Callable[[int], None] = lambda num_finished: None
@@ -68,43 +65,21 @@ class GroupRunner:
         self._make_environment = make_environment
         self._sampling = sampling
         self._max_prompt_tokens = max_prompt_tokens
-        self._groups: dict[AttemptKey, _Running] = {}
-        self._evals: set[_Running] = set()
+        self._running: list[_Running] = []
 
     @property
     def running_tokens(self) -> int:
         """Sampled so far for groups that have not ended; evals do not count."""
-        episodes = (episode for group in self._groups.values() for episode in group.episodes)
+        episodes = (episode for running in self._running if running.key is not None for episode in running.episodes)
         return sum(self._engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
 
     async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
         """`on_sequence(number of trajectories that need no slot any more)` is called at the last response of each."""
         generator = random.Random(request.seed)
         episodes = [Episode(f"{request.key}/{index}", request.item, generator.getrandbits(63)) for index in range(request.n)]
-        group = _Running(episodes, self._sampling, on_sequence)
-        self._groups[request.key] = group
-        try:
-            await _together(self._play(group, episode) for episode in episodes)
-        finally:
-            del self._groups[request.key]
+        group = _Running(request.key, episodes, self._sampling, on_sequence)
+        await self._play(group, at_once=request.n)
         return _result(request.key, group)
-
-    async def abort(self, key: AttemptKey) -> None:
-        """The group's `run` returns soon after, without trajectories. Unknown keys are ignored."""
-        if (group := self._groups.get(key)) is not None:
-            await self._end(group)
-
-    async def abort_evals(self) -> None:
-        """Every running `evaluate` returns soon after; what had no reward yet is among its failures."""
-        for running in list(self._evals):
-            await self._end(running)
-
-    async def _end(self, running: _Running) -> None:
-        running.aborted = True
-        for episode in running.episodes:
-            await self._engine.abort(episode.id)
-        for wait in running.waits:
-            wait.cancel()
 
     async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
         """One trajectory per item, at most as many at once as the engine has slots. ValueError on another version.
@@ -113,23 +88,12 @@ class GroupRunner:
         """
         if self._engine.version != request.version:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._engine.version}")
-        places = asyncio.Semaphore(self._engine.slots)
         prefix = f"eval-{request.version}-{request.seed}"
         episodes = [
             Episode(f"{prefix}/{index}-{item['uid']}", item, derived_seed(request.seed, item["uid"]))
             for index, item in enumerate(request.items)
         ]
-        running = _Running(episodes, sampling)
-
-        async def play(episode: Episode) -> None:
-            async with places:
-                await self._play(running, episode)
-
-        self._evals.add(running)
-        try:
-            await _together(map(play, episodes))
-        finally:
-            self._evals.discard(running)
+        await self._play(_Running(None, episodes, sampling), at_once=self._engine.slots)
         scored = [(episode.reward, episode.num_sampled) for episode in episodes if episode.reward is not None]
         return EvalResult(
             version=request.version,
@@ -138,14 +102,46 @@ class GroupRunner:
             failures=tuple(episode.failure or "aborted" for episode in episodes if episode.reward is None),
         )
 
-    async def _play(self, group: _Running, episode: Episode) -> None:
+    async def abort(self, key: AttemptKey) -> None:
+        """The group's `run` returns soon after, without trajectories. Unknown keys are ignored."""
+        await self._abort(key)
+
+    async def abort_evals(self) -> None:
+        """Every running `evaluate` returns soon after; what had no reward yet is among its failures."""
+        await self._abort(None)
+
+    async def _abort(self, key: AttemptKey | None) -> None:
+        for running in [running for running in self._running if running.key == key]:
+            running.aborted = True
+            for episode in running.episodes:
+                await self._engine.abort(episode.id)
+            for wait in running.waits:
+                wait.cancel()
+
+    async def _play(self, running: _Running, at_once: int) -> None:
+        """All its episodes. The first error cancels the others and is raised as it is, not as a group."""
+        places = asyncio.Semaphore(at_once)
+
+        async def play(episode: Episode) -> None:
+            async with places:
+                await self._play_one(running, episode)
+
+        self._running.append(running)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for episode in running.episodes:
+                    tasks.create_task(play(episode))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self._running.remove(running)
+
+    async def _play_one(self, group: _Running, episode: Episode) -> None:
         """One trajectory, from its environment's start to its end."""
         try:
             episode.reward = await self._reward_of(group, episode)
         except EpisodeFailed as failed:
             episode.failure = str(failed)
-        except _Aborted:
-            assert episode.reward is None
         finally:
             group.release(episode)
 
@@ -165,27 +161,27 @@ class GroupRunner:
     async def _respond(self, group: _Running, episode: Episode) -> str:
         """The next response's text. Later ones go on after all tokens so far, within `max_response_tokens` together."""
         if group.aborted:
-            raise _Aborted
+            raise EpisodeFailed("")
         tokens = episode.prompt_tokens + episode.completion.tokens
         num_left = group.sampling.max_response_tokens - len(episode.completion.tokens)
         left = replace(group.sampling, max_response_tokens=num_left)
         answer = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
         episode.add(answer)
         if group.aborted or answer.finish_reason == "abort":
-            raise _Aborted
+            raise EpisodeFailed("")
         return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
 async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
-    """What the environment answers. Raises EpisodeFailed for what it raises, _Aborted if the group was aborted meanwhile."""
+    """What the environment answers. Raises EpisodeFailed for what it raises, and where the group was aborted meanwhile."""
     task = asyncio.ensure_future(work)
     group.waits.add(task)
     try:
         await asyncio.wait({task})
         if task.cancelled():
-            raise _Aborted
+            raise EpisodeFailed("")
         return task.result()
-    except (_Aborted, EpisodeFailed):
+    except EpisodeFailed:
         raise
     except RewardFailed as failed:
         raise EpisodeFailed(f"reward of {episode.id}: {failed}") from failed
@@ -195,16 +191,6 @@ async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T
     finally:
         task.cancel()
         group.waits.discard(task)
-
-
-async def _together(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """The first error cancels the others and is raised as it is, not as a group."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for coroutine in coroutines:
-                tasks.create_task(coroutine)
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
 
 
 def _result(key: AttemptKey, group: _Running) -> tuple[GroupResult, GroupPayload]:

@@ -30,7 +30,7 @@ class End:
 
 
 class EpisodeFailed(Exception):
-    """This trajectory has no reward; `str(error)` says why. It leaves its group, and the others go on."""
+    """This trajectory has no reward; `str(error)` says why ("" if it was aborted). It leaves its group, and the others go on."""
 
 
 class Rewards(Protocol):

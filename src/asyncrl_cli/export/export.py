@@ -1,13 +1,14 @@
 """`asyncrl export`, as a function: find the weights, check them against the configuration, write the directory.
 
-find_source ──> find_model_files ──> skeleton, check_fit ──> files of at most so many bytes ──> Exported
+find_source ──> find_model_files ──> skeleton, fitted ──> files of at most so many bytes ──> Exported
 
-The directory is written under a hidden name, flushed and renamed: it is whole or not there.
+Configuration and tokenizer are looked for in the run itself (job/run.py keeps a copy there), then where `model.path` points;
+weights need be in neither place. The directory is written under a hidden name, flushed and renamed: it is whole or not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,22 +17,23 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 
-from asyncrl_cli.errors import AsyncrlError, RefusedError
-from asyncrl_cli.export.model_files import check_fit, find_model_files
-from asyncrl_cli.export.saved_weights import SavedWeights
-from asyncrl_cli.export.source import Source, find_source
-from asyncrl_cli.models.check import check_config
+from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError, first_line, first_names
+from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
+from asyncrl_cli.models.check import TOKENIZER_FILES, check_config
+from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import expand
 from asyncrl_cli.storage import appearing_directory
 from asyncrl_cli.weights.buckets import torch_dtype
-from asyncrl_cli.weights.model_files import copy_model_files, write_index, write_weights
+from asyncrl_cli.weights.disk import kept_versions, version_directory
+from asyncrl_cli.weights.model_files import CONFIG, RUN_COPY, copy_model_files, write_index, write_weights
 
 if TYPE_CHECKING:
     from asyncrl_cli.models.saved_form import SavedForm
 
 MB = 10**6
+WAY_OUT = "--model DIR names a directory that holds config.json and the tokenizer"
 Dtype = Literal["float32", "bfloat16"]
-Read = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
-"""Some tensors by name, floating ones in any dtype."""
 Progress = Callable[..., None]
 """Called with (what is being done) or (what is being done, done so far, of how many)."""
 
@@ -76,7 +78,7 @@ def export(
     """`dtype` None: the one in which the trainer publishes. `out` None: below `exports/` in the run's directory.
 
     Raises:
-        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `check_fit`; or `out` is not empty.
+        ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; or `out` is not empty.
         AsyncrlError: if the directory cannot be written; nothing is left then.
     """
     if out is not None:
@@ -91,8 +93,7 @@ def export(
     from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers: seconds that an error above does not cost
 
     form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
-    tensors, is_as_in_files = check_fit(form, source.weights.shapes, model_files)
-    sizes, read = _as_in_files(None if is_as_in_files else form, tensors, source.weights)
+    sizes, read = fitted(form, source.weights, model_files)
     chosen = dtype or source.profile.model.dtype
     files, num_bytes = _write(target, model_files, sizes, read, torch_dtype(chosen), max_file_bytes, progress)
     return Exported(
@@ -139,13 +140,82 @@ def _check_target(target: Path) -> None:
         raise RefusedError(f"{target} exists and is not empty", hint="--out DIR names another directory: nothing is overwritten")
 
 
-def _as_in_files(form: SavedForm | None, tensors: Mapping[str, torch.Tensor], weights: SavedWeights) -> tuple[dict[str, int], Read]:
-    """Elements of every tensor that the files shall hold, and how to read some of them.
+def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None) -> Path:
+    """A directory with configuration and tokenizer. Raises ConfigError or PreflightError if there is none."""
+    if given is not None:
+        if missing := _missing_in(given):
+            raise ConfigError(f"--model {given}: {missing}", hint=WAY_OUT)
+        return given
+    path = profile.model.path
+    places = []
+    if run_dir is not None:
+        newest = kept_versions(run_dir / "versions")[-1:]
+        places = [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in newest)]
+    if not path.startswith(BUILTIN):
+        places.append(expand(path))
+    found = next((place for place in places if not _missing_in(place)), None)
+    if found is not None:
+        return found
+    if path.startswith((BUILTIN, ".", "/", "~")) or places[-1].exists() or path.count("/") > 1:
+        raise _gone(path, _missing_in(places[-1]) if places else "the checkpoint lies outside of its run")
+    return _from_hub(path, trust_remote_code=profile.model.trust_remote_code)
 
-    Where transformers splits or joins tensors between memory and files, all of them are read and held at once: a tensor of a
-    file may come of several. Else (also with no `form`: they are as in files) they are read as they are asked for.
+
+def _missing_in(directory: Path) -> str:
+    """What the directory lacks; "" if configuration and tokenizer are there."""
+    if not directory.is_dir():
+        return f"{directory} is not there"
+    if not (directory / CONFIG).is_file():
+        return f"{directory} holds no {CONFIG}"
+    has_tokenizer = any((directory / name).is_file() for name in TOKENIZER_FILES)
+    return "" if has_tokenizer else f"{directory} holds no tokenizer ({', '.join(TOKENIZER_FILES)})"
+
+
+def fitted(form: SavedForm, weights: SavedWeights, model_files: Path) -> tuple[dict[str, int], Read]:
+    """Elements of every tensor that the files shall hold, in the model's order, and how to read some of them.
+
+    Where transformers splits or joins tensors between memory (a trainer's weights) and files (published weights), all of them are
+    read and held at once: a tensor of a file may come of several. RefusedError unless names and shapes are those of the model's
+    parameters and persistent buffers, tied ones once.
     """
-    if form is None or not form.converts:
-        return {name: tensor.numel() for name, tensor in tensors.items()}, weights.read
+    tensors, in_files = form.memory, form.to_files(form.memory)
+    is_as_in_files = weights.shapes.keys() == in_files.keys()
+    _check_shapes(weights.shapes, in_files if is_as_in_files else tensors, model_files)
+    if is_as_in_files or not form.converts:
+        return {name: tensor.numel() for name, tensor in in_files.items()}, weights.read
     whole = form.to_files(weights.read(list(tensors)))
     return {name: tensor.numel() for name, tensor in whole.items()}, lambda names: {name: whole[name] for name in names}
+
+
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, torch.Tensor], model_files: Path) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = {
+        "missing": [name for name in expected if name not in shapes],
+        "unknown": [name for name in shapes if name not in expected],
+        "of another shape": [name for name in shapes if name in expected and shapes[name] != expected[name]],
+    }
+    found = "; ".join(f"{what}: {first_names(names)}" for what, names in problems.items() if names)
+    if found:
+        raise RefusedError(f"the weights do not fit {model_files / CONFIG}: {found}", hint=WAY_OUT)
+
+
+def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
+    """Its snapshot here if there is one, else the hub is asked, for everything but weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [p for p in HUB_PATTERNS if p != "*.safetensors" and (trust_remote_code or p != "*.py")]
+    try:
+        try:
+            directory = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        except LocalEntryNotFoundError:
+            directory = Path(snapshot_download(name, allow_patterns=patterns))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise _gone(name, f"the hub cannot be asked: {first_line(error)}") from error
+    if missing := _missing_in(directory):
+        raise _gone(name, missing)
+    return directory
+
+
+def _gone(path: str, why: str) -> PreflightError:
+    return PreflightError(f'configuration and tokenizer of model.path = "{path}" are gone: {why}', hint=WAY_OUT)

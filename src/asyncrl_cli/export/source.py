@@ -1,4 +1,4 @@
-"""Which weights RUN|CHECKPOINT and --version mean: found, verified, or refused with what there is.
+"""Which weights RUN|CHECKPOINT and --version mean: found, verified, and read without ranks; or refused with what there is.
 
 RUN                  the trainer's weights of the newest whole checkpoint
 CHECKPOINT           the trainer's weights of that one
@@ -9,9 +9,12 @@ RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
 
 from asyncrl_cli.checkpoint.find import (
     Checkpoint,
@@ -23,18 +26,29 @@ from asyncrl_cli.checkpoint.find import (
 )
 from asyncrl_cli.checkpoint.manifest import Damaged, read_manifest
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.export.saved_weights import FileWeights, SavedWeights, TrainerWeights
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.trainer_state import PUBLISHED_FILE
+from asyncrl_cli.train.state_reader import StateReader, read_tensors
+from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, read_counters
 from asyncrl_cli.weights.disk import kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"
 VERSIONS = "versions"
 VERSIONS_SHOWN = 8
+WEIGHT_PREFIX = "weight/"
 
 Say = Callable[[str], None]
+Read = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
+"""Some tensors by name, so that a model larger than the memory can be copied. Raises RefusedError if a file is damaged or gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWeights:
+    """Tensors go by their first names, tied ones once; `shapes` are those of all."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +122,10 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     directory = checkpoint.directory
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
-    weights: SavedWeights
     if version is None or checkpoint.at_window_boundary:
-        weights, step = TrainerWeights(directory), checkpoint.step
+        weights, step = trainer_weights(directory), checkpoint.step
     else:
-        weights, step = FileWeights([directory / PUBLISHED_FILE]), _step_of(profile, checkpoint.version)
+        weights, step = file_weights([directory / PUBLISHED_FILE]), _step_of(profile, checkpoint.version)
     return Source(
         weights=weights,
         path=directory,
@@ -130,7 +143,7 @@ def _kept(run_dir: Path, version: int) -> Source:
     directory = version_directory(run_dir / VERSIONS, version)
     profile = read_document(run_dir / RESOLVED).profile
     return Source(
-        weights=FileWeights(list(directory.glob("*.safetensors"))),
+        weights=file_weights(list(directory.glob("*.safetensors"))),
         path=directory,
         run=run_dir.resolve().name,
         run_dir=run_dir,
@@ -159,3 +172,47 @@ def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
         parts.append(f"kept version{'s' if len(kept) > 1 else ''} {'..., ' if len(kept) > VERSIONS_SHOWN else ''}{shown}")
     parts += [f"version {version} in {path.name}" for path, version in list(in_checkpoints.items())[:VERSIONS_SHOWN]]
     return f"there are: {', '.join(parts)}" if parts else "no version is left: weights.keep_versions was 0"
+
+
+def trainer_weights(directory: Path) -> SavedWeights:
+    """The float32 master weights of a checkpoint, written by any number of ranks."""
+    read_counters(directory)
+    items = StateReader(directory).read_metadata().state_dict_metadata
+    saved = {key.removeprefix(WEIGHT_PREFIX): item for key, item in items.items() if key.startswith(WEIGHT_PREFIX)}
+
+    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
+        tensors = {f"{WEIGHT_PREFIX}{n}": torch.empty(saved[n].size, dtype=saved[n].properties.dtype) for n in names}
+        read_tensors(tensors, directory)
+        return {key.removeprefix(WEIGHT_PREFIX): tensor for key, tensor in tensors.items()}
+
+    return SavedWeights({name: tuple(item.size) for name, item in saved.items()}, read)
+
+
+def file_weights(paths: Collection[Path]) -> SavedWeights:
+    """One version in safetensors files: a kept one, or the published weights inside of a checkpoint."""
+    path_of: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(paths):
+        try:
+            with safe_open(path, framework="pt") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path, error) from error
+        path_of |= {name: path for name in shapes if name not in path_of}
+
+    def read(names: Collection[str]) -> dict[str, torch.Tensor]:
+        try:
+            with contextlib.ExitStack() as stack:
+                files = {path: stack.enter_context(safe_open(path, framework="pt")) for path in {path_of[n] for n in names}}
+                return {name: files[path_of[name]].get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(path_of[next(iter(names))].parent, error) from error
+
+    return SavedWeights(shapes, read)
+
+
+def _unreadable(path: Path, error: Exception) -> RefusedError:
+    return RefusedError(
+        f"weights in {path} cannot be read: {error}",
+        hint="a live run may have replaced them: export again, or take another checkpoint or --version",
+    )

@@ -15,6 +15,7 @@ from asyncrl_cli.checkpoint.find import Checkpoint, LoopStateFile, checkpoints_i
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost, StorageError
+from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
@@ -26,7 +27,6 @@ from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import storage_error, telling_storage
-from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.transports import all_loads_s
 

@@ -17,6 +17,7 @@ from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
+from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.settings import LoopSettings
@@ -24,7 +25,6 @@ from asyncrl_cli.observe import observers
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.feed import PromptFeed
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 

@@ -8,9 +8,8 @@ response from a bad one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from asyncrl_cli.errors import ConfigError
 
@@ -88,8 +87,7 @@ def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(tiny_config(vocab_size)).float()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class Course(Protocol):
     """What a task has to teach: the prompts of both splits, and responses to them.
 
     `demonstration` is a correct response to an item, `flawed_demonstration` one with a slip in it; None where the task knows none.
@@ -99,7 +97,7 @@ class Course:
     train: Sequence[Mapping[str, Any]]
     eval: Sequence[Mapping[str, Any]]
     demonstration: Demonstration
-    flawed_demonstration: Demonstration = None
+    flawed_demonstration: Demonstration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,10 @@
-"""Prompts and rewards: from a profile's `task` section to items, the order they are trained in, and their rewards.
+"""Prompts and rewards: from a profile's `task` section to items and their rewards.
 
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
-        gym.py, gym_entries.py             where items come from: a reasoning-gym dataset,
+        gym.py                             where items come from: a reasoning-gym dataset,
         files.py, parquet.py               or a jsonl or parquet file
         reward_choice.py                   which reward it is, tried in a child process; where a user's function lies
         worked.py                          compact prompts with worked answers, for builtin:tiny
-    feed.PromptFeed(task.train, seed=...)  the endless order of prompts; resumes exactly
     rewards.RewardPool(task.reward, ...)   awaits rewards, beside the event loop:
         reward_process.py              a process that scores: started, asked, watched
         reward_worker.py               what runs in it, with scoring.py inside

@@ -1,41 +1,51 @@
-"""reasoning-gym: datasets found by name, imported one at a time, made with checked parameters.
+"""reasoning-gym: datasets found by name, imported one at a time, made with checked parameters; and prompts made of their entries.
 
 `import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module takes a
 tenth of it. So the registry is read from the sources' text, and the packages around the wanted module are stood in for
 by bare ones while it is imported. They are taken out again: a later `import reasoning_gym` gets the real package.
+
+Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global generator, so that
+the same seed gives other entries in another process: that one fixes both. A resumed run must find the prompts that it began with.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import importlib.util
+import json
+import random
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from asyncrl_cli.errors import ConfigError, PreflightError, did_you_mean
+from asyncrl_cli.tasks.child import ChildFailed, call_once
+from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.worked import WORKED, Entry
+
+if TYPE_CHECKING:  # scoring.py makes datasets, too
+    from asyncrl_cli.tasks.scoring import RewardSpec
 
 PACKAGE = "reasoning_gym"
 SET_ELSEWHERE = {"seed": "run.seed", "size": "task.train_prompts"}
+GENERATE_TIMEOUT_S = 600.0
+MAX_TRIES_PER_PROMPT = 50
+MIN_TRIES = 500
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
-    """A dataset's two classes, and its parameters with their types."""
-
-    dataset_class: Callable[..., Any]
-    config_class: Callable[..., Any]
-    param_types: Mapping[str, Any]
+Made = list[Item]
+"""With the entry that an item was made from as its metadata."""
+Registered = tuple[Callable[..., Any], Callable[..., Any], Mapping[str, Any]]
+"""A dataset's class, that of its configuration, and the types of its parameters."""
 
 
 def _root() -> Path:
@@ -72,21 +82,20 @@ def dataset_module(name: str) -> str:
 
 
 @cache
-def registered_dataset(name: str) -> Registered:
+def _registered(name: str) -> Registered:
     module = dataset_module(name)
     try:
         with _bare_packages_around(module):
-            return _registered(name, module)
+            return _imported(name, module)
     except ImportError:  # it needs more of its own package than its module
-        return _registered(name, PACKAGE if module.count(".") > 1 else module)
+        return _imported(name, PACKAGE if module.count(".") > 1 else module)
 
 
-def _registered(name: str, module: str) -> Registered:
+def _imported(name: str, module: str) -> Registered:
     importlib.import_module(module)
     dataset_class, config_class = importlib.import_module(f"{PACKAGE}.factory").DATASETS[name]
-    hints = typing.get_type_hints(config_class)
-    params = {field.name: hints.get(field.name, Any) for field in dataclasses.fields(config_class) if field.init}
-    return Registered(dataset_class=dataset_class, config_class=config_class, param_types=params)
+    hints = get_type_hints(config_class)
+    return dataset_class, config_class, {field.name: hints[field.name] for field in dataclasses.fields(config_class) if field.init}
 
 
 @contextmanager
@@ -113,24 +122,24 @@ def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) 
 
     ConfigError names the parameter that is wrong, and why.
     """
-    registered = registered_dataset(name)
-    checked = {key: _checked_param(name, registered, key, value) for key, value in params.items()}
-    own = {key: value for key, value in (("seed", seed), ("size", size)) if key in registered.param_types}
+    dataset_class, config_class, kinds = _registered(name)
+    checked = {key: _checked_param(name, kinds, key, value) for key, value in params.items()}
+    own = {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
     try:
         with _bare_packages_around(dataset_module(name)):  # some read their data files by the package's name
-            return registered.dataset_class(registered.config_class(**checked, **own))
+            return dataset_class(config_class(**checked, **own))
     except Exception as error:
-        raise refused_params(name, params, error) from error
+        raise _refused_params(name, params, error) from error
 
 
-def _checked_param(name: str, registered: Registered, key: str, value: Any) -> Any:
+def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: Any) -> Any:
     if key in SET_ELSEWHERE:
         raise ConfigError(f"task.params.{key} cannot be set", hint=f"{SET_ELSEWHERE[key]} sets it")
-    if key not in registered.param_types:
-        known = sorted(set(registered.param_types) - set(SET_ELSEWHERE))
+    if key not in kinds:
+        known = sorted(set(kinds) - set(SET_ELSEWHERE))
         hint = did_you_mean(key, known, f"it has: {', '.join(known)}")
         raise ConfigError(f'task.params.{key}: dataset "{name}" has no such parameter', hint=hint)
-    kind = registered.param_types[key]
+    kind = kinds[key]
     try:
         # Plain numbers and texts must be what they claim to be; containers may come as TOML's lists and tables.
         return TypeAdapter(kind).validate_python(value, strict=kind in (int, float, str, bool))
@@ -139,7 +148,7 @@ def _checked_param(name: str, registered: Registered, key: str, value: Any) -> A
         raise ConfigError(f'task.params.{key} = {value!r}: {reason} (dataset "{name}")') from error
 
 
-def refused_params(name: str, params: Mapping[str, Any], error: Exception) -> ConfigError:
+def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> ConfigError:
     """Names the parameters that the dataset's own complaint mentions; all that were given, if it mentions none."""
     reason = str(error) or type(error).__name__
     named = [key for key in params if key in reason] or list(params)
@@ -147,4 +156,72 @@ def refused_params(name: str, params: Mapping[str, Any], error: Exception) -> Co
     return ConfigError(
         f'dataset "{name}" refuses {given or "its default parameters"}: {reason}',
         hint="change task.params; what is not given there has the dataset's default",
+    )
+
+
+def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, Made]:
+    """`num_prompts` of the reward's dataset by stream: an independent, reproducible sequence of entries. Streams share no prompt.
+
+    Raises ConfigError for what is wrong with the dataset's parameters or the numbers.
+    """
+    try:
+        return cast(dict[str, Made], call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"))
+    except ChildFailed as failure:
+        raise ConfigError(f'dataset "{spec.dataset}" cannot make its prompts: {failure}') from failure
+
+
+def _made(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, Made]:
+    """In the child."""
+    random.seed(0)  # some draw from the global generator
+    taken: set[str] = set()
+    return {stream: _distinct(spec, stream, num, taken) for stream, num in num_prompts.items()}
+
+
+def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> Made:
+    """`num` entries whose prompts differ from each other and from `taken`, which grows by them.
+
+    ConfigError with the numbers if the dataset keeps repeating itself.
+    """
+    found: Made = []
+    num_tries, chunk, chunk_size = 0, 0, max(num, MIN_TRIES)
+    while len(found) < num:
+        num_found_before = len(found)
+        for prompt, entry in _entries(spec, stream_seed(spec.dataset, spec.params, f"{stream}/{chunk}"), chunk_size):
+            num_tries += 1
+            if prompt not in taken:
+                taken.add(prompt)
+                found.append(make_item(prompt, entry["answer"], {"entry": entry}))
+                if len(found) == num:
+                    return found
+        if len(found) == num_found_before or num_tries > MAX_TRIES_PER_PROMPT * num:
+            raise _too_few(spec.dataset, stream, num, len(found), len(taken), num_tries)
+        chunk += 1
+    return found
+
+
+def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
+    """Item i of a dataset is made from seed + i: seeds must lie far apart, or two streams share their items."""
+    content = json.dumps([name, params, stream], sort_keys=True, default=repr)
+    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") % 2**31
+
+
+def _entries(spec: RewardSpec, seed: int, size: int) -> Iterator[tuple[str, Entry]]:
+    dataset = make_dataset(spec.dataset, spec.params, seed=seed, size=size)
+    for index in range(size):
+        try:
+            entry = dataset[index]
+            prompt = str(entry["question"]) if spec.adapter == "plain" else WORKED[spec.dataset].prompt(entry)
+        except IndexError:  # fewer than its size, as some datasets of a finite stock have
+            return
+        except Exception as error:
+            raise _refused_params(spec.dataset, spec.params, error) from error
+        yield prompt, entry
+
+
+def _too_few(name: str, stream: str, num: int, num_found: int, num_distinct: int, num_tries: int) -> ConfigError:
+    key = "eval.prompts" if stream == "eval" else "task.train_prompts"
+    return ConfigError(
+        f'dataset "{name}" with these parameters made only {num_found} of {num} new prompts for {key} in {num_tries} '
+        f"tries ({num_distinct} distinct ones in all, train and eval together)",
+        hint=f"lower {key}, or widen task.params",
     )

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, Literal
 
 from asyncrl_cli.tasks.item import Item
@@ -123,10 +123,7 @@ def _import_function(spec: RewardSpec) -> Scorer:
     module_name, _, path = spec.function.partition(":")
     if spec.only_there and (file := module_file(spec)) != spec.module_file:
         raise ImportError(f"{module_name} is {file or 'not a file'} here, and the run began with {spec.module_file or 'no file'}")
-    found: object = importlib.import_module(module_name)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return _checked_function(found, path)
+    return _checked_function(reduce(getattr, path.split("."), importlib.import_module(module_name)), path)
 
 
 def module_file(spec: RewardSpec) -> str:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.models.tiny import Course
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
-from asyncrl_cli.tasks.gym import dataset_module
-from asyncrl_cli.tasks.gym_entries import Made, Order, make_entries
+from asyncrl_cli.tasks.gym import Made, dataset_module, make_entries
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
@@ -28,19 +27,25 @@ HELD_OUT_AT_LEAST = 512
 """Of a dataset in its worked form, however few prompts an eval uses. builtin:tiny is taught the training prompts, and these are
 what is not held out: with one number of eval prompts or another it is the same model."""
 
+Demonstration = Callable[[Item, Random], str] | None
 Splits = tuple[list[Item], list[Item], list[str]]
 """Of a file: training items, eval items, and notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task(Course):
+class Task:
     """No prompt of `eval` is among those of `train`, and no prompt is there twice.
 
-    `eval` does not depend on the run's seed, so runs of different seeds compare. `notes` are for the user: what was left out of the
-    source, and why.
+    `eval` does not depend on the run's seed, so runs of different seeds compare. builtin:tiny learns from the demonstrations, right
+    ones and flawed ones; None if there are none. `notes` are for the user: what was left out of the source, and why.
     """
 
+    name: str
+    train: Sequence[Item]
+    eval: Sequence[Item]
     reward: RewardSpec
+    demonstration: Demonstration = None
+    flawed_demonstration: Demonstration = None
     notes: tuple[str, ...] = ()
 
 
@@ -79,31 +84,30 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
             hint="leave it out; eval.prompts says how many are made",
         )
     dataset_module(dataset)
-    adapter = _adapter(profile, dataset)
-    params = dict(profile.task.params)
-    if adapter == "worked":
-        params = {**WORKED[dataset].default_params, **params}
+    adapter, params = _adapter(profile, dataset), dict(profile.task.params)
+    worked = WORKED[dataset] if adapter == "worked" else None
+    if worked is not None:
+        params = {**worked.default_params, **params}
     reward, notes = _reward(profile, run_dir, dataset, params, adapter)
     train = f"train/{profile.run.seed}"
-    num_prompts = {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS}
-    made = _made(Order(dataset=dataset, params=params, adapter=adapter, num_prompts=num_prompts))
+    made = _made(reward, {"eval": profile.eval.prompts, train: profile.task.train_prompts or MADE_PROMPTS})
     return Task(
         name=profile.task.source,
         train=tuple(made[train]),
         eval=tuple(made["eval"][: profile.eval.prompts]),
         reward=reward,
-        demonstration=WORKED[dataset].demonstration if adapter == "worked" else None,
-        flawed_demonstration=WORKED[dataset].flawed_demonstration if adapter == "worked" else None,
+        demonstration=worked and worked.demonstration,
+        flawed_demonstration=worked and worked.flawed_demonstration,
         notes=notes,
     )
 
 
-def _made(order: Order) -> dict[str, Made]:
+def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, Made]:
     """With HELD_OUT_AT_LEAST eval prompts, if the dataset has so many beside the others."""
-    if order.adapter == "worked" and order.num_prompts["eval"] < HELD_OUT_AT_LEAST:
+    if reward.adapter == "worked" and num_prompts["eval"] < HELD_OUT_AT_LEAST:
         with suppress(ConfigError):
-            return make_entries(replace(order, num_prompts={**order.num_prompts, "eval": HELD_OUT_AT_LEAST}))
-    return make_entries(order)
+            return make_entries(reward, {**num_prompts, "eval": HELD_OUT_AT_LEAST})
+    return make_entries(reward, num_prompts)
 
 
 def _adapter(profile: Profile, dataset: str) -> Adapter:
@@ -136,17 +140,14 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
         train, held_out, notes = _one_file(profile, path, read)
     else:
         train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), read)
-    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, demonstration=None, notes=(*said, *notes))
+    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=(*said, *notes))
 
 
 def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:
     """`num_more`: rows that were read and are not used, either."""
-    notes = []
-    if read.num_repeated:
-        notes.append(f"{path}: left out {read.num_repeated:,} rows whose prompt repeats an earlier one")
-    if read.num_behind + num_more:
-        notes.append(f"{path}: left out its last {read.num_behind + num_more:,} rows: {limited_by}")
-    return notes
+    repeated, behind = read.num_repeated, read.num_behind + num_more
+    notes = [f"{path}: left out {repeated:,} rows whose prompt repeats an earlier one"] if repeated else []
+    return [*notes, f"{path}: left out its last {behind:,} rows: {limited_by}"] if behind else notes
 
 
 def _one_file(profile: Profile, path: Path, read_file: Callable[..., Read]) -> Splits:
