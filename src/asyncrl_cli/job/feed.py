@@ -2,7 +2,7 @@
 
 An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
 `{"seed", "epoch", "cursor", "num_items", "fingerprint"}`. The uids consumed so far are the first `cursor` of that order
-and all items of every earlier epoch. Nothing is drained where an epoch ends: the next prompt is of the next one.
+and all items of every earlier epoch. The loop does not stop between epochs: the next prompt is simply one of the next epoch.
 """
 
 from __future__ import annotations

@@ -36,13 +36,13 @@ class ChildTimedOut(ChildFailed):
 
 
 def command(function: Callable[..., Any]) -> list[str]:
-    """`function`: what the child is for; its module is named for whoever reads a list of processes."""
+    """The name of the function's module is there for people who read `ps`: it says what the child is for."""
     # -P: the working directory is no place to import from, unless a spec says so.
     return [sys.executable, "-P", "-m", "asyncrl_cli.tasks.child", str(os.getpid()), function.__module__]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's, so that the child finds our package and does not start a pool of compute threads; without Ray's token."""
+    """This process's own, without Ray's token, and such that the child finds our package and starts no pool of compute threads."""
     root = str(Path(__file__).resolve().parents[2])
     search = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}

@@ -21,9 +21,6 @@ MAX_NESTING = 64
 MAX_COLUMNS_NAMED = 20
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 
-Row = tuple[str, Mapping[str, Any]]
-"""Where it is (`file:line`), and its columns."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
@@ -40,10 +37,11 @@ def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, 
 
     `key` is the profile's key that names the file. All other columns become the item's metadata.
     """
+    rows, count = (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
     items: dict[str, Item] = {}
     num_rows = num_behind = 0
     with _readable(path, key):
-        for place, row in _rows(path):
+        for place, row in rows(path):
             num_rows += 1
             prompt = _text(row, prompt_column, place, "task.prompt_column")
             answer = _answer(row, answer_column, place, needs_answer)
@@ -52,21 +50,11 @@ def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, 
             others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
             items[prompt] = make_item(prompt, answer, others)
             if len(items) == limit:
-                num_behind = _num_rows(path) - num_rows
+                num_behind = count(path) - num_rows
                 break
     if not items:
         raise ConfigError(f"{key}: {path} holds no rows")
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    return parquet_rows(path) if path.suffix == ".parquet" else _jsonl_rows(path)
-
-
-def _num_rows(path: Path) -> int:
-    if path.suffix == ".parquet":
-        return num_parquet_rows(path)
-    return sum(1 for line in read_lines(path) if line.strip())
 
 
 @contextmanager
@@ -79,7 +67,8 @@ def _readable(path: Path, key: str) -> Iterator[None]:
         raise ConfigError(f"{key}: {path!s:.300} cannot be read: {reason(error)}") from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[Row]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(`path:line`, its columns)."""
     empty_at = ""
     for number, line in enumerate(read_lines(path), start=1):
         place = f"{path}:{number}"
@@ -92,8 +81,12 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
         yield place, _json_object(line, place)
 
 
+def _num_jsonl_rows(path: Path) -> int:
+    return sum(1 for line in read_lines(path) if line.strip())
+
+
 def _json_object(line: bytes, place: str) -> Mapping[str, Any]:
-    """Strict JSON: no NaN and no key that is there twice, for readers disagree on them, and nothing too deep to be sent on."""
+    """Strict JSON: no NaN and no duplicate keys (readers disagree on both), and no nesting that is too deep to be pickled."""
     try:
         row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant, object_pairs_hook=_distinct)
     except json.JSONDecodeError as error:

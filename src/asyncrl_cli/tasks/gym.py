@@ -1,8 +1,8 @@
 """reasoning-gym: datasets found by name, imported one at a time, made with checked parameters; and prompts made of their entries.
 
 `import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module takes a
-tenth of it. So the registry is read from the sources' text, and the packages around the wanted module are stood in for
-by bare ones while it is imported. They are taken out again: a later `import reasoning_gym` gets the real package.
+tenth of it. So the registry is read from the text of the sources, and while the wanted module is imported, empty packages stand in
+for those around it. They are removed afterwards: a later `import reasoning_gym` gets the real package.
 
 Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global generator, so that
 the same seed gives other entries in another process: that one fixes both. A resumed run must find the prompts that it began with.
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from asyncrl_cli.errors import ConfigError, PreflightError, did_you_mean
+from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.tasks.child import ChildFailed, call_once
 from asyncrl_cli.tasks.item import Item, make_item
 from asyncrl_cli.tasks.worked import WORKED, Entry
@@ -42,17 +42,15 @@ GENERATE_TIMEOUT_S = 600.0
 MAX_TRIES_PER_PROMPT = 50
 MIN_TRIES = 500
 
-Made = list[Item]
-"""With the entry that an item was made from as its metadata."""
 Registered = tuple[Callable[..., Any], Callable[..., Any], Mapping[str, Any]]
 """A dataset's class, that of its configuration, and the types of its parameters."""
 
 
 def _root() -> Path:
     spec = importlib.util.find_spec(PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        raise PreflightError("reasoning-gym is not installed", hint="pip install reasoning-gym")
-    return Path(spec.submodule_search_locations[0])
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 @cache
@@ -87,7 +85,7 @@ def _registered(name: str) -> Registered:
     try:
         with _bare_packages_around(module):
             return _imported(name, module)
-    except ImportError:  # it needs more of its own package than its module
+    except ImportError:  # the module needs the rest of its package
         return _imported(name, PACKAGE if module.count(".") > 1 else module)
 
 
@@ -159,30 +157,31 @@ def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> C
     )
 
 
-def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, Made]:
-    """`num_prompts` of the reward's dataset by stream: an independent, reproducible sequence of entries. Streams share no prompt.
+def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
+    """`num_prompts` of the reward's dataset by stream: an independent, reproducible sequence of items, with their entries as
+    metadata. Streams share no prompt.
 
     Raises ConfigError for what is wrong with the dataset's parameters or the numbers.
     """
     try:
-        return cast(dict[str, Made], call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"))
+        return cast(dict[str, list[Item]], call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"))
     except ChildFailed as failure:
         raise ConfigError(f'dataset "{spec.dataset}" cannot make its prompts: {failure}') from failure
 
 
-def _made(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, Made]:
+def _made(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
     """In the child."""
     random.seed(0)  # some draw from the global generator
     taken: set[str] = set()
     return {stream: _distinct(spec, stream, num, taken) for stream, num in num_prompts.items()}
 
 
-def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> Made:
+def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[Item]:
     """`num` entries whose prompts differ from each other and from `taken`, which grows by them.
 
     ConfigError with the numbers if the dataset keeps repeating itself.
     """
-    found: Made = []
+    found: list[Item] = []
     num_tries, chunk, chunk_size = 0, 0, max(num, MIN_TRIES)
     while len(found) < num:
         num_found_before = len(found)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from asyncrl_cli.errors import ConfigError, PreflightError, first_line
+from asyncrl_cli.errors import ConfigError, first_line
 from asyncrl_cli.safe_files import open_regular
 
 ROWS_PER_BATCH = 1024
@@ -16,9 +16,9 @@ ROWS_PER_BATCH = 1024
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(`path:row`, its columns). Times keep microseconds: Python has no finer ones. ConfigError for what cannot be read."""
-    with open_regular(path) as file, _reader(file, path) as parquet:
+    with _opened(path) as parquet:
         number = 0
-        for batch in _batches(parquet, path):
+        for batch in parquet.iter_batches(batch_size=ROWS_PER_BATCH):
             named = zip(batch.schema.names, batch.columns, strict=True)
             columns = {column: _values(values, f'{path}: column "{column}"') for column, values in named}
             for row in zip(*columns.values(), strict=True):
@@ -27,33 +27,27 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def num_parquet_rows(path: Path) -> int:
-    with open_regular(path) as file, _reader(file, path) as parquet:
+    with _opened(path) as parquet:
         return int(parquet.metadata.num_rows)
 
 
-def _reader(file: BinaryIO, name: Path) -> Any:
-    if find_spec("pyarrow") is None:
-        raise PreflightError("parquet files need a package that is not installed", hint="pip install pyarrow")
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A ParquetFile. ConfigError if it is none, has a column twice, or turns out to be damaged while it is read."""
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        parquet = pyarrow.parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{name} is not a whole parquet file: {first_line(error)}") from error
-    twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
-    if twice:
-        raise ConfigError(f'{name}: column "{twice[0]}" is there twice', hint="write the file anew with distinct names")
-    return parquet
-
-
-def _batches(parquet: Any, name: Path) -> Iterator[Any]:
-    import pyarrow
-
-    try:
-        yield from parquet.iter_batches(batch_size=ROWS_PER_BATCH)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"{name} is damaged: {first_line(error)}", hint="write or download it again") from error
+    with open_regular(path) as file:
+        wrong = "is not a whole parquet file"
+        try:
+            with pyarrow.parquet.ParquetFile(file) as parquet:
+                wrong = "is damaged"
+                twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
+                if twice:
+                    raise ConfigError(f'{path}: column "{twice[0]}" is there twice', hint="write the file anew with distinct names")
+                yield parquet
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{path} {wrong}: {first_line(error)}", hint="write or download it again") from error
 
 
 def _values(column: Any, where: str) -> list[Any]:

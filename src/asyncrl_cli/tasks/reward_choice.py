@@ -7,7 +7,6 @@ be typed anywhere, and what lies there by that name is not the run's.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
+from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
 from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
 from asyncrl_cli.tasks.reward_worker import describe
@@ -59,8 +58,6 @@ def resolve_reward(
             'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and a file has none',
             hint='task.reward = "exact-match", "math-verify" or "module:function"',
         )
-    if reward == "math-verify" and importlib.util.find_spec("math_verify") is None:
-        raise PreflightError(f'task.reward = "{reward}": the package is missing', hint="pip install math-verify")
     if reward in BUILT_IN:
         return RewardSpec(kind=cast(Any, reward), dataset=dataset, params=params, adapter=adapter)
     module, colon, function = reward.partition(":")

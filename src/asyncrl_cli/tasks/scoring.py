@@ -1,7 +1,7 @@
 """The rewards themselves, built from a RewardSpec in the process that runs them.
 
-A scorer is called with (item, response) and returns a number, or awaits one. It raises when it cannot say: never 0 for
-"do not know". A response that holds no answer, or one that cannot be read, is simply wrong: 0.
+A scorer is called with (item, response) and returns a number, or is a coroutine function. If it cannot tell it raises, and never
+returns 0 for that. A response without an answer, or with one that cannot be read, is simply wrong: 0.
 """
 
 from __future__ import annotations

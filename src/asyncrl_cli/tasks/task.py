@@ -14,7 +14,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
-from asyncrl_cli.tasks.gym import Made, dataset_module, make_entries
+from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
@@ -24,8 +24,8 @@ SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096
 """Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""
 HELD_OUT_AT_LEAST = 512
-"""Of a dataset in its worked form, however few prompts an eval uses. builtin:tiny is taught the training prompts, and these are
-what is not held out: with one number of eval prompts or another it is the same model."""
+"""Eval prompts made of a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the training
+prompts, which are all others: so it is the same model for any smaller `eval.prompts`."""
 
 Demonstration = Callable[[Item, Random], str] | None
 Splits = tuple[list[Item], list[Item], list[str]]
@@ -50,7 +50,7 @@ class Task:
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
-    """Raises ConfigError for what is wrong in the profile or in a file, PreflightError for what is not installed.
+    """Raises ConfigError for what is wrong in the profile or in a file.
 
     `run_dir`: of the run that is resumed. Its reward function comes from where it came from then; RefusedError if that cannot be.
     """
@@ -102,7 +102,7 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
     )
 
 
-def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, Made]:
+def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
     """With HELD_OUT_AT_LEAST eval prompts, if the dataset has so many beside the others."""
     if reward.adapter == "worked" and num_prompts["eval"] < HELD_OUT_AT_LEAST:
         with suppress(ConfigError):
