@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import traceback
-from functools import cache
 from typing import Any
 
 from rich.console import Console
@@ -52,18 +51,15 @@ def open_streams() -> None:
 
 def _stream(raw: io.FileIO) -> io.TextIOWrapper:
     encoding = getattr(sys.stdout or sys.stderr, "encoding", None) or "utf-8"
-    errors, is_terminal = "backslashreplace", raw.isatty()
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=is_terminal or raw.fileno() == 2
-    )
+    by_lines = raw.isatty() or raw.fileno() == 2
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_lines)
 
 
-@cache
 def stdout() -> Console:
+    """As wide as the terminal is now."""
     return SafeConsole()
 
 
-@cache
 def stderr() -> Console:
     return SafeConsole(stderr=True)
 
@@ -72,11 +68,9 @@ _has_document = False
 
 
 def begin() -> None:
-    """A command line begins: nothing is on stdout yet, and the terminal is as wide as it is now."""
+    """A command line begins: nothing is on stdout yet."""
     global _has_document
     _has_document = False
-    stdout.cache_clear()
-    stderr.cache_clear()
 
 
 def print_json(value: Any) -> None:
@@ -99,7 +93,8 @@ def print_text(text: str) -> None:
 
 def print_prose(text: str) -> None:
     """Sentences on stdout: a terminal breaks them between words, a pipe gets the lines as they are."""
-    stdout().print(Text(text), soft_wrap=not stdout().is_terminal)
+    console = stdout()
+    console.print(Text(text), soft_wrap=not console.is_terminal)
 
 
 def say(text: str) -> None:

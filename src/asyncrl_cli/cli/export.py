@@ -25,24 +25,20 @@ def command(
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
     ],
     version: Annotated[
-        int | None,
-        typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint."),
+        int | None, typer.Option("--version", metavar="N", min=0, help="A published version that was kept, or is in a checkpoint.")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Directory to write, new or empty; by default in the run's."),
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory to write, new or empty; by default in the run's.")
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option("--dtype", help="Type of the weights; by default what the run publishes."),
     ] = None,
     max_shard_size_gb: Annotated[
-        float,
-        typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest size of a weight file, in 10^9 bytes."),
+        float, typer.Option("--max-shard-size-gb", metavar="GB", min=1e-6, help="Largest size of a weight file, in 10^9 bytes.")
     ] = 5.0,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="DIR", help="Where config.json and tokenizer are, if the run's are gone."),
+        Path | None, typer.Option("--model", metavar="DIR", help="Where config.json and tokenizer are, if the run's are gone.")
     ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,

@@ -14,6 +14,8 @@ import typer
 from asyncrl_cli.cli.console import print_text
 from asyncrl_cli.cli.options import RUNS_DIR, RunsDirOption
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.observe.terminal import uncoloured
+from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
 
 POLL_S = 0.3
 MAX_LINE_CHARACTERS = 2**20
@@ -34,7 +36,6 @@ def command(
 ) -> None:
     """Print the logs of a run's newest attempt."""
     from asyncrl_cli.checkpoint.runs import find_run
-    from asyncrl_cli.observe.terminal import uncoloured
 
     directory = find_run(run, runs_dir)
     logs = directory / "logs" / "latest"
@@ -68,16 +69,13 @@ def follow_lines(
             for path in logs():
                 if path.stem not in files:
                     files[path.stem] = stack.enter_context(_open(path))
-            for name, file in files.items():
-                yield from ((name, line) for line in _whole_lines(file, live))
+            yield from ((name, line) for name, file in files.items() for line in _whole_lines(file, live))
             if not live:
                 return
             wait()
 
 
 def _open(path: Path) -> TextIO:
-    from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
-
     try:
         return TextIOWrapper(open_regular(path), encoding="utf-8", errors="replace")
     except (OSError, UnsafeFile) as error:

@@ -23,24 +23,13 @@ ProfileOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override a key; the value is TOML or else a string. May be repeated.",
-    ),
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; the value is TOML or else a string. May be repeated."),
 ]
 RunsDirOption = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="Directory that holds all runs.")]
-UiOption = Annotated[
-    Ui,
-    typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere."),
-]
+UiOption = Annotated[Ui, typer.Option("--ui", help="What to show; auto: live tables on a terminal, plain lines elsewhere.")]
 AddressOption = Annotated[
     str | None,
-    typer.Option(
-        "--address",
-        metavar="RAY",
-        help="HOST:PORT of a Ray cluster; by default Ray is started here for the run.",
-    ),
+    typer.Option("--address", metavar="RAY", help="HOST:PORT of a Ray cluster; by default Ray is started here for the run."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 

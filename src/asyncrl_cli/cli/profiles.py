@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from asyncrl_cli.cli.console import print_json, print_text, stdout, warn
 from asyncrl_cli.cli.options import JsonOption, SetOption, load_profile
@@ -36,7 +37,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     from asyncrl_cli.profile.layers import load
     from asyncrl_cli.profile.sources import shipped_profiles
 
-    profiles = {name: load(name, environ={}).profile for name in shipped_profiles()}
+    profiles = ((name, load(name, environ={}).profile) for name in shipped_profiles())
     rows: list[dict[str, Any]] = [
         {
             "name": name,
@@ -46,13 +47,11 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
             "partial_rollout": profile.async_training.partial_rollout,
             "purpose": profile.purpose,
         }
-        for name, profile in profiles.items()
+        for name, profile in profiles
     ]
     if as_json:
         print_json(rows)
         return
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for header in ("name", "K", "eta", "partial", "purpose"):
         table.add_column(header, no_wrap=header != "purpose")

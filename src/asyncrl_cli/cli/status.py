@@ -26,24 +26,22 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Show how a run is doing, from any terminal, also after it has ended."""
+    from asyncrl_cli.observe.screen import print_status, watch_status
     from asyncrl_cli.observe.status import RunStatus, newest_status, read_status
 
     found, wrong = newest_status(runs_dir) if run is None else (read_status(run, runs_dir), [])
     for told in wrong:
         warn(f"{told}; an older run is shown")
-    if as_json:
-        print_json(found.to_json())
-        return
-    from asyncrl_cli.observe.screen import print_status, watch_status
 
     def read_again() -> RunStatus:
         if not found.directory.exists():
-            raise RefusedError(
-                f"run '{found.name}' ended while it started, and left nothing", hint="the command that started it said why"
-            )
+            why = f"run '{found.name}' ended while it started, and left nothing"
+            raise RefusedError(why, hint="the command that started it said why")
         return read_status(str(found.directory), runs_dir)
 
-    if watch:
+    if as_json:
+        print_json(found.to_json())
+    elif watch:
         watch_status(read_again, stdout())
     else:
         print_status(found, stdout())

@@ -18,8 +18,7 @@ EXAMPLES = """[bold]Examples[/]
 
 
 def command(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")],
-    runs_dir: RunsDirOption = RUNS_DIR,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's name or directory.")], runs_dir: RunsDirOption = RUNS_DIR
 ) -> None:
     """Ask a run to finish its train step, write a checkpoint and end; asked twice, it ends at once."""
     from asyncrl_cli.checkpoint.run_directory import request_stop

@@ -35,10 +35,7 @@ Ctrl-C once: finish the step, write a checkpoint, exit with 130; [bold]asyncrl r
 def command(
     profile: ProfileOption,
     sets: SetOption = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", metavar="N", help="Name of the run; by default profile and time."),
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="N", help="Name of the run; by default profile and time.")] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     ui: UiOption = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the profile and print the plan; start nothing.")] = False,
@@ -46,14 +43,15 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model by asynchronous RL, as described by a profile."""
+    from asyncrl_cli.checkpoint.run_directory import check_free
+    from asyncrl_cli.cli.plan_report import print_plan
+    from asyncrl_cli.plan.memory_fit import refuse_what_cannot_fit
+
     loaded = load_profile(profile, sets, name)
     settings = loaded.profile
     if settings.run.name is not None:
-        from asyncrl_cli.checkpoint.run_directory import check_free
-
         check_free(runs_dir, settings.run.name)
     if dry_run:
-        from asyncrl_cli.cli.plan_report import print_plan
         from asyncrl_cli.job.preparing import check_without_making
 
         print_plan(loaded, gpus=None, as_json=as_json)
@@ -61,8 +59,6 @@ def command(
             warn(note)
         return
     if address is None:
-        from asyncrl_cli.plan.memory_fit import refuse_what_cannot_fit
-
         refuse_what_cannot_fit(settings)
     from asyncrl_cli.job.run import Run
 
