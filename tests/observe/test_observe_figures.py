@@ -16,9 +16,8 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.sinks import Sink, to_json
-from asyncrl_cli.observe.status import Status
+from asyncrl_cli.observe.status import parse_status
 from asyncrl_cli.observe.summary import summary_rows
-from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.world import NumberedFeed
@@ -246,7 +245,7 @@ def test_every_status_that_is_written_can_be_read_back(facts):
     assert any(status["restarting"] == {"rollout-1": "1 of 1"} for status in statuses)
     assert statuses[0]["tokens_discarded"] is None
     for status in statuses:
-        assert parse_json(to_json(status).encode(), Status)["periods"] == status["periods"]
+        assert parse_status(to_json(status))["periods"] == status["periods"]
 
 
 def test_a_period_begins_where_the_line_before_it_ends(facts, make):

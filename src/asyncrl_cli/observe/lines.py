@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired
 
-from pydantic import ConfigDict
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import is_number
-from asyncrl_cli.observe.status import Figure, Seconds
+from asyncrl_cli.observe.status import OPEN, Figure, Seconds
 from asyncrl_cli.safe_files import UnsafeFile, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
@@ -22,10 +21,10 @@ LISTS = frozenset({"staleness/histogram", "response_tokens/quantiles"})
 """The keys whose figures are lists; all others are single ones."""
 
 
+@OPEN
 class EventLine(TypedDict):
     """A line of events.jsonl, as far as it is read back."""
 
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     event: str
     time_s: NotRequired[Seconds]
     num_bytes: NotRequired[float]

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NotRequired
 
 import psutil
 from annotated_types import Interval, Len
-from pydantic import ConfigDict
+from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.checkpoint.run_directory import never_began
@@ -34,120 +34,67 @@ Figure = int | float | Literal["nan", "inf", "-inf"]
 Figures = dict[str, Figure]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
+OPEN = with_config(ConfigDict(extra="allow"))
+"""For a TypedDict that keeps the keys that it does not know."""
 
 
-class _Open(TypedDict):
-    """Keeps the keys that it does not know."""
-
-    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
-
-
-class Progress(_Open):
-    step: Count
-    train_steps: Count
-    version: Count
-    groups_trained: Count
-    groups_total: Count
-    time_s: Seconds
-    fraction: float
+def _record(**fields: Any) -> Any:
+    """The type of a JSON object with these keys."""
+    return OPEN(TypedDict("record", fields))  # type: ignore[operator]
 
 
-class Admission(_Open):
-    closed_by: str
-    cause: str
-    window_taken: Count
-    window_groups: Count
-    window_budget: Count
-
-
-class PeriodOf(_Open):
-    """Which time figures cover (periods.py)."""
-
-    words: str
-
-
-class Periods(_Open):
-    utilization: PeriodOf | None
-    steps: PeriodOf | None
-
-
-class ExecutorStatus(_Open):
-    name: str
-    role: str
-    state: str
-    waiting_for: str
-    state_s: dict[str, Seconds]
-    gauges: Figures
-
-
-class Utilization(_Open):
-    slot_history: list[float]
-
-
-class Staleness(_Open):
-    bound: Count
-    histogram: NotRequired[list[Count]]
-
-
-class Reward(_Open):
-    history: list[Figure]
-
-
-class EvalPoint(_Open):
+@OPEN
+class EvalPoint(TypedDict):
     version: Count
     reward_mean: float
     num_prompts: NotRequired[Count]
 
 
-class Evals(_Open):
-    running: str
-    history: list[EvalPoint]
+PERIOD = _record(words=str) | None
+"""Which time figures cover (periods.py)."""
+STATUS = _record(
+    name=str,
+    profile=str,
+    phase=str,
+    doing=NotRequired[str],
+    error=str,
+    pid=Pid,
+    host=str,
+    updated_at=Seconds,
+    max_staleness=Count,
+    on_stale=str,
+    progress=_record(
+        step=Count, train_steps=Count, version=Count, groups_trained=Count, groups_total=Count, time_s=Seconds, fraction=float
+    ),
+    admission=_record(closed_by=str, cause=str, window_taken=Count, window_groups=Count, window_budget=Count)
+    | Annotated[dict[str, Any], Len(0, 0)],
+    periods=_record(utilization=PERIOD, steps=PERIOD),
+    executors=list[_record(name=str, role=str, state=str, waiting_for=str, state_s=dict[str, Seconds], gauges=Figures)],
+    utilization=_record(slot_history=list[float]),
+    staleness=_record(bound=Count, histogram=NotRequired[list[Count]]),
+    partial=Figures,
+    versions=dict[str, Count],
+    restarting=dict[str, str],
+    reward=_record(history=list[Figure]),
+    eval=_record(running=str, history=list[EvalPoint]),
+    sync=Figures,
+    timing=Figures,
+    ledger=dict[str, Count],
+    tokens_discarded=Figure | None,
+    checkpoint=str,
+    notes=list[_record(time_s=Seconds, event=str, text=str)],
+    num_warnings=Count,
+    totals=dict[str, Any],
+)
+"""The keys that a reader may rely on."""
 
 
-class Note(_Open):
-    time_s: Seconds
-    event: str
-    text: str
-
-
-class Status(_Open):
-    name: str
-    profile: str
-    phase: str
-    doing: NotRequired[str]
-    error: str
-    pid: Pid
-    host: str
-    updated_at: Seconds
-    max_staleness: Count
-    on_stale: str
-    progress: Progress
-    admission: Admission | Annotated[dict[str, Any], Len(0, 0)]
-    periods: Periods
-    executors: list[ExecutorStatus]
-    utilization: Utilization
-    staleness: Staleness
-    partial: Figures
-    versions: dict[str, Count]
-    restarting: dict[str, str]
-    reward: Reward
-    eval: Evals
-    sync: Figures
-    timing: Figures
-    ledger: dict[str, Count]
-    tokens_discarded: Figure | None
-    checkpoint: str
-    notes: list[Note]
-    num_warnings: Count
-    totals: dict[str, Any]
-
-
-def parse_status(content: str | bytes) -> Status:
+def parse_status(content: str | bytes) -> dict[str, Any]:
     """Raises ValueError for what is not of this version, or that no driver writes."""
     version = parse_json(content, dict[str, Any]).get("schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
-    return parse_json(content, Status)
+    return parse_json(content, STATUS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
