@@ -1,6 +1,6 @@
 """The run at a glance, as one JSON object: what `status.json`, the screen and `asyncrl status` show.
 
-Lines, events and snapshots go in; `picture` comes out. What is counted over time says over which (periods.py):
+Lines, events and snapshots go in; `picture` comes out. What is counted over time says over which (metrics.py):
 `periods.utilization` is that of `utilization` and of the executors' `state_s`, `periods.steps` that of `staleness`, `partial` and
 `timing` (means per step). States, waits, gauges, admission and the ledger are of the moment; `reward` and `sync` are the last.
 """
@@ -20,10 +20,9 @@ from typing import Any, NotRequired, cast
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
 from asyncrl_cli.loop.watching import ENDED, Snapshot
-from asyncrl_cli.observe.executors import FLOW, STATES
-from asyncrl_cli.observe.metrics import PARTIAL, StepMetrics
-from asyncrl_cli.observe.periods import Period
+from asyncrl_cli.observe.metrics import Period, StepMetrics
 from asyncrl_cli.observe.status import SCHEMA_VERSION, EvalPoint
+from asyncrl_cli.observe.step_values import FLOW, PARTIAL, STATES
 from asyncrl_cli.observe.summary import LEADING, event_text
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
@@ -131,7 +130,7 @@ class LiveStatus:
         """The whole status; JSON."""
         snapshot = self._snapshot
         # Of figures that whole steps have: the recent ones, or all of a run that has ended.
-        steps = self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent.period()
+        steps = self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent()
         using = self._using(steps)
         of_steps = steps.figures if steps else {}
         lasting, timing = deepcopy(self._lasting), _under("timing/", of_steps)

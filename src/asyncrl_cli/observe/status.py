@@ -51,7 +51,7 @@ class EvalPoint(TypedDict):
 
 
 PERIOD = _record(words=str) | None
-"""Which time figures cover (periods.py)."""
+"""Which time figures cover (metrics.py)."""
 STATUS = _record(
     name=str,
     profile=str,

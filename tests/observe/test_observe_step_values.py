@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.executors import overlap, utilization
+from asyncrl_cli.observe.step_values import overlap, utilization
 from tests.observe.conftest import report
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))

@@ -1,0 +1,214 @@
+"""What was measured of one train step, as typed values: the formulas of docs/metrics.md, and nothing else.
+
+Of trajectories: rewards, lengths, staleness, partial rollouts. Of executors: how they spent their time, by their own cumulative
+integrals, and by spans for the overlap. What was not measured has the value None, never 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise
+
+from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.states import ExecutorReport, Span, State
+from asyncrl_cli.loop.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
+from asyncrl_cli.loop.watching import StepRecord
+
+PARTIAL = "fully_async/partial/"
+STALE = "fully_async/count/"
+TRAINER, ROLLOUT = "trainer", "rollout"
+FLOW = ("feed", ROLLOUT, "reward", TRAINER)
+"""The roles in the order of the flow, as they are shown."""
+STATES = "state_s/"
+"""Of keys `state_s/<executor>/<state>`: seconds. They are joined over periods and are in no line."""
+TRAINER_IDLE = (State.STARVED, State.BLOCKED, State.SYNCING, State.PAUSED)
+
+
+def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window_steps: int) -> dict[str, Value]:
+    """`before`: the executors' reports when the last step ended; `window_steps`: K."""
+    trajectories = [trajectory for group in record.groups for trajectory in group.trajectories]
+    values: dict[str, Value] = {
+        "step": Last(record.step),
+        "version": Last(record.version),
+        "window": Last(record.window),
+        "time_s": Last(None),
+        "groups_trained": Last(record.groups_trained),
+        "tokens_trained": Last(record.tokens_trained),
+    }
+    values |= reward_values(trajectories)
+    if record.evals:  # the last one that ended since the previous line
+        values |= {f"eval/{name}": Last(figure) for name, figure in asdict(record.evals[-1]).items() if name != "eval_s"}
+    values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
+    values |= utilization(stretches(before, record.reports))
+    values["overlap_ratio"] = overlap(record.spans, {name: report.role for name, report in record.reports.items()})
+    values |= staleness_values(record, window_steps, trajectories)
+    values |= stale_counts(record.window, record.groups) | partial_values(trajectories)
+    if record.sync is not None:
+        values |= {f"sync/{name}": Last(figure) for name, figure in asdict(record.sync).items()}
+    values["rollouter/restarts"] = Last(record.restarts)
+    values["waste/tokens_discarded"] = Last(record.tokens_discarded)
+    values |= record.train.metrics
+    values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
+    return values
+
+
+def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
+    """Over the step's trajectories; the deviation is the population's."""
+    rewards = [trajectory.reward for trajectory in trajectories]
+    lengths = sorted(trajectory.response_tokens for trajectory in trajectories)
+    values: dict[str, Value] = {
+        "reward/mean": Ratio(sum(rewards), len(rewards)),
+        "reward/std": Spread(len(rewards), sum(rewards), sum(reward * reward for reward in rewards)),
+        "response_tokens/mean": Ratio(sum(lengths), len(lengths)),
+        "response_tokens/max": Max(lengths[-1] if lengths else None),
+    }
+    if lengths:
+        values["response_tokens/median"] = Last((lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2)
+        values["response_tokens/quantiles"] = Quantiles.of(lengths)
+    return values
+
+
+def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
+    """In versions, and in train steps: version v was made by step v * K (counted from 0), so a token of it is `step - v * K` old.
+
+    Means run over all sampled tokens of the step; oldest and newest over its trajectories.
+    """
+    sampled = [trajectory for trajectory in trajectories if trajectory.version_tokens]
+    counts = [(version, count) for trajectory in sampled for version, count in trajectory.version_tokens]
+    in_versions = [(record.window - version, count) for version, count in counts]
+    in_steps = [(record.step - 1 - version * window_steps, count) for version, count in counts]
+    oldest = [record.window - trajectory.oldest for trajectory in sampled]
+    return {
+        "staleness/mean": _weighted_mean(in_versions),
+        "staleness/max": Max(max(oldest, default=None)),
+        "staleness/oldest_mean": Ratio(sum(oldest), len(oldest)),
+        "staleness/newest_mean": Ratio(sum(record.window - trajectory.newest for trajectory in sampled), len(sampled)),
+        "staleness/histogram": Histogram(tuple(oldest.count(age) for age in range(max(oldest, default=-1) + 1))),
+        "staleness/steps_mean": _weighted_mean(in_steps),
+        "staleness/steps_max": Max(max((age for age, _ in in_steps), default=None)),
+    }
+
+
+def _weighted_mean(figures: Sequence[tuple[int, int]]) -> Ratio:
+    return Ratio(sum(figure * count for figure, count in figures), sum(count for _, count in figures))
+
+
+def stale_counts(window: int, groups: Sequence[GroupResult]) -> dict[str, Value]:
+    """Groups with a trajectory whose oldest token is stale, and such trajectories; the line shows them so far."""
+    stale = [[t for t in group.trajectories if t.version_tokens and window - t.oldest >= 1] for group in groups]
+    return {
+        f"{STALE}stale_samples_processed": Sum(sum(1 for trajectories in stale if trajectories)),
+        f"{STALE}stale_trajectory_processed": Sum(sum(len(trajectories) for trajectories in stale)),
+    }
+
+
+def partial_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
+    """Trajectories sampled by more than one version; the line shows them over the window so far."""
+    spans = [trajectory.span for trajectory in trajectories if trajectory.version_tokens]
+    partial = sum(1 for span in spans if span > 0)
+    return {
+        f"{PARTIAL}total_partial_num": Sum(partial),
+        f"{PARTIAL}partial_ratio": Ratio(partial, len(trajectories)),
+        f"{PARTIAL}max_partial_span": Max(max(spans, default=None)),
+    }
+
+
+def stretches(before: Mapping[str, ExecutorReport], now: Mapping[str, ExecutorReport]) -> list[ExecutorReport]:
+    """The report of every executor that has reported since `before`, with its times and sums since then. One that is new (or of a
+    resumed run) counts from its start."""
+    made = (_since(before.get(name), report) for name, report in now.items())
+    return [stretch for stretch in made if _elapsed_s(stretch) > 0]
+
+
+def _since(before: ExecutorReport | None, now: ExecutorReport) -> ExecutorReport:
+    if before is None or _elapsed_s(now) < _elapsed_s(before):  # its integrals started anew
+        return now
+    state_s = {state: seconds - before.state_s.get(state, 0.0) for state, seconds in now.state_s.items()}
+    return replace(now, state_s=state_s, sums={key: amount - before.sums.get(key, 0.0) for key, amount in now.sums.items()})
+
+
+def _elapsed_s(stretch: ExecutorReport) -> float:
+    """The executor's own time."""
+    return sum(stretch.state_s.values())
+
+
+def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
+    """Idle ratios, slot utilization and tokens/s, as in docs/metrics.md, and times in states.
+
+    Executors that did not report are left out.
+    """
+    trainers = [stretch for stretch in measured if stretch.role == TRAINER]
+    rollouts = [stretch for stretch in measured if stretch.role == ROLLOUT]
+    values: dict[str, Value] = {
+        f"{STATES}{stretch.name}/{state}": Sum(seconds) for stretch in measured for state, seconds in stretch.state_s.items()
+    }
+    if trainers:
+        idle_s = [sum(stretch.state_s.get(state, 0.0) for state in TRAINER_IDLE) for stretch in trainers]
+        values["trainer/idle_ratio"] = _mean_share(idle_s, trainers)
+        values["trainer/tokens_per_s"] = _rate("trained_tokens", trainers)
+    if rollouts:
+        values["rollouter/idle_ratio"] = _mean_share([stretch.sums.get("idle_s", 0.0) for stretch in rollouts], rollouts)
+        values["rollouter/slot_utilization"] = Ratio(
+            sum(_of("running_sequence_s", rollouts)),
+            sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts),
+        )
+        values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
+        if len(decode_steps := _of("decode_steps", rollouts)) == len(rollouts):
+            values["rollouter/decode_batch_mean"] = Ratio(sum(_of("sampled_tokens", rollouts)), sum(decode_steps))
+        if evals_s := _of("eval_s", rollouts):
+            values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
+        values |= {f"rollouter/{name}": join(told) for name, join in ENGINE_FIGURES.items() if (told := _of(name, rollouts))}
+    return values
+
+
+ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
+    "preemptions": lambda counts: Sum(sum(counts)),
+    "kv_cache_usage": lambda shares: Max(max(shares)),
+    "engine_running": lambda counts: Last(sum(counts)),
+    "engine_waiting": lambda counts: Last(sum(counts)),
+}
+"""What engines report of themselves beyond tokens, as a sum or a gauge of that name, and how the workers' figures become one."""
+
+
+def _of(name: str, measured: Sequence[ExecutorReport]) -> list[float]:
+    """A sum or a gauge, of those executors that report it."""
+    both = ({**stretch.gauges, **stretch.sums} for stretch in measured)
+    return [figures[name] for figures in both if name in figures]
+
+
+def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Overlap:
+    """Busy time of both sides; a side is busy while any of its executors is. `spans` are on the driver's clock."""
+    changes = sorted(
+        (time_s, change, roles[name])
+        for name, stays in spans.items()
+        for span in stays
+        if span.state == State.BUSY and roles.get(name) in (TRAINER, ROLLOUT)
+        for time_s, change in ((span.start_s, 1), (span.end_s, -1))
+    )
+    num_busy = {TRAINER: 0, ROLLOUT: 0}
+    busy_s = {TRAINER: 0.0, ROLLOUT: 0.0}
+    both_s = 0.0
+    for (time_s, change, role), (until_s, _, _) in pairwise([*changes, (math.inf, 0, "")]):
+        num_busy[role] += change
+        passed_s = until_s - time_s
+        for side in busy_s:
+            if num_busy[side]:
+                busy_s[side] += passed_s
+        if all(num_busy.values()):
+            both_s += passed_s
+    return Overlap(both_s, busy_s[TRAINER], busy_s[ROLLOUT])
+
+
+def _mean_share(parts_s: Sequence[float], measured: Sequence[ExecutorReport]) -> Ratio:
+    """The mean of part / elapsed over executors; its mean elapsed time is its weight in longer stretches."""
+    elapsed_s = [_elapsed_s(stretch) for stretch in measured]
+    mean_share = sum(part_s / whole_s for part_s, whole_s in zip(parts_s, elapsed_s, strict=True)) / len(measured)
+    mean_elapsed_s = sum(elapsed_s) / len(measured)
+    return Ratio(mean_share * mean_elapsed_s, mean_elapsed_s)
+
+
+def _rate(name: str, measured: Sequence[ExecutorReport]) -> Ratio:
+    """Amount per second of a side: its executors work at the same time, so their mean time is the side's."""
+    return Ratio(sum(_of(name, measured)), sum(map(_elapsed_s, measured)) / len(measured))
