@@ -46,11 +46,10 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def options(
-    context: typer.Context,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    context.obj["verbose"] = verbose
+    """Options before every command. What --verbose asks for is done in `_answer`, which knows the error."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -73,11 +72,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _answer(args: Sequence[str]) -> int:
     """Raises OSError only where stdout cannot be written."""
-    given: dict[str, bool] = {}
     try:
-        _look_where_we_are()
+        _check_working_directory()
         _refuse_long_names(args)
-        return app(args=list(args), prog_name="asyncrl", standalone_mode=False, obj=given) or 0
+        return app(args=list(args), prog_name="asyncrl", standalone_mode=False) or 0
     except SystemExit as ended:
         # Typer and rich answer a closed pipe by ending the process with 1.
         raise ended.__context__ if isinstance(ended.__context__, BrokenPipeError) else ended from None
@@ -86,7 +84,7 @@ def _answer(args: Sequence[str]) -> int:
             raise
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` alone: the help has been printed
-        verbose = given.get("verbose", False)
+        verbose = not {"--verbose", "-v"}.isdisjoint(args)
         told = _of_usage(error) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
     tell(told)
     if "--json" in args:
@@ -95,7 +93,7 @@ def _answer(args: Sequence[str]) -> int:
     return told.exit_code
 
 
-def _look_where_we_are() -> None:
+def _check_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
@@ -127,10 +125,13 @@ def _lose_stdout() -> None:
 def main() -> NoReturn:
     open_streams()
     code = run()
-    for number in (signal.SIGINT, signal.SIGHUP):  # all is said and done: no traceback out of Python's own end
+    for number in (
+        signal.SIGINT,
+        signal.SIGHUP,
+    ):  # the exit code is settled: a late signal must not print a traceback while Python ends
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
-        # A thread that nobody can interrupt computes, loads or sends. Python would wait, or stop it in mid-air: torch aborts then.
+        # A thread still computes, loads or sends. Python would wait for it, or stop it midway, which makes torch abort.
         from asyncrl_cli.job.process import leave
 
         sys.stderr.flush()

@@ -20,7 +20,7 @@ STDOUT = "stdout"
 
 
 class _Stdout(io.FileIO):
-    """An OSError of it says that it was stdout."""
+    """Marks its write errors, so that they can be told from those of other files."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -31,7 +31,7 @@ class _Stdout(io.FileIO):
 
 
 class _Stderr(io.FileIO):
-    """A terminal that has gone, a full disk behind `2> file`: there is nobody left to tell, and no reason to end otherwise."""
+    """Ignores its write errors (a closed terminal, a full disk behind `2> file`): there is nobody left to tell."""
 
     def write(self, data: Any, /) -> int:
         try:

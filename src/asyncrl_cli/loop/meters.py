@@ -149,7 +149,7 @@ class LongPoll:
         self._sleeper: asyncio.Future[None] | None = None
 
     def note(self, *, is_urgent: bool = False) -> None:
-        """`is_urgent`: nothing else is to be expected that could be told along with it, so that no rest is kept."""
+        """`is_urgent` ends the rest: nothing else will change soon that could go into the same answer."""
         self.count += 1
         self._is_urgent |= is_urgent
         if is_urgent or not self._is_resting:

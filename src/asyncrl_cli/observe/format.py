@@ -52,7 +52,7 @@ def small(value: object) -> str:
 
 
 def _written(value: object, form: str) -> str:
-    """What is absent is `-`, never 0; what is not finite has a name, which JSON has for a string."""
+    """`-` for what is absent, never 0. What is not a finite number is shown by its name: JSON has it as a string."""
     return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
 
 

@@ -35,12 +35,10 @@ def strip(amounts: Mapping[str, float], styles: Mapping[str, str], width: int) -
     total = sum(amounts.values())
     if total <= 0:
         return Text().append("·" * width, "dim")
-    cells, filled, reached = Text(), 0, 0.0
+    cells, reached = Text(), 0.0
     for name, amount in sorted(amounts.items(), key=lambda entry: -entry[1]):
         reached += amount
-        end = round(reached / total * width)
-        cells.append("█" * (end - filled), styles.get(name, ""))
-        filled = end
+        cells.append("█" * (round(reached / total * width) - len(cells)), styles.get(name, ""))
     return cells
 
 

@@ -91,7 +91,7 @@ class LiveStatus:
         self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A train step ended, and `metrics` knows it."""
+        """A train step has ended; `metrics` has its values already."""
         self._line = line
         self._pace.append((line["time_s"], line["step"]))
         for history, key in ((self._lasting["rewards"], "reward/mean"), (self._lasting["slots"], "rollouter/slot_utilization")):

@@ -135,12 +135,12 @@ def _graded(value: object, good: float, fair: float) -> str:
 
 
 def _is_restarting(executor: Mapping[str, Any]) -> bool:
-    """A worker whose process is being replaced: for people it has not failed."""
+    """Its process is being replaced: its state is `failed`, but it will be back."""
     return bool(executor["state"] == "failed" and executor["waiting_for"] == WAITS_FOR_RESTART)
 
 
 def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width: int = 0) -> None:
-    """The state in words for people; of a restart also which one it is."""
+    """The state; for a restart also which one it is, as `restarting (1 of 3)`."""
     state = "restarting" if _is_restarting(executor) else executor["state"]
     attempt = status["restarting"].get(executor["name"]) if state == "restarting" else None
     line.append(f"{state} ({attempt})" if attempt else f"{state:<{width}}", STATE_STYLES.get(state, ""))
@@ -148,7 +148,7 @@ def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width
 
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
     shown = status["executors"]
-    if len(shown) > max_rows:  # the sides' own lines tell of the others
+    if len(shown) > max_rows:  # the two sides have lines of their own above
         shown = sorted(shown, key=lambda executor: executor["role"] != "rollout")[: max(1, max_rows - 1)]
     lines = [_executor(executor, status, width) for executor in shown]
     if len(status["executors"]) > len(shown):
@@ -177,7 +177,7 @@ def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
 
 
 def _engine(gauges: Mapping[str, Any]) -> str:
-    """What an engine tells of itself, in few letters: a hundred columns are full."""
+    """The engine's own figures, abbreviated to fit into 100 columns."""
     if "kv_cache_usage" not in gauges:
         return "sequences"
     waiting = gauges.get("engine_waiting", 0)

@@ -16,8 +16,8 @@ DIGITS = 4
 
 
 class Sink:
-    """Someone who writes or shows what `Observers` has worked out, and overrides the calls that it cares for. They come from the
-    event loop, and must return at once."""
+    """Writes or shows what `Observers` has worked out; a subclass overrides the calls it needs. They come from the event loop and
+    must return at once."""
 
     def line(self, line: Mapping[str, Any]) -> None:
         """The metrics of a train step."""
@@ -36,7 +36,7 @@ class Sink:
 
 
 class LineFile(Sink):
-    """A file of JSON lines, each handed to the system at once, so that a killed process loses at most a half last one."""
+    """A file of JSON lines, each handed to the system at once, so that a killed process leaves at most one line incomplete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -125,11 +125,8 @@ class StatusFile(Sink):
 
 
 def to_json(content: Mapping[str, Any]) -> str:
-    """Strict JSON: a figure that is not finite becomes a string ("nan", "inf"), for it was measured and it matters."""
-    try:
-        return json.dumps(content, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(content), allow_nan=False)
+    """Strict JSON. A figure that is not finite becomes a string ("nan", "inf"): it was measured, so it is not left out."""
+    return json.dumps(_finite(content), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""status.json as its readers see it: what they may rely on, and whether somebody still stands behind it.
+"""status.json as its readers see it: what they may rely on, and whether the run that wrote it is still alive.
 
 A `Figure` is only shown: format.py takes whatever is there. Keys that are not named here are for programs that read the file.
 """

@@ -27,7 +27,7 @@ QUEUED_LINES = 10_000
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 EARLY_CLOSE_TIMEOUT_S = 3.0
-"""For a run that did not get to its end: people wait for their prompt, and metrics.jsonl has every line."""
+"""For a run that was stopped or has failed: people wait for their prompt, and metrics.jsonl has every line."""
 
 
 class Wandb(Sink):
@@ -90,7 +90,7 @@ class Wandb(Sink):
                 run.summary.update(self._whole_run)
             run.finish()
         except Exception:  # a run never ends for W&B's sake
-            if not self._is_left:  # else its processes are being ended, and nobody listens
+            if not self._is_left:  # else its process is being ended, and its errors mean nothing
                 log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
         finally:
             _end_service()
@@ -106,10 +106,10 @@ class Wandb(Sink):
 
 
 def _end_service() -> None:
-    """W&B would end its process when Python ends: after ours have been ended, with a traceback."""
+    """End W&B's own process now. Left to the end of Python it would end after ours, and print a traceback."""
     import wandb
 
-    with contextlib.suppress(Exception):  # it is gone already: then there is nothing to end
+    with contextlib.suppress(Exception):  # it has ended already
         wandb.teardown()
 
 
