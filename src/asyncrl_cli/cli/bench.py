@@ -13,14 +13,10 @@ from asyncrl_cli.cli.options import JsonOption
 if TYPE_CHECKING:
     from asyncrl_cli.bench.results import Comparison
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl bench                  partial-rollout against colocate, for real
-
   asyncrl bench -p stale-samples -p partial-rollout --repeat 3
-
   asyncrl bench --simulate verl-7b-math-128 -p stream-off-policy
-
   asyncrl bench --compare partial-rollout -p my.toml --json > results.json
 
 Real runs train for minutes each; all start from the same model and see the

@@ -15,12 +15,9 @@ from asyncrl_cli.cli.console import print_json, say, stdout
 from asyncrl_cli.cli.options import JsonOption
 from asyncrl_cli.errors import PreflightError
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl doctor
-
   asyncrl doctor --json || echo something needed is missing
-
   asyncrl doctor --fix"""
 
 MARKS = {True: Text("ok", "green"), False: Text("missing", "red"), None: Text()}

@@ -10,12 +10,9 @@ import typer
 from asyncrl_cli.cli.console import print_json, print_text, say, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"
-
   asyncrl export first --version 12 --out my-model        the weights that rollouts of version 12 were sampled with
-
   vllm serve $(asyncrl export first)                      stdout is the directory's path alone"""
 GB = 10**9
 

@@ -10,10 +10,8 @@ import typer
 from asyncrl_cli.cli.console import print_text, say
 from asyncrl_cli.errors import ConfigError, RefusedError
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl init jsonl my-task      prompts in a file, a reward function of your own, a profile
-
   cd my-task && asyncrl train --profile profile.toml"""
 
 

@@ -19,10 +19,8 @@ from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
 
 POLL_S = 0.3
 MAX_LINE_CHARACTERS = 2**20
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl logs first
-
   asyncrl logs first -f --role trainer     trainer-0, trainer-1, ... as they go on"""
 
 

@@ -36,6 +36,11 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout."
 RUNS_DIR = Path("runs")
 
 
+def epilog(examples: str) -> str:
+    """The end of a command's help. An indented line is an example: typer would join it with its neighbours."""
+    return "[bold]Examples[/]" + examples.replace("\n  ", "\n\n  ")
+
+
 def load_profile(reference: str, sets: list[str] | None, name: str | None = None) -> Loaded:
     """Load a profile, with the options of a command line as its top layers. Showing its warnings is left to the caller."""
     from asyncrl_cli.profile.layers import load

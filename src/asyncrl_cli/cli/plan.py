@@ -10,14 +10,10 @@ import typer
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile
 from asyncrl_cli.errors import ConfigError
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl plan --profile stale-samples
-
   asyncrl plan --profile partial-rollout --gpus 8 --gpu-memory 80
-
   asyncrl plan --tune verl-7b-math-128 --max-staleness 1 --out my.toml
-
   asyncrl plan --tune runs/NAME
 
 [bold]--tune[/] searches split, K, eta and slots on a virtual clock, in a minute

@@ -8,24 +8,18 @@ import typer
 from rich.table import Table
 
 from asyncrl_cli.cli.console import print_json, print_text, stdout, warn
-from asyncrl_cli.cli.options import JsonOption, SetOption, load_profile
+from asyncrl_cli.cli.options import JsonOption, SetOption, epilog, load_profile
 
-LIST_EXAMPLES = """[bold]Examples[/]
-
+LIST_EXAMPLES = """
   asyncrl profiles
-
   asyncrl profiles show partial-rollout --origin
-
   asyncrl profiles keys rollout           every key of a section, explained
-
   asyncrl profiles show base > my.toml    a profile that needs no other"""
-SHOW_EXAMPLES = """[bold]Examples[/]
-
+SHOW_EXAMPLES = """
   asyncrl profiles show stale-samples --origin   where each value comes from
-
   asyncrl profiles show base --set run.seed=1 --json"""
 
-app = typer.Typer(help="List the profiles, or show one.", epilog=LIST_EXAMPLES, rich_markup_mode="rich")
+app = typer.Typer(help="List the profiles, or show one.", epilog=epilog(LIST_EXAMPLES), rich_markup_mode="rich")
 
 
 @app.callback(invoke_without_command=True)
@@ -90,7 +84,7 @@ def list_keys(
         print_text(f"{line}  # {row['expects']}\n    # {row['meaning']}")
 
 
-@app.command("show", epilog=SHOW_EXAMPLES)
+@app.command("show", epilog=epilog(SHOW_EXAMPLES))
 def show(
     name: Annotated[str, typer.Argument(metavar="NAME|FILE", help="A profile by name, or a TOML file.")],
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,

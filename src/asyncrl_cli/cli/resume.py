@@ -8,10 +8,8 @@ import typer
 
 from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, UiOption, run_to_its_end
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl resume first                                   the newest checkpoint of run "first"
-
   asyncrl resume runs/first/checkpoints/step-000040      that one; later ones are set aside"""
 
 

@@ -10,12 +10,9 @@ from asyncrl_cli.cli.console import print_json, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from asyncrl_cli.errors import RefusedError
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl status                 the newest run
-
   asyncrl status first --watch   until it ends
-
   asyncrl status --json | jq .progress"""
 
 

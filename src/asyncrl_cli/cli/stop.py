@@ -10,10 +10,8 @@ from asyncrl_cli.cli.console import say
 from asyncrl_cli.cli.options import RUNS_DIR, RunsDirOption
 from asyncrl_cli.errors import RefusedError
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl stop first     finish the train step, checkpoint, end
-
   asyncrl stop first     a second time: end at once"""
 
 

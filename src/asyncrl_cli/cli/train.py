@@ -19,12 +19,9 @@ from asyncrl_cli.cli.options import (
     run_to_its_end,
 )
 
-EXAMPLES = """[bold]Examples[/]
-
+EXAMPLES = """
   asyncrl train --profile partial-rollout
-
   asyncrl train --profile my.toml --set run.train_steps=50 --set rollout.n=4
-
   asyncrl train --profile one-step-off --name first --json > summary.json
 
 Every key is also an environment variable:
