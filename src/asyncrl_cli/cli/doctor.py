@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from asyncrl_cli import __version__
 from asyncrl_cli.cli.console import print_json, say, stdout
 from asyncrl_cli.cli.options import JsonOption
 from asyncrl_cli.errors import PreflightError
@@ -37,7 +38,7 @@ def command(
         # A failed import leaves its traces in this process: what is left is looked at in a fresh one.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
-    findings = list(machine.examine(say))
+    findings = [machine.Finding("asyncrl", __version__), *machine.examine(say)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

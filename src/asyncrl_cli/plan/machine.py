@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from asyncrl_cli import __version__
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import preflight
 from asyncrl_cli.errors import PreflightError
@@ -51,7 +50,6 @@ class Finding:
 
 def examine(say: Callable[[str], None]) -> Iterator[Finding]:
     """`say` is told before anything that takes long."""
-    yield Finding("asyncrl", __version__)
     yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
