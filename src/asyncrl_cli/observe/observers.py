@@ -46,7 +46,6 @@ class Observers(Observer):
         self._clock = clock or asyncio.get_running_loop().time
         self._sinks = list(sinks)
         self._left_out: list[Sink] = []
-        self._closed = False
         self.metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock())
         self.live = LiveStatus(facts, self.metrics)
         self._each("status", self.live.picture())
@@ -86,12 +85,11 @@ class Observers(Observer):
         """The run has ended: `done`, `stopped` or `failed`. Returns the last status. Sinks close once."""
         self.live.phase(phase, error)
         status = self.live.picture()
-        if not self._closed:
-            self._closed = True
-            self._each("close", status)
-            for sink in self._left_out:  # a disk that was full may have room again: a failed checkpoint was removed
-                with contextlib.suppress(OSError):
-                    sink.close(status)
+        self._each("close", status)
+        for sink in self._left_out:  # a disk that was full may have room again: a failed checkpoint was removed
+            with contextlib.suppress(OSError):
+                sink.close(status)
+        self._sinks, self._left_out = [], []
         return status
 
     def _align(self, time_s: float) -> None:
