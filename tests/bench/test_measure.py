@@ -9,7 +9,6 @@ import pytest
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import Contestant, Run, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.observe.lines import quantile
 from asyncrl_cli.simulate.bound import Capacities, ideal_times
 
 
@@ -98,11 +97,6 @@ def test_what_was_not_measured_is_absent() -> None:
     figures = figures_of(stretch_of(run_lines()), 4)
     assert figures["trainer_idle_ratio"] == pytest.approx(0.5)
     assert "slot_utilization" not in figures
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.0, 1.0), (0.5, 2.5), (1.0, 4.0)])
-def test_quantiles_lie_between_neighbours(share: float, expected: float) -> None:
-    assert quantile([1.0, 2.0, 3.0, 4.0], share) == expected
 
 
 def test_apart_the_slower_side_bounds_and_colocated_both_do() -> None:

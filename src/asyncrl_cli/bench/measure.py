@@ -16,8 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
+from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.simulate.bound import Capacities, ideal_times
 
 PARTS = {
@@ -111,10 +113,8 @@ def _too_short(windows: int) -> AsyncrlError:
     )
 
 
-def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | None = None) -> dict[str, float]:
-    """Figures by name. `window_groups` is W of the baseline; with `capacities` those of the bound are among them."""
-    steps_s = sorted(step_s(line) for line in stretch.lines)
-    seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
+from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
+from asyncrl_cli.simulate.bound import Capacities, ideal_times
     parts = _parts(stretch.lines)
     figures = {
         "wall_s": stretch.run[-1]["time_s"],
@@ -123,7 +123,7 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
         "groups_per_s": stretch.groups / seconds,
         "window_time_s": seconds / windows,
         "step_s_mean": sum(steps_s) / num_steps,
-        "step_s_p95": quantile(steps_s, 0.95),
+        "step_s_p95": float(np.quantile(steps_s, 0.95)),
         **{f"step_{name}_s": total / num_steps for name, total in parts.items()},
         **{f"window_{name}_s": total / windows for name, total in parts.items()},
         "tokens_per_s": stretch.tokens / seconds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -105,11 +105,3 @@ def trajectories(line: Line) -> int:
 def sampled_tokens(line: Line) -> float:
     """Sampled tokens that the step trained: mean response length times trajectories."""
     return float(line.get("response_tokens/mean", 0.0) * trajectories(line))
-
-
-def quantile(ascending: Sequence[float], share: float) -> float:
-    """Between neighbours in proportion (as numpy's default)."""
-    place = share * (len(ascending) - 1)
-    low = int(place)
-    high = min(low + 1, len(ascending) - 1)
-    return ascending[low] + (ascending[high] - ascending[low]) * (place - low)

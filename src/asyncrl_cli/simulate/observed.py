@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncrl_cli.observe.lines import Line, quantile, sampled_tokens, spent_s, trajectories
+import numpy as np
+
+from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.fit import Fit, Point, rate
 from asyncrl_cli.simulate.workload import Lengths
@@ -86,7 +88,7 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 
 def _step_lengths(line: Line, cap: int) -> list[int]:
     """A line's quantiles run from the shortest to the longest of `count`: each of them, the two as well, is 1 / count of all."""
-    shares = [(index + 0.5) / LENGTHS_PER_STEP for index in range(LENGTHS_PER_STEP)]
+    shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
     points, count = line["response_tokens/quantiles"], trajectories(line)
-    places = [min(max((share * count - 0.5) / max(count - 1, 1), 0.0), 1.0) for share in shares]
-    return [max(1, min(round(quantile(points, place)), cap)) for place in places]
+    places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)
+    return [max(1, min(round(length), cap)) for length in np.quantile(points, places).tolist()]
