@@ -113,8 +113,10 @@ def _too_short(windows: int) -> AsyncrlError:
     )
 
 
-from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
-from asyncrl_cli.simulate.bound import Capacities, ideal_times
+def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | None = None) -> dict[str, float]:
+    """Figures by name. `window_groups` is W of the baseline; with `capacities` those of the bound are among them."""
+    steps_s = [step_s(line) for line in stretch.lines]
+    seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     parts = _parts(stretch.lines)
     figures = {
         "wall_s": stretch.run[-1]["time_s"],

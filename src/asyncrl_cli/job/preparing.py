@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.checkpoint.find import Checkpoint
-from asyncrl_cli.checkpoint.payloads import read_payloads
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
@@ -145,6 +144,8 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
     """Raises RefusedError unless the loop's state, its observers' and the finished groups are of one run with this profile."""
+    from asyncrl_cli.checkpoint.payloads import read_payloads  # brings numpy, which a dry run does without
+
     state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
     if state["step"] != checkpoint.step:
         raise _refused(checkpoint, f"its loop is at step {state['step']}")
