@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import compare
-from asyncrl_cli.bench.bars import Bars, Told
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.compare import contest_of
 from asyncrl_cli.bench.results import Comparison, Run
 from asyncrl_cli.bench.table import rows_of
@@ -87,12 +87,12 @@ def test_the_bar_of_a_real_run_ends_at_the_wall_time_of_the_table() -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=100)
     with Bars(screen) as bars:
         bars.run("colocate-r0", 0, 96)
-        bars.run("colocate-r0", 0, 96, Told())
-        bars.run("colocate-r0", 96, 96, Told(groups=96, time_s=25.0, phase="running"))
-        bars.run("colocate-r0", 96, 96, Told(groups=96, time_s=40.0, phase="evaluating"))
+        bars.run("colocate-r0", 0, 96, time_s=0.0, phase="starting")
+        bars.run("colocate-r0", 96, 96, time_s=25.0, phase="running")
+        bars.run("colocate-r0", 96, 96, time_s=40.0, phase="evaluating")
         bars.refresh()
         during = screen.file.getvalue()  # type: ignore[attr-defined]
-        bars.run("colocate-r0", 96, 96, Told(groups=96, time_s=44.0, phase="done"))
+        bars.run("colocate-r0", 96, 96, time_s=44.0)
     assert isinstance(screen.file, io.StringIO)
     assert "colocate-r0 (evaluating)" in during
     assert "0:00:40" in during

@@ -22,7 +22,7 @@ SETS = ("placement.device=cpu",)
 
 
 class Quiet:
-    def run(self, name: str, groups: int, total: int, told: Any = None) -> None: ...
+    def run(self, name: str, groups: int, total: int, **told: Any) -> None: ...
 
     def note(self, text: str, done: int, total: int) -> None: ...
 
@@ -70,7 +70,7 @@ def test_an_interrupted_run_is_asked_to_stop_and_ends(tmp_path: Path, monkeypatc
     run = runs(tmp_path)[0]
 
     class Interrupting(Quiet):
-        def run(self, *arguments: Any) -> None:
+        def run(self, *arguments: Any, **told: Any) -> None:
             if Path(f"{run.directory}.ready").exists():
                 raise KeyboardInterrupt
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -12,15 +11,6 @@ from rich.text import Text
 from asyncrl_cli.observe.format import clock
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """What a run says of itself: `time_s` as in its metrics lines, so that its last one is the wall time of the table."""
-
-    groups: int = 0
-    time_s: float = 0.0
-    phase: str = "starting"
-
-
 class Bars(Progress):
     """How far a comparison is."""
 
@@ -28,11 +18,11 @@ class Bars(Progress):
         super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Time(), console=console)
         self._ids: dict[str, TaskID] = {}
 
-    def run(self, name: str, groups: int, total: int, told: Told | None = None) -> None:
-        """A run has trained so many of its groups; called first with 0. `told`: what a real one says of itself."""
-        phase = f" ({told.phase})" if told is not None and told.phase not in ("running", "done") else ""
-        own_time = {} if told is None else {"time_s": told.time_s}
-        self._show(name, groups, total, is_started=groups > 0, text=name + phase, **own_time)
+    def run(self, name: str, groups: int, total: int, *, time_s: float | None = None, phase: str = "") -> None:
+        """A run has trained so many of its groups; called first with 0. `time_s` and `phase`: what a real one says of itself."""
+        text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
+        own_time = {} if time_s is None else {"time_s": time_s}
+        self._show(name, groups, total, is_started=groups > 0, text=text, **own_time)
 
     def note(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
         """One bar for all that is not a run."""

@@ -11,20 +11,21 @@ from asyncrl_cli.bench.results import Contestant
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
-from asyncrl_cli.profile.arithmetic import mode_of
+from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Loaded
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml import toml_value
 
-OWN_FLAGS = {
-    "run.seed": "--seed",
-    "run.total_rollout_steps": "--groups",
-    "run.train_steps": "--groups",
-    "run.name": "--out",
-    "eval.every_versions": "",
-    "checkpoint.every_steps": "",
+NO_SWITCH = "the bench scores the first and the last version, and writes no checkpoints"
+OWN_KEYS = {
+    "run.seed": "use --seed",
+    "run.total_rollout_steps": "use --groups",
+    "run.train_steps": "use --groups",
+    "run.name": "use --out",
+    "eval.every_versions": NO_SWITCH,
+    "checkpoint.every_steps": NO_SWITCH,
 }
-"""Keys that the bench sets itself, and the option that says them."""
+"""Keys that the bench sets itself, and the hint for whoever sets one."""
 
 LEAST_WINDOWS = 3
 """Of the profile with the longest ones: a warm-up, one that is measured, a run-out."""
@@ -68,16 +69,15 @@ def entries_of(
     entries: list[Entry] = []
     for reference in dict.fromkeys(references):
         loaded = load(reference)
-        profile, training = loaded.profile, loaded.profile.async_training
-        step_groups = training.require_batches * profile.trainer.ppo_mini_batch_size
+        schedule = Schedule.of(loaded.profile)
         entry = Entry(
-            name=profile.name,
-            mode=mode_of(profile),
-            step_groups=step_groups,
-            window_groups=step_groups * training.trigger_parameter_sync_step,
+            name=loaded.profile.name,
+            mode=schedule.mode,
+            step_groups=schedule.step_groups,
+            window_groups=schedule.window_groups,
             reference=reference,
             loaded=loaded,
-            plan=compile_job(profile, cluster(profile)),
+            plan=compile_job(loaded.profile, cluster(loaded.profile)),
         )
         if any(entry.name == other.name for other in entries):
             raise ConfigError(f"two of the profiles are named '{entry.name}'", hint="give one of them another `name`")
@@ -91,32 +91,26 @@ def entries_of(
 
 
 def check_sets(sets: Sequence[str]) -> None:
-    """Keys that the bench sets for all profiles alike are options of its own."""
+    """Raises ConfigError for keys that the bench sets for all profiles alike."""
     for text in sets:
         key = text.partition("=")[0].strip()
-        if key in OWN_FLAGS:
-            hint = (
-                f"use {OWN_FLAGS[key]}"
-                if OWN_FLAGS[key]
-                else "the bench scores the first and the last version, and writes no checkpoints"
-            )
-            raise ConfigError(f"--set {key}: the bench sets this for every profile", hint=hint)
+        if key in OWN_KEYS:
+            raise ConfigError(f"--set {key}: the bench sets this for every profile", hint=OWN_KEYS[key])
 
 
 def check_groups(entries: Sequence[Entry], groups: int) -> None:
     """Raises ConfigError unless every profile can train exactly `groups`, with windows to measure."""
     for entry in entries:
+        wrong = ""
         if groups % entry.step_groups:
-            raise ConfigError(
-                f"{groups} groups are no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'",
-                hint=f"--groups {groups_for_all(entries, groups)}",
+            wrong = f"no multiple of R = {entry.step_groups} groups per train step of '{entry.name}'"
+        elif groups < LEAST_WINDOWS * entry.window_groups:
+            wrong = (
+                f"not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the first one is warm-up, "
+                "in the last one nothing is generated ahead, and what is measured lies between"
             )
-        if groups < LEAST_WINDOWS * entry.window_groups:
-            raise ConfigError(
-                f"{groups} groups are not {LEAST_WINDOWS} windows of '{entry.name}', which has W = {entry.window_groups}: the "
-                "first one is warm-up, in the last one nothing is generated ahead, and what is measured lies between",
-                hint=f"--groups {groups_for_all(entries, groups)}",
-            )
+        if wrong:
+            raise ConfigError(f"{groups} groups are {wrong}", hint=f"--groups {groups_for_all(entries, groups)}")
 
 
 def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:

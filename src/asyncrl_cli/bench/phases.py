@@ -163,10 +163,8 @@ def measure_all(
     unique = [side for index, side in enumerate(every) if side not in every[:index]]
     progress("starting each phase alone", 0, 0)
     with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ExitStack() as processes:
-        places = (Path(directory) / str(index) for index in range(len(unique)))
-        pairs = [
-            _Pair(side, items[:PROMPTS], response_tokens, place, processes) for side, place in zip(unique, places, strict=True)
-        ]
+        given = partial(Work, items=items[:PROMPTS], response_tokens=response_tokens)
+        pairs = [_Pair(side, given, Path(directory) / str(index), processes) for index, side in enumerate(unique)]
         for pair in pairs:
             pair.ready()
         for pair in pairs:
@@ -185,13 +183,10 @@ def measure_all(
 class _Pair:
     """One side's processes of either phase, and what was measured of them."""
 
-    def __init__(
-        self, side: Side, items: Sequence[Mapping[str, Any]], response_tokens: Sequence[int], directory: Path, processes: ExitStack
-    ) -> None:
-        work = partial(Work, profile=side.profile, items=items, response_tokens=response_tokens, meeting=directory / "meeting")
-
+    def __init__(self, side: Side, given: Callable[..., Work], directory: Path, processes: ExitStack) -> None:
         def start(name: str, make: Make, place: Place) -> Children:
-            children = Children(name, make, work(place=place), count=place.workers, threads=place.threads, log_dir=directory)
+            work = given(profile=side.profile, place=place, meeting=directory / "meeting")
+            children = Children(name, make, work, count=place.workers, threads=place.threads, log_dir=directory)
             return processes.enter_context(children)
 
         self.side = side

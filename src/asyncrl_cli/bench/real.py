@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.bars import Bars, Told
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.gantt import timeline_of_run
 from asyncrl_cli.bench.results import Run
@@ -95,8 +95,8 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts:
                     raise KeyboardInterrupt
-                told = _told(run.directory / "status.json")
-                bars.run(run.name, told.groups, run.groups, told)
+                groups, time_s, phase = _told(run.directory / "status.json")
+                bars.run(run.name, groups, run.groups, time_s=time_s, phase=phase)
         except BaseException:
             bars.say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
@@ -106,7 +106,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
     if code != 0:
         raise _failure(run, code)
     lines = read_metrics(run.directory / "metrics.jsonl")
-    bars.run(run.name, run.groups, run.groups, Told(time_s=lines[-1]["time_s"], phase="done"))
+    bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
     timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.keep_timeline else None
     return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
 
@@ -139,14 +139,13 @@ def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) 
     return code
 
 
-def _told(path: Path) -> Told:
-    """Starting, until the run says something."""
+def _told(path: Path) -> tuple[int, float, str]:
+    """Groups trained, seconds and phase, as in the run's own metrics and status."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
-        progress = status["progress"]
-        return Told(groups=int(progress["groups_trained"]), time_s=float(progress["time_s"]), phase=str(status["phase"]))
+        return int(status["progress"]["groups_trained"]), float(status["progress"]["time_s"]), str(status["phase"])
     except (FileNotFoundError, ValueError, KeyError):
-        return Told()
+        return 0, 0.0, "starting"
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:

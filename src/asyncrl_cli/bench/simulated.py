@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from asyncrl_cli.bench.children import simulators
 from asyncrl_cli.bench.gantt import KeptTimeline
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.pool import simulators
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores

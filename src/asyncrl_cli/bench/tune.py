@@ -15,8 +15,8 @@ from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
 from typing import Any
 
+from asyncrl_cli.bench.children import simulators
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
-from asyncrl_cli.bench.pool import simulators
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import Setting, Space
 from asyncrl_cli.errors import ConfigError
