@@ -60,7 +60,7 @@ def simulators(processes: int, begin: Begin = collect_garbage_seldom) -> Iterato
 
 
 def terminating_as_interrupt() -> AbstractContextManager[None]:
-    """SIGTERM and SIGHUP become KeyboardInterrupt, as SIGINT is, so that all who clean up after that do so after these."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that they are cleaned up after in the same way."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt

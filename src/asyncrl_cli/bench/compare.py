@@ -108,7 +108,7 @@ def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Compa
 
 
 def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
-    """How well the workload's parameters fit the rows that it is held against, row by row, and what its notes leave open."""
+    """For each measured row of the workload, how well the simulation fits it; then the workload's notes."""
     rows: dict[tuple[str, str], list[str]] = {}
     for one in fit:
         text = f"{one.part} {one.measured_s:.4g} {one.evidence}, {one.predicted_s:.4g} simulated ({one.ratio - 1:+.1%})"
@@ -118,11 +118,11 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
 
 
 def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
-    """On this machine, one run after the other (A B C, A B C), so that whatever drifts on it hits all alike. What is finished
-    when a run fails, or we are interrupted, is kept.
+    """On this machine, one run after the other (A B C, A B C): if its speed drifts, all profiles are affected alike. What is
+    finished when a run fails, or we are interrupted, is kept.
 
-    Each phase alone is measured after every repeat, as often in all as `phases.REPEATS` says: a machine's speed drifts, and
-    runs are held against what the machine could do at that time.
+    Each phase alone is measured after every repeat, `phases.REPEATS` times in all, so that runs are held against what the machine
+    could do at that time.
     """
     planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, directory.resolve() / "runs")
     for run in planned:
@@ -174,7 +174,7 @@ def comparison_of(
 
 
 def _doubts(contest: Contest, results: Sequence[Result], runs: Sequence[Run]) -> list[str]:
-    """What a reader has to know before the speedup: too little was measured, or not the same."""
+    """Reasons to read the speedup with care: too little was measured, or the work was not the same."""
     longest = contest.longest_window
     found = stretches([run.lines for run in runs], longest)
     measured, doubts = min(stretch.groups for stretch in found), []

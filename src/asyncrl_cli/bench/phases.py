@@ -2,11 +2,11 @@
 
     generation alone   the plan's rollout workers: one process each, all slots full           -> sampled tokens / s
     training alone     the plan's trainer ranks: one process each, train steps back to back   -> trained tokens / s
-    both at once       where they do not take turns: what they share is what they lose        -> the same two
+    both at once       where they do not take turns: each slows the other on shared cores     -> the same two
 
-All processes are started first; the profiles are then measured in turns, repeat by repeat, so that whatever drifts on the machine
-hits all alike, and while one phase is measured the others stand still. The figure is the median of the repeats. Profiles
-with the same resources and sizes are measured once.
+All processes are started first. Then the profiles are measured in turns, repeat by repeat: if the machine's speed drifts, all are
+affected alike. While one phase is measured the others stand still. The figure is the median of the repeats. Profiles with the same
+resources and sizes are measured once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ REPEATS = 3
 GENERATION_S = TRAINING_S = 2.0
 """Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
 PROMPTS = 512
-LENGTHS_SEED = 0
 FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
 NO_GPU_BOUND = (
@@ -55,9 +54,6 @@ TURN = {
     "measuring both phases at once": (True, True),
 }
 """One repeat: whether generation works, and whether training does."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, done so far, of how many)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +105,7 @@ def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]
     """
     measured = stretches([run.lines for run in runs], max(entry.window_groups for entry in entries))
     lengths = list(lengths_of([line for stretch in measured for line in stretch.lines], entries[0].profile).response_tokens)
-    random.Random(LENGTHS_SEED).shuffle(lengths)
+    random.Random(0).shuffle(lengths)
     return lengths
 
 
@@ -153,9 +149,9 @@ def measure_all(
     response_tokens: Sequence[int],
     *,
     repeats: int = REPEATS,
-    progress: Progress = lambda text, done, total: None,
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> dict[str, PhaseFigures]:
-    """Figures of each side, measured in turns, on prompts of `items` and responses of these lengths.
+    """Figures of each side, on prompts of `items` and responses of these lengths. `progress(what is done, done, of how many)`.
 
     Raises ExecutorFailed with the error of a process that failed.
     """

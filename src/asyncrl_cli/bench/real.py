@@ -150,13 +150,14 @@ def _told(path: Path) -> tuple[int, float, str]:
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:
     """The run's own error and hint, or the last line of one that was killed, and where its logs are."""
+    said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    last_line = next((line for line in reversed(said) if line.strip()), "it said nothing")
     try:
         told = json.loads(run.output.read_text(encoding="utf-8"))
     except ValueError:
-        said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
-        told = {"error": next((line for line in reversed(said) if line.strip()), "it said nothing")}
+        told = {}
     logs = run.directory / "logs" / "latest"
     where = f"its log: {logs / 'driver.log' if logs.is_dir() else run.log}"
     how = f"signal {-code}" if code < 0 else f"exit {code}"
-    hint = "; ".join(filter(None, [told.get("hint"), where]))
-    return KINDS.get(code, AsyncrlError)(f"the run {run.name} failed ({how}): {told['error']}", hint=hint)
+    message = f"the run {run.name} failed ({how}): {told.get('error') or last_line}"
+    return KINDS.get(code, AsyncrlError)(message, hint="; ".join(filter(None, [told.get("hint"), where])))

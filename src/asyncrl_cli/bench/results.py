@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """What is known of a profile beside its runs: `step_groups` is R, `window_groups` W."""
+    """A profile that takes part. `step_groups` is R, `window_groups` W."""
 
     name: str
     mode: str

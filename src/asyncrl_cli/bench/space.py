@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from operator import attrgetter
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
@@ -50,19 +51,9 @@ class Setting:
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
-        training = profile.async_training
-        return cls(
-            trainer_workers=plan.trainer_workers,
-            rollout_workers=plan.rollout_workers,
-            gpus_per_rollout_worker=plan.gpus_per_rollout_worker,
-            gpus=plan.gpus,
-            window_steps=training.trigger_parameter_sync_step,
-            require_batches=training.require_batches,
-            eta=training.staleness_threshold,
-            max_staleness=staleness_bound(profile),
-            slots=profile.rollout.slots,
-            partial_rollout=training.partial_rollout,
-        )
+        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()}
+        values |= {name: getattr(plan, name) for name in ("trainer_workers", "rollout_workers", "gpus_per_rollout_worker", "gpus")}
+        return cls(**values | {"max_staleness": staleness_bound(profile)})
 
     @property
     def split(self) -> str:

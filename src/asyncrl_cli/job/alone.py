@@ -15,17 +15,15 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 
-from asyncrl_cli.engines.port import Sampling, make_engine
+from asyncrl_cli.engines.port import Completion, Sampling, make_engine
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import Place, Profile
-
-if TYPE_CHECKING:
-    from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.samples import GroupPayload
 
 T = TypeVar("T")
 
@@ -191,9 +189,7 @@ class TrainingAlone:
 
 def made_up_group(work: Work, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
     """Responses repeat their prompt's tokens; half of them are right."""
-    from asyncrl_cli.engines.port import Completion
     from asyncrl_cli.envs.episode import Episode
-    from asyncrl_cli.samples import GroupPayload
 
     n, episodes = work.profile.rollout.n, []
     for index in range(n):
