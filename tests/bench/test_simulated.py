@@ -59,7 +59,7 @@ def test_a_workload_is_held_against_its_references_in_their_order_beside_the_run
 
 @pytest.mark.slow
 def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> None:
-    made = workload(COLOCATE | {"source": "published, 4 GPUs"}, {"profile": "partial-rollout", "calibrated": False})
+    made = workload(COLOCATE | {"source": "4 GPUs", "evidence": "published"}, {"profile": "partial-rollout", "calibrated": False})
     _, fit = simulate_all([job(made), job(made, "partial-rollout", groups=160)], 16, lambda name, groups: None)
     published, measured = remarks_of(made, fit)
     assert published.startswith("colocate (calibrated on), seconds per window: window 1 published, ")

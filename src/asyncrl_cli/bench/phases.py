@@ -33,7 +33,8 @@ from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
-from asyncrl_cli.profile.schema import AsyncTrainingSection, Place, Profile, RunSection
+from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
+from asyncrl_cli.profile.schema import Place, Profile, RunSection
 from asyncrl_cli.simulate.bound import Capacities
 from asyncrl_cli.simulate.observed import lengths_of
 
