@@ -63,7 +63,7 @@ def test_who_may_start_a_group_is_what_a_search_through_all_workers_finds(change
         assert fleet.candidates() == searched(workers)
         assert fleet.is_awake() == (not all(worker.loading for worker in workers))
         has_room = SLOTS - workers[index].used >= N and not workers[index].down
-        assert (fleet.room_on(workers[index]) is Room.IN_SLOTS) == has_room
+        assert (workers[index].room is Room.IN_SLOTS) == has_room
         assert fleet.is_whole() == (not any(worker.down for worker in workers))
         for version in range(3):
             holds_it = [worker.version == version and not worker.loading for worker in workers]

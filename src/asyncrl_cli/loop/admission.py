@@ -114,11 +114,11 @@ class Admission:
     def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
         """Free the slots of sequences that ended inside running groups; true if that made room for a group."""
         slots = self.workers[worker]
-        before = self.fleet.room_on(slots)
+        before = slots.room
         for key, finished in counts.items():
             if slots.unfinished.get(key, 0) > self._n - finished:
                 slots.set_unfinished(key, self._n - finished)
-        return self.fleet.room_on(slots) > before
+        return slots.room > before
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
         """A running group finishes, or a running or finished one ends untrained: its place in the window is free again then."""

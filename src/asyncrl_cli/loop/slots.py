@@ -22,7 +22,8 @@ class WorkerSlots:
     """One worker. `unfinished` counts sequences per running group; evals take slots too.
 
     `version`: what it holds, -1 if nothing that was published; `begun`: the version that it receives or loads, `received` once
-    that has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room either.
+    that has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room either. `room`: as
+    its fleet has counted it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class WorkerSlots:
     eval_sequences: int = 0
     unfinished: dict[AttemptKey, int] = field(default_factory=dict)
     unfinished_sequences: int = 0
+    room: Room = Room.NONE
     fleet: Fleet | None = None
 
     @property
@@ -65,12 +67,10 @@ class WorkerSlots:
     def begin_load(self) -> None:
         """The version that it has begun has arrived. Nothing starts on it from now on."""
         self.received = self.loading = True
-        self._changed()
 
     def end_load(self, version: int) -> None:
         self.forget_weights(version)
         self.loading = False
-        self._changed()
 
     def forget_weights(self, version: int = -1) -> None:
         """It holds that version, and has begun no other."""
@@ -94,44 +94,37 @@ class Fleet:
         self._n = n
         self._queue_sequences = n * prefetch_groups
         self._places = {name: place for place, name in enumerate(self.by_name)}
-        self._down: set[str] = set()
-        self._loading: set[str] = set()
         self._having: dict[Room, dict[str, WorkerSlots]] = {room: {} for room in Room}
-        self._rooms = dict.fromkeys(self.by_name, Room.NONE)
         for worker in self.by_name.values():
             worker.fleet = self
             self.place(worker)
 
-    def room_on(self, worker: WorkerSlots) -> Room:
-        return self._rooms[worker.name]
-
     def place(self, worker: WorkerSlots) -> None:
-        """The worker has changed."""
-        name, missing = worker.name, self._n - worker.free
+        """The worker's sequences have changed, or its process."""
+        missing = self._n - worker.free
         room = Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
         if worker.down:
             room = Room.NONE
-        (self._down.add if worker.down else self._down.discard)(name)
-        (self._loading.add if worker.loading else self._loading.discard)(name)
-        if room is not self._rooms[name]:
-            self._having[self._rooms[name]].pop(name, None)
-            self._having[room][name] = worker
-            self._rooms[name] = room
+        if room is not worker.room:
+            self._having[worker.room].pop(worker.name, None)
+            self._having[room][worker.name] = worker
+            worker.room = room
 
     def is_awake(self) -> bool:
         """Whether any worker does not load."""
-        return len(self._loading) < len(self.by_name)
+        return not all(worker.loading for worker in self.by_name.values())
 
     def is_whole(self) -> bool:
         """Whether every worker has a process."""
-        return not self._down
+        return not any(worker.down for worker in self.by_name.values())
 
     def is_gone(self) -> bool:
         """Whether no worker has a process."""
-        return len(self._down) == len(self.by_name)
+        return all(worker.down for worker in self.by_name.values())
 
     def are_current(self, version: int) -> bool:
-        return not self._loading and all(worker.version == version for worker in self.by_name.values())
+        """Whether every worker can generate with that version."""
+        return all(worker.version == version and not worker.loading for worker in self.by_name.values())
 
     def candidates(self) -> list[WorkerSlots]:
         """Who may start a group: of each version the first worker with most room, newest weights first.

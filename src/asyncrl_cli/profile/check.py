@@ -1,6 +1,6 @@
 """What a profile may not ask for: every refusal names the values in conflict and the way out.
 
-The types and ranges of single keys are the schema's; here is what several keys say together.
+Types and ranges of single keys are the schema's affair; here keys are checked together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl_cli.safe_files import check_name
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Values that do not go together: by key, the value itself or a test of it."""
+    """Keys whose values do not go together: for each the value, or a test of it."""
 
     values: Mapping[str, object]
     because: str
@@ -127,7 +127,7 @@ CLASHES = (
 
 ENGINE = "rollout.engine"
 ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager", "engine_args")
-"""Of [rollout]; no engine knows them but one that says so."""
+"""Keys of [rollout] that only some engines know."""
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
@@ -195,7 +195,7 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _warnings(profile: Profile) -> Iterator[str]:
-    """What is allowed and probably not meant."""
+    """What is allowed, but probably not meant."""
     rollout, schedule = profile.rollout, Schedule.of(profile)
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
         if value != off:

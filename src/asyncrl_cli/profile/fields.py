@@ -15,7 +15,7 @@ from asyncrl_cli.safe_files import is_path
 
 
 def _plain(value: Any) -> Any:
-    """Decimals become floats, also inside the tables and arrays of `task.params`."""
+    """Decimals become floats, also inside tables and arrays such as `task.params`."""
     if isinstance(value, Decimal):
         return float(value)
     if isinstance(value, dict):
@@ -43,11 +43,11 @@ def _path(text: str) -> str:
 
 
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
-"""What is larger is a slip of the keyboard: steps, tokens, sizes and seconds; processes; digits of eta after the point."""
+"""Larger values are typing errors: of steps, tokens, sizes and seconds; of processes; of digits of eta after the point."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
-"""Of workers, ranks, devices: each is planned by itself."""
+"""Workers, ranks or devices: each of them is planned one by one, so the limit is lower."""
 PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
 Bytes = Annotated[float, Field(gt=0, le=10**18), BeforeValidator(_plain)]

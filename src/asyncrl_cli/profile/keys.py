@@ -15,7 +15,7 @@ from asyncrl_cli.profile.toml import LONGEST_ECHO, parse_value, shortened
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
 
 PARAMS = "task.params"
-"""The one free-form table: its entries are keys of their own, `task.params.<name>`."""
+"""The only table with free keys: each entry counts as a key, `task.params.<name>`."""
 
 
 @cache

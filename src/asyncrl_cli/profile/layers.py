@@ -1,10 +1,10 @@
-"""Layers of configuration become one validated `Profile`, and of every value it is known where it came from.
+"""Layers of configuration become one validated `Profile`, and every value keeps its origin.
 
     defaults  <  profile chain (`extends`)  <  ASYNCRL_SECTION__KEY  <  --set  <  flags
 
-A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key; some keys also
-clear others below them (`CLEARS`), because the two say one thing: a run has one length, and a new task source has
-parameters of its own.
+A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key. Some keys also clear
+others below them (`CLEARS`), because both say the same thing: a run has one length, and a new task source has its own
+parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLEARS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """Values by dotted key, all from one place; `origins` says it per key where the place is not one."""
+    """Values by dotted key, all from `origin`, except where `origins` names another for a key."""
 
     origin: str
     values: Mapping[str, Any]
@@ -67,7 +67,7 @@ def load(
 ) -> Loaded:
     """Read the profile NAME or FILE and lay environment, `--set a.b=c` and flags (dotted keys) over it.
 
-    `layers` lie right above the files, the lowest first: what a workload says of all profiles.
+    `layers` lie right above the files, the lowest first: a workload's keys for all profiles.
 
     Raises ConfigError for anything wrong in any layer.
     """
@@ -91,7 +91,7 @@ def load(
 def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     """Lowest layer first. Returns values and origins by dotted key.
 
-    verl's use_rollout_log_probs decides algorithm.old_logprobs where nothing else does.
+    verl's use_rollout_log_probs sets algorithm.old_logprobs, unless a layer does.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -108,7 +108,7 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Nested tables as dotted keys; raises ConfigError for all that are unknown, naming the nearest known ones."""
+    """Nested tables as dotted keys. Raises one ConfigError for all unknown ones, with the nearest known key as its hint."""
     flat: dict[str, Any] = {}
     problems: list[ConfigError] = []
     for section, table in content.items():
@@ -141,7 +141,7 @@ def file_layer(file: ProfileFile) -> Layer:
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key: a mistyped one must not be ignored."""
+    """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key, so that a misspelt one is not ignored."""
     names = {_env_key(name): name for name in environ if name.upper().startswith(ENV_PREFIX)}
     unknown = (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}."))
     if problems := [_unknown_name(key, names[key]) for key in islice(unknown, MOST_PROBLEMS + 1)]:
@@ -157,7 +157,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _parsed(value: Any) -> Any:
-    """The texts of nested tables as what they say in TOML."""
+    """Texts in nested tables become the TOML values that they spell."""
     if isinstance(value, dict):
         return {key: _parsed(item) for key, item in value.items()}
     return parse_value(value) if isinstance(value, str) else value
@@ -196,7 +196,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
 
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """A relative path is meant relative to the file (or the shell) that says it; made absolute it survives a resume."""
+    """A relative path is relative to the file (or the shell) that gives it. As an absolute one it survives a resume."""
     paths = ("task.source", "task.eval_path", "model.path", "model.cache_dir")
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     return {**values, **{key: _anchor(key, value, directory) for key, value in found.items()}}

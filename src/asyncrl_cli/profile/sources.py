@@ -1,4 +1,4 @@
-"""Profile files: where they lie, and the chain that `extends` makes of them.
+"""Profile files: where they are, and the chain that `extends` makes of them.
 
 A profile is asked for by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`); a path in
 `extends` is relative to the file that says so.
@@ -16,7 +16,7 @@ from asyncrl_cli.profile.toml import read, shortened
 from asyncrl_cli.safe_files import expand
 
 MAX_CHAIN = 16
-"""Files, of one chain of `extends`."""
+"""Files in one chain of `extends`."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -52,7 +52,7 @@ def is_file_reference(reference: str) -> bool:
 
 
 def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
-    """The file of NAME or FILE. `asked_by` says in the error who wanted it."""
+    """The file of NAME or FILE. `asked_by` begins the error: who named it."""
     if is_file_reference(reference):
         path = relative_to / expand(reference)
         if os.path.isfile(path):

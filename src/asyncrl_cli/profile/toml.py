@@ -1,4 +1,4 @@
-"""TOML in and out: files and single values read with limits, values and keys written, long ones shortened for an error."""
+"""TOML in and out: reading files and single values, with limits; writing keys and values; shortening long ones for an error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parse_value(text: str) -> Any:
 
 
 def toml_key(name: str) -> str:
-    """A key as TOML writes it: bare where that is possible."""
+    """A key as TOML writes it: without quotes where that is possible."""
     bare = name.isascii() and name.replace("-", "_").isidentifier()
     return name if bare else toml_value(name)
 
@@ -74,7 +74,7 @@ def toml_value(value: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """A value as an error echoes it: the beginning says enough."""
+    """A value as an error shows it: only the beginning of a long one."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "a very long number"
     text = str(value)
