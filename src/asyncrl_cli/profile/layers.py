@@ -142,9 +142,13 @@ def file_layer(file: ProfileFile) -> Layer:
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
     """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key, so that a misspelt one is not ignored."""
-    names = {_env_key(name): name for name in environ if name.upper().startswith(ENV_PREFIX)}
-    unknown = (key for key in names if key not in keys() and not key.startswith(f"{PARAMS}."))
-    if problems := [_unknown_name(key, names[key]) for key in islice(unknown, MOST_PROBLEMS + 1)]:
+    ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
+    names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
+    problems = []
+    for key in islice((key for key in names if key not in keys() and not key.startswith(f"{PARAMS}.")), MOST_PROBLEMS + 1):
+        hint = did_you_mean(key, keys(), "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS", _env_name)
+        problems.append(ConfigError(f"environment: unknown name {shortened(names[key])}", hint=hint))
+    if problems:
         raise combine(problems)
     tables: dict[str, Any] = {section: (dict[str, Any], {}) for section in sections()}
     source = EnvSettingsSource(
@@ -163,15 +167,6 @@ def _parsed(value: Any) -> Any:
     return parse_value(value) if isinstance(value, str) else value
 
 
-def _unknown_name(key: str, name: str) -> ConfigError:
-    hint = did_you_mean(key, keys(), "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS", _env_name)
-    return ConfigError(f"environment: unknown name {shortened(name)}", hint=hint)
-
-
-def _env_key(name: str) -> str:
-    return name[len(ENV_PREFIX) :].lower().replace("__", ".")
-
-
 def _env_name(key: str) -> str:
     return ENV_PREFIX + key.upper().replace(".", "__")
 
@@ -182,12 +177,10 @@ def set_layer(sets: Sequence[str]) -> Layer:
     for text in sets:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
-        if not equals or not all(parts):
+        if not equals or not all(parts) or len(parts) > MAX_DEPTH:
             raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
         if len(parts) == 1 and parts[0] not in sections():
             raise _unknown(parts[0], "--set", keys())
-        if len(parts) > MAX_DEPTH:
-            raise ConfigError(f"--set {shortened(text)}: more than {MAX_DEPTH} parts", hint="--set run.train_steps=20")
         nested: Any = parse_value(value.strip())
         for part in reversed(parts):
             nested = {part: nested}
