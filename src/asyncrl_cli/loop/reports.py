@@ -138,9 +138,9 @@ class ReportBook:
         taken: dict[str, tuple[Span, ...]] = {}
         for name, executor in self._executors.items():
             early = [span for span in executor.spans if span.start_s < until_s]
-            taken[name] = tuple(replace(span, end_s=min(span.end_s, until_s)) for span in early)
+            taken[name] = tuple(span if span.end_s <= until_s else replace(span, end_s=until_s) for span in early)
             late = [span for span in executor.spans if span.end_s > until_s]
-            executor.spans = [replace(span, start_s=max(span.start_s, until_s)) for span in late]
+            executor.spans = [span if span.start_s >= until_s else replace(span, start_s=until_s) for span in late]
         return taken
 
     def _of(self, worker: str) -> list[_Executor]:
