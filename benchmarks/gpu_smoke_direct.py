@@ -18,7 +18,7 @@ from gpu_smoke_trainer import trained
 from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions
+from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions
 from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.transports import RankZero, send
 

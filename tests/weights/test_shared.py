@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.weights import shared as shared_module
+from asyncrl_cli.weights import held as held_module
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.shared import SharedWeights, attached, views
+from asyncrl_cli.weights.held import SharedWeights, attached, views
 from tests.packed import pack
 
 READER = """
 import json, sys
-from asyncrl_cli.weights.shared import attached, views
+from asyncrl_cli.weights.held import attached, views
 told = json.loads(sys.argv[1])
 data = attached(told["path"], told["num_bytes"])
 tensors = dict(views(data, told["tensors"]))
@@ -112,7 +112,7 @@ def test_each_bucket_is_held_against_the_free_memory_before_it_is_allocated(monk
         asked.append((offset, length))
         fallocate(descriptor, offset, length)
 
-    monkeypatch.setattr(shared_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free)))
+    monkeypatch.setattr(held_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=next(free)))
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     before = open_files()
     with pytest.raises(AsyncrlError, match=r"beside the 0 MiB that have arrived, 0 MiB are free"):

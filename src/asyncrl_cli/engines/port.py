@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.weights.buckets import Bucket
-    from asyncrl_cli.weights.direct import HeldVersions
+    from asyncrl_cli.weights.held import HeldVersions
     from asyncrl_cli.weights.transports import RankZero
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -65,7 +65,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseReport:
-    """`load_s`: copying the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of that in which weights arrived."""
+    """`load_s`: copying the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of that in which weights came in."""
 
     load_s: float
     pause_s: float
@@ -168,15 +168,15 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """Of one worker of an engine that takes memory in a way of its own, and lends all of it to the trainer on a shared GPU."""
+    """What a worker takes, of an engine that manages memory by itself and lends it to the trainer on a shared GPU."""
 
     name: str
     batch_tokens: int
     """Of one forward pass, at most."""
     own_bytes: int
-    """Host memory of processes of its own, with nothing loaded."""
+    """Host memory of the processes that it starts, with nothing loaded."""
     own_processes: str
-    """Which these are."""
+    """Which processes these are."""
     num_caches: int
     """Processes on one device that have a KV cache each."""
     cache_bytes: int | None

@@ -234,7 +234,7 @@ class Loader:
     def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
         """In a thread. Overlapped, a bucket is copied while the next ones come; nothing counts before all are verified."""
         if self._weights.transport in DIRECT_TRANSPORTS:
-            from asyncrl_cli.weights.direct import AnnouncedWeights
+            from asyncrl_cli.weights.held import AnnouncedWeights
 
             return AnnouncedWeights(refs)
         if not self._weights.dual_buffer:

@@ -154,7 +154,7 @@ class TrainerActor:
             from asyncrl_cli.weights.disk import DiskSender
 
             return DiskSender(self._run_dir / WEIGHTS_DIR, Path(self._place.model_dir))
-        from asyncrl_cli.weights.direct import HeldVersions
+        from asyncrl_cli.weights.held import HeldVersions
 
         held = HeldVersions()
         make_end = engine_kind(self._profile.rollout.engine).rank_zero_end

@@ -5,7 +5,7 @@
     no overlap    gather | bucket 0 | bucket 1 | bucket 2 | probes |                      publish: send 0, send 1, send 2
 
 Either way the same buckets arrive, in the same order. `object-store` keeps buckets as Ray objects, `disk` as files; `nccl` and
-`ipc` leave them on rank 0 (weights/direct.py).
+`ipc` leave them on rank 0 (weights/held.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     driver   carries (manifest, refs) to every worker
     worker   ref -> bucket ..., and `buckets.verified` compares fingerprints
 
-`object-store` lives in job/transports.py (its refs are Ray's), `disk` in disk.py, `nccl` and `ipc` in direct.py.
+`object-store` lives in job/transports.py (its refs are Ray's), `disk` in disk.py, `nccl` and `ipc` in held.py.
 
 The waits of `nccl` and `ipc` are bounded. Each wait is longer than those inside it: the innermost fails first, and its
 error is the most precise.

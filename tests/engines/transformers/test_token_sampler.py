@@ -17,7 +17,7 @@ PROBABILITIES = [0.05, 0.4, 0.0, 0.3, 0.15, 0.1]
 def sampled(num_rows: int, num_steps: int, **changes: float) -> list[list[int]]:
     """Responses of rows with seeds 0, 1, ...; every step has the same logits."""
     loop = asyncio.new_event_loop()
-    sampler = TokenSampler(version=3, on_stop=lambda track: None)
+    sampler = TokenSampler(version=3, call_soon=lambda *call: None)
     how = Sampling(**{"temperature": 1.0, "max_response_tokens": num_steps, **changes})  # type: ignore[arg-type]
     requests = []
     for row in range(num_rows):

@@ -26,7 +26,7 @@ from asyncrl_cli.engines.vllm.transfers import Nccl, nccl_init_info, nccl_update
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
-from asyncrl_cli.weights.direct import AnnouncedWeights, HeldVersions, Layout
+from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions, Layout
 from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.transports import Meeting, send
 from tests.engines import tiny

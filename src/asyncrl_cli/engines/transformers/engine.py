@@ -41,8 +41,7 @@ from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
 CLOSE_TIMEOUT_S = 30.0
 SELF_CHECK_PROMPT_TOKENS = 256
 SELF_CHECK_TOKENS = 8
-Fetched = Callable[[], tuple[Mapping[str, torch.Tensor], float]]
-"""In the pause of a load: the weights that it copies, and for how many seconds it waited until they had arrived."""
+Weights = Mapping[str, torch.Tensor]
 
 
 class TransformersEngine(SlottedEngine[SampledTrack]):
@@ -53,8 +52,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
 
     def __init__(self, profile: Profile, place: Place, on_running: Callable[[int], None] = lambda running: None) -> None:
         super().__init__(profile, place, on_running)
-        self._sampler = TokenSampler(version=place.version, on_stop=self._on_stop)
         self._loop: asyncio.AbstractEventLoop
+        self._sampler = TokenSampler(version=place.version, call_soon=lambda *call: self._loop.call_soon_threadsafe(*call))
         self._model: PreTrainedModel
         self._form: SavedForm
         self._manager: ContinuousBatchingManager
@@ -127,30 +126,27 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             track.finish("abort")
             self._gate.give_up(request_id)
 
-    def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
+    def receive(self, buckets: Iterable[Bucket]) -> Weights:
         return {name: tensor for bucket in buckets for name, tensor in unpack(bucket, copy=True).items()}
 
-    async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
+    async def load(self, weights: Weights, version: int, interrupt: Interrupt) -> PauseReport:
         async with self._weights_lock:
             self._raise_failure()
             self._form.check(weights, version)
             converted = await asyncio.to_thread(self._form.to_memory, weights)
-            return await self._load(lambda: (converted, 0.0), version, interrupt)
+            return await self._load(lambda: converted, version, interrupt)
 
     async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
-        def fetched() -> tuple[Mapping[str, torch.Tensor], float]:
-            began_s = time.perf_counter()
-            buckets = fetch()
-            fetch_s = time.perf_counter() - began_s
-            weights = {name: tensor for bucket in buckets for name, tensor in unpack(bucket).items()}
+        def fetched() -> Weights:
+            weights = {name: tensor for bucket in fetch() for name, tensor in unpack(bucket).items()}
             self._form.check(weights, version)
-            return self._form.to_memory(weights), fetch_s
+            return self._form.to_memory(weights)
 
         async with self._weights_lock:
             self._raise_failure()
             return await self._load(fetched, version, interrupt)
 
-    async def _load(self, fetched: Fetched, version: int, interrupt: Interrupt) -> PauseReport:
+    async def _load(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._closed(interrupt):
             report, interrupted = await asyncio.to_thread(self._swap, fetched, version, interrupt)
             for track in interrupted:
@@ -196,23 +192,20 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             how = output.error or f"it ended after {len(track.tokens)} tokens, without a reason"
             track.done.set_exception(ExecutorFailed(f"continuous batching failed {track.request_id}: {how}"))
 
-    def _on_stop(self, track: SampledTrack) -> None:
-        """In the generation thread: a stop string is nothing that continuous batching knows of."""
-        self._loop.call_soon_threadsafe(track.finish, "stop")
-
-    def _swap(self, fetched: Fetched, version: int, interrupt: Interrupt) -> tuple[PauseReport, list[SampledTrack]]:
+    def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[SampledTrack]]:
         """In a worker thread. Returns the responses that have to be submitted again."""
         with self._manager.pause():
             paused_s = time.perf_counter()
-            weights, fetch_s = fetched()
+            weights = fetched()
+            fetched_s = time.perf_counter()
             self._copy(weights, version)
             self._sampler.version = version
             loaded_s = time.perf_counter()
             interrupted = self._interrupt() if interrupt == "recompute-kv" else []
         pause_s = time.perf_counter() - paused_s
-        return PauseReport(load_s=loaded_s - paused_s - fetch_s, pause_s=pause_s, fetch_s=fetch_s), interrupted
+        return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s), interrupted
 
-    def _copy(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def _copy(self, weights: Weights, version: int) -> None:
         """If it fails, what runs is failed before a later forward can tell the event loop of any token."""
         own = self._model.state_dict()
         try:

@@ -57,21 +57,21 @@ class SampledTrack(Track):
 class TokenSampler(ContinuousBatchingLogitsProcessor):
     """`tracks` maps continuous batching's request ids to responses; a row without one is sampled and forgotten.
 
-    `on_stop(track)` is called in the generation thread when a stop string has ended a response. `eos_tokens` and
-    `tail_text` (tokens -> text) belong to the model and are set when it is there.
+    `call_soon` calls in the event loop: a stop string ends a response from here, because continuous batching knows nothing of it.
+    `eos_tokens` and `tail_text` (tokens -> text) belong to the model and are set when it is there.
     """
 
     supported_kwargs: dict[str, type] = {}  # noqa: RUF012  (the base class declares it so)
     ignored_kwargs: tuple[str, ...] = ()
 
-    def __init__(self, *, version: int, on_stop: Callable[[SampledTrack], None]) -> None:
+    def __init__(self, *, version: int, call_soon: Callable[..., object]) -> None:
         self.version = version
         self.sampled_tokens = 0
         self.decode_steps = 0
         self.tracks: dict[str, SampledTrack] = {}
         self.eos_tokens: frozenset[int] = frozenset()
         self.tail_text: Callable[[list[int]], str] = str
-        self._on_stop = on_stop
+        self._call_soon = call_soon
         self._rows: list[SampledTrack | None] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
@@ -117,7 +117,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
             track.finished = "stop"
         elif track.sampling.stop and self._ends_in_stop(track):
             track.finished = "stop"
-            self._on_stop(track)
+            self._call_soon(track.finish, "stop")
         elif track.tokens_left == 0:
             track.finished = "length"
 

@@ -1,4 +1,4 @@
-"""vLLM's side of a load from memory that a rollout worker shares with it (weights/shared.py), on CPUs and GPUs.
+"""vLLM's side of a load from memory that a rollout worker shares with it (weights/held.py), on CPUs and GPUs.
 
 `update_weights` does it all, while the model stands still: it maps the shared buffer, and vLLM's own layerwise reload puts the
 weights in. Each layer is processed as at the start (CPUs pack linear weights into a layout of their own), then copied into the
@@ -17,12 +17,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from asyncrl_cli.weights.shared import attached, views
-
-
-@dataclass
-class BucketInitInfo(WeightTransferInitInfo):
-    """There is nothing to agree on beforehand."""
+from asyncrl_cli.weights.held import attached, views
 
 
 @dataclass
@@ -34,10 +29,10 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
     tensors: list[tuple[str, str, list[int], int]]
 
 
-class BucketEngine(WeightTransferEngine[BucketInitInfo, BucketUpdateInfo]):
+class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo]):
     """Made by vLLM in each of its workers; with tensor parallelism each maps the buffer and takes its shards."""
 
-    init_info_cls = BucketInitInfo
+    init_info_cls = WeightTransferInitInfo  # there is nothing to agree on beforehand
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 

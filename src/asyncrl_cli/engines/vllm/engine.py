@@ -38,7 +38,7 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.shared import SharedWeights
+from asyncrl_cli.weights.held import SharedWeights
 from asyncrl_cli.weights.transports import RankZero
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@
     leave            the buffer is given up
 
 vLLM's own producer and consumer. A handle is exported for each load, and never before: torch pairs one export with one consumer
-that opens and closes it. A handle that nobody opens, or two processes one after the other, would keep its memory for ever.
+that opens and closes it. A handle that nobody opens, or that two processes open in turn, would keep its memory for ever.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.weights.direct import HeldVersions
+from asyncrl_cli.weights.held import HeldVersions
 
 Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Any]]
 """Tensors and the buffer's size -> what lies in the buffer, and its handle: a `PackedIpcChunk` of vLLM each time it is filled."""

@@ -13,7 +13,7 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Place, Profile, Weight
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.weights.direct import HeldVersions
+    from asyncrl_cli.weights.held import HeldVersions
 
 
 def _make(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:

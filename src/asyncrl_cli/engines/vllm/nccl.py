@@ -5,9 +5,9 @@
     turn                 no other worker is sent to until this one was; lost if it asks for nothing within `weights.timeout_s`
     broadcast            a version's tensors, packed by vLLM's own producer into wire buffers of a fixed size
 
-One group per worker, so that each has its own swap. One broadcast at a time: the GPU's memory and its bus are shared anyway. A
-worker waits for its `turn` before vLLM is paused, and that wait is no part of its transfer: one that hangs is ended after
-`weights.timeout_s`, and the others, which wait for that long per worker, are sent to after it.
+One group per worker, so that each swaps by itself. One broadcast at a time: the GPU's memory and its bus are shared anyway. A
+worker waits for its `turn` before its vLLM is paused, for up to `weights.timeout_s` per worker of the job. So a transfer that hangs
+fails its own worker, and the next in line is sent to after it.
 
 A call into NCCL cannot be interrupted and waits for its peers for ever, so each is made in a thread of its own; when the worker has
 left, or time is up, the group is destroyed, which ends the call.
@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
-from asyncrl_cli.weights.direct import HeldVersions
+from asyncrl_cli.weights.held import HeldVersions
 from asyncrl_cli.weights.transports import TIMEOUT_KEY, Meeting, turn_s
 
 T = TypeVar("T")
@@ -175,17 +175,14 @@ class NcclLinks:
         """`call` makes what `made` is for, in a thread of its own. If it fails, or is not done in time, the link ends."""
         ends_s = self._clock() + self._timeout_s
         threading.Thread(target=_make, args=(made, call), name=f"nccl with {link.worker}", daemon=True).start()
-        while not wait([made], timeout=LOOK_S).done:
-            if link.ended.is_set() or self._clock() > ends_s:
-                break
+        while not (made.done() or link.ended.is_set() or self._clock() > ends_s):
+            wait([made], timeout=LOOK_S)
+        error: BaseException | None = AsyncrlError(f"rank 0 waited {waits}: {self._how_it_ended(link)}")
         if made.done() and not link.ended.is_set():
-            if error := made.exception():
-                link.end()
-                raise error
-            return
-        how = self._how_it_ended(link)
-        link.end()
-        raise AsyncrlError(f"rank 0 waited {waits}: {how}")
+            error = made.exception()
+        if error is not None:
+            link.end()
+            raise error
 
 
 def _make(made: Future[T], call: Callable[[], T]) -> None:

@@ -42,7 +42,7 @@ OURS = {
     "runner": "",
     "load_format": "",
 }
-"""Arguments of vLLM that have a key of ours (the value), or that asyncrl relies on."""
+"""Arguments of vLLM that have a key of ours (the value), or that asyncrl sets and relies on ("")."""
 
 
 def install_command(device: str) -> str:

@@ -127,7 +127,7 @@ async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
 
 
 async def end_processes(llm: AsyncLLM) -> None:
-    """Kill vLLM's processes, which may wait for something that never comes. Returns when vLLM knows, so that nobody asks them.
+    """Kill vLLM's processes, which may wait for something that never comes. Returns once vLLM has noticed: nobody asks them then.
 
     If vLLM does not notice in time, that is only a warning: the caller has an error of its own to raise."""
     for process in llm.engine_core.resources.engine_manager.processes:
@@ -141,7 +141,7 @@ async def end_processes(llm: AsyncLLM) -> None:
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:
-    """Says which process ended and how, as far as vLLM or its log knows. (Of its own children only the engine process knows.)"""
+    """Says which process ended and how, as far as vLLM or its log knows. (Only the engine process knows of its own children.)"""
     manager = getattr(llm.engine_core.resources, "engine_manager", None)
     ended = manager.finished_procs() if manager is not None else {}
     killed = {name: code for name, code in ended.items() if code < 0}

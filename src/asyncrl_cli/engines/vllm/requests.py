@@ -37,7 +37,7 @@ class VllmCounters:
     """One engine's figures: a stat logger of vLLM, which hears of each forward pass from the scheduler and from the frontend.
 
     `decode_steps`: passes that sampled a token of a response, so those that only scored are not among them. `preemptions`:
-    for want of cache. vLLM also preempts what runs when all caches are cleared for a load; those are not counted.
+    because the cache was full. vLLM also preempts what runs when all caches are cleared for a load; those are not counted.
     """
 
     def __init__(self) -> None:

@@ -14,9 +14,9 @@ from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, RolloutSection
 
 PAGE_TOKENS = 128
-"""At least what vLLM's pages hold: 16 on GPUs, 128 on CPUs."""
+"""Of a page of vLLM's KV cache, at most: 16 on GPUs, 128 on CPUs."""
 BATCHED_TOKENS = 2048
-"""vLLM's own least choice of a pass's tokens. It refuses to start with more slots than that."""
+"""The least that vLLM chooses by itself for a forward pass. With more slots than that it refuses to start."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
 """For cached prefixes beside what the slots need; and vLLM keeps one page to itself."""

@@ -184,7 +184,7 @@ async def _updated(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
 
 
 async def _leave(rank_zero: RankZero) -> None:
-    """Ends rank 0's side of a transfer. That it cannot be told is no second failure: it bounds its waits itself."""
+    """Ends rank 0's side of a transfer. If rank 0 does not answer, that is only a warning: it bounds its waits itself."""
     try:
         await rank_zero.leave()
     except AsyncrlError as error:
@@ -192,7 +192,7 @@ async def _leave(rank_zero: RankZero) -> None:
 
 
 def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
-    """Where neither end has answered, `waits_for` is rank 0: it tells when it waits for the other."""
+    """If neither end has answered, rank 0 is missing: it would have said that it waits for the other."""
     return ExecutorFailed(f"{what} took longer than {TIMEOUT_KEY} = {timeout_s:g} s: still waiting for {waits_for}")
 
 

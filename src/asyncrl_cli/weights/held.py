@@ -1,27 +1,45 @@
-"""Weights in memory that processes of one machine share: filled by a rollout worker, mapped by its engine's processes.
+"""A published version while it is held: on rank 0, and by a rollout worker until its engine loads it.
+
+`object-store` and `disk`: the worker has the bytes, in memory that its engine's processes map.
 
     worker   SharedWeights(buckets) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
     engine   attached(path, num_bytes) -> the same pages, copied on write ──> views(...) -> the model's own loaders
 
 The file has no name: it is opened through /proc by whoever may read the worker's descriptors (the same user), it does not
 count against the size of /dev/shm, and it goes when the last process that maps it ends, however that ends.
+
+`nccl` and `ipc`: rank 0 has the bytes, which go from its GPU straight into vLLM's processes.
+
+    rank 0   keeps the gathered buckets (HeldVersions): what travels as a bucket's ref is its layout, without a byte
+    driver   carries (manifest, layouts), and says with each gather which versions are still wanted
+    worker   prefetch: notes the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
+    rank 0   sends exactly that version to exactly that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
+
+The worker asks, because it alone knows when its engine has paused. So rank 0 keeps nothing ready on its GPU, and no transfer waits
+for a worker that drains.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import psutil
 import torch
+from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, view_of
+from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, torch_dtype, view_of
+from asyncrl_cli.weights.manifest import Manifest
+from asyncrl_cli.weights.transports import Sender
+
+Layout = tuple[Entry, ...]
 
 
 class SharedWeights(dict[str, torch.Tensor]):
@@ -83,7 +101,7 @@ class SharedWeights(dict[str, torch.Tensor]):
         self.num_bytes = num_bytes
 
 
-def attached(path: str, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def attached(path: str, num_bytes: int) -> NDArray[np.uint8]:
     """Another process's buffer. Writing to it copies the page and stays private. ValueError if it is not that large."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -94,9 +112,7 @@ def attached(path: str, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         os.close(descriptor)
 
 
-def views(
-    data: np.ndarray[Any, np.dtype[np.uint8]], tensors: Iterable[tuple[str, str, Sequence[int], int]]
-) -> list[tuple[str, torch.Tensor]]:
+def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, torch.Tensor]]:
     """The tensors that `SharedWeights.describe` told of. ValueError if one lies outside of the buffer."""
     found = []
     for name, dtype, shape, offset_bytes in tensors:
@@ -105,3 +121,57 @@ def views(
             raise ValueError(f"{name} ends at byte {entry.end_bytes} of {len(data)} shared ones")
         found.append((name, view_of(data, entry)))
     return found
+
+
+class HeldVersions(Sender):
+    """Rank 0's `Sender`: the host buckets of published versions, until `keep` leaves them out."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, list[Bucket]] = {}
+        self._begun = -1
+        self._lock = threading.Lock()
+
+    def begin(self, version: int, num_buckets: int) -> None:
+        with self._lock:
+            self._begun = version
+            self._buckets[version] = []
+
+    def put(self, bucket: Bucket) -> Layout:
+        with self._lock:
+            self._buckets[self._begun].append(bucket)
+        return bucket.entries
+
+    def finish(self, manifest: Manifest) -> None:
+        assert manifest.version == self._begun, f"version {self._begun} was begun, {manifest.version} is finished"
+
+    def keep(self, wanted: Collection[int]) -> None:
+        """One that is being sent goes when it is sent."""
+        with self._lock:
+            self._buckets = {version: buckets for version, buckets in self._buckets.items() if version in wanted}
+
+    def tensors(self, version: int, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """In the order of the layouts: the name that vLLM loads, the tensor in host memory.
+
+        Raises:
+            ValueError: at once, if the version is not held or has no tensor of one of the names.
+        """
+        with self._lock:
+            buckets = list(self._buckets.get(version, ()))
+            held = sorted(self._buckets)
+        found = [(bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names]
+        if not buckets or len(found) != len(names):
+            raise ValueError(f"{len(found)} of {len(names)} tensors of version {version} are held by rank 0 (it holds {held})")
+        return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)
+
+
+class AnnouncedWeights(dict[str, torch.Tensor]):
+    """A version by its layouts: all names, aliases too, to tensors of the right shape and dtype that have no memory."""
+
+    def __init__(self, layouts: Iterable[Layout]) -> None:
+        self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
+        for spec in self.specs:
+            self |= dict.fromkeys(spec.names, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"))
+
+    def chosen(self, required: Collection[str]) -> list[tuple[str, Spec]]:
+        """What an engine is to load: each tensor once, by the first of its names that is required; the others are left out."""
+        return [(name, spec) for spec in self.specs if (name := spec.name_among(required)) is not None]
