@@ -168,11 +168,11 @@ class VllmEngine(SlottedEngine[VllmTrack]):
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
         """A request that a load overtook before its first token has the salt of the version before: it begins again."""
-        reason, params = None, requests.parameters(track.sampling, track.seed)
+        reason = None
         while reason is None:
             salted = self.version
+            prompt, params = requests.prompt(track.prompt_tokens, salted), requests.parameters(track.sampling, track.seed)
             with self._death_ends_it(self._running_llm()) as llm:
-                prompt = requests.prompt(track.prompt_tokens, salted)
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
                     reason = await self._sampled(llm, track, outputs, salted)
             self._raise_failure()
