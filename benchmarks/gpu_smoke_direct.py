@@ -19,8 +19,7 @@ from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions
-from asyncrl_cli.weights.manifest import Manifest
-from asyncrl_cli.weights.transports import RankZero, send
+from asyncrl_cli.weights.transports import Manifest, RankZero, send
 
 WORKER = "smoke"
 NCCL_PORT = 29_561

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,6 @@ from asyncrl_cli.models.shape import shape_of, shape_of_config
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
 from asyncrl_cli.plan.memory import (
-    CACHE_SHARE_OF_MEMORY,
-    PAGE_TOKENS,
-    PREFILL_TOKENS,
     MemoryEstimate,
     activation_bytes_per_token,
     estimate_memory,
@@ -211,11 +207,3 @@ def test_a_tensor_parallel_worker_shares_weights_and_cache() -> None:
     one = sizes(planned("builtin:tiny", gpus=2)[2], ROLLOUT)
     two = sizes(planned("builtin:tiny", "placement.gpus_per_rollout_worker=2", 'placement.ratio="1:1"', gpus=4)[2], ROLLOUT)
     assert (two["weights"], two["KV cache"]) == (one["weights"] // 2, one["KV cache"] // 2)
-
-
-def test_the_engines_own_numbers_are_meant() -> None:
-    from asyncrl_cli.engines.transformers import batching
-
-    assert PAGE_TOKENS == batching.PAGE_TOKENS
-    assert PREFILL_TOKENS == batching.PREFILL_TOKENS_PACKED
-    assert math.isclose(CACHE_SHARE_OF_MEMORY, batching.CACHE_SHARE_OF_MEMORY)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.engines.port import Engine
-    from asyncrl_cli.weights.manifest import Manifest
+    from asyncrl_cli.weights.transports import Manifest
 
 logger = logging.getLogger(__name__)
 

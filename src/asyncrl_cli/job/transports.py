@@ -24,7 +24,7 @@ from asyncrl_cli.weights.transports import Sender, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing
-    from asyncrl_cli.weights.manifest import Manifest
+    from asyncrl_cli.weights.transports import Manifest
 
     OnFull = Callable[[Packing, int], None]
 

@@ -30,6 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.engines.port import EngineMemory, kind_of
+from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 BYTES_PER_MB = 2**20
-PAGE_TOKENS = 32
-"""As engines/transformers/batching.py has it, which needs torch; a test compares them. So with the next two."""
-PREFILL_TOKENS = 4096
-CACHE_SHARE_OF_MEMORY = 0.5
 LOGIT_BYTES = 12
 """Per value: three float32 copies at the worst moment (logits, their log-softmax, a gradient)."""
 SAMPLED_LOGIT_BYTES = 24
@@ -213,7 +210,7 @@ def _rollout(
 ) -> Iterator[MemoryItem]:
     rollout, workers, e = profile.rollout, plan.role(ROLLOUT).workers, BYTES_OF[profile.model.dtype]
     gpus = max(plan.gpus_per_rollout_worker, 1)
-    batch_tokens = engine.batch_tokens if engine else rollout.slots + max(PREFILL_TOKENS, rollout.max_prompt_tokens)
+    batch_tokens = engine.batch_tokens if engine else rollout.slots + max(PREFILL_TOKENS_PACKED, rollout.max_prompt_tokens)
     # Without gradients: a layer's three inner products and its float32 norm, of all tokens of the batch.
     prefill = batch_tokens * (3 * shape.intermediate_size * e + shape.hidden_size * (MASTER_BYTES + 2 * e)) // gpus
     sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES

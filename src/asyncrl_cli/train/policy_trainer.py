@@ -41,8 +41,8 @@ from asyncrl_cli.train.trainer_state import (
     write_state,
 )
 from asyncrl_cli.weights.buckets import Bucket, Packing, plan_layout
-from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.probes import make_probes
+from asyncrl_cli.weights.transports import Manifest
 
 BYTES_PER_MB = 2**20
 

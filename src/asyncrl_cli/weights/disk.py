@@ -22,9 +22,8 @@ from safetensors import SafetensorError, safe_open
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.storage import fsync
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, dtype_name, parameter_dtype, unpack, view_of
-from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
-from asyncrl_cli.weights.transports import Sender, send
+from asyncrl_cli.weights.transports import Manifest, Sender, send
 
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
 

@@ -4,7 +4,8 @@
     driver   carries (manifest, refs) to every worker
     worker   ref -> bucket ..., and `buckets.verified` compares fingerprints
 
-`object-store` lives in job/transports.py (its refs are Ray's), `disk` in disk.py, `nccl` and `ipc` in held.py.
+`object-store` lives in job/transports.py (its refs are Ray's), `disk` in disk.py, `nccl` and `ipc` in held.py. This module
+imports no torch, for the driver uses it, too.
 
 The waits of `nccl` and `ipc` are bounded. Each wait is longer than those inside it: the innermost fails first, and its
 error is the most precise.
@@ -27,7 +28,6 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, WeightsSection
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket
-    from asyncrl_cli.weights.manifest import Manifest
 
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
@@ -40,6 +40,24 @@ DRIVER_MARGIN_S = 60.0
 """An address, the worker's margin, the pause; and when a transfer has failed, to tell rank 0 and to end vLLM's processes."""
 LOOP_MARGIN_S = 60.0
 """Until the worker has been told of the version and begins to load it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a version must look like on arrival.
+
+    `fingerprints` are the buckets', in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
+    tokens 1.. of `probe_tokens[i]`, made with these very weights; `previous_logprobs[i]` with those of the version before, if there
+    is one.
+    """
+
+    version: int
+    num_bytes: int
+    fingerprints: tuple[int, ...]
+    temperature: float
+    probe_tokens: tuple[tuple[int, ...], ...] = ()
+    probe_logprobs: tuple[tuple[float, ...], ...] = ()
+    previous_logprobs: tuple[tuple[float, ...], ...] = ()
 
 
 class Sender(Protocol):

@@ -25,18 +25,14 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
-from asyncrl_cli.engines.transformers import paged_attention
+from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED, paged_attention
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention, takes_attention
 from asyncrl_cli.profile.schema import Place, Profile
 
-PAGE_TOKENS = 32
-PREFILL_TOKENS_PACKED = 4096
-"""Prefill budget per step where attention needs no mask: rebuilding 64 caches takes a few steps."""
 PREFILL_TOKENS_MASKED = 512
-"""... and where it does: the mask has (batch tokens) x (all cached tokens) entries."""
-CACHE_SHARE_OF_MEMORY = 0.5
+"""Instead of PREFILL_TOKENS_PACKED where attention needs a mask: it has (batch tokens) x (all cached tokens) entries."""
 MAX_LOGITS_BYTES = 256 * 2**20
 """Of the sequences that one pass scores."""
 
