@@ -7,6 +7,7 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def check_nccl(model: RandomModel, _: argparse.Namespace) -> str:
 async def _load(model: RandomModel, manifest: Manifest, buckets: list[Bucket], transport: str) -> str:
     held, device = HeldVersions(), torch.device(DEVICE)
     layouts = send(held, manifest, buckets)
-    end: Any = IpcExports(held, produce_on(device), buffer_bytes=LOAD_BUCKET_BYTES)
+    end: Any = IpcExports(held, partial(produce_on, device), buffer_bytes=LOAD_BUCKET_BYTES)
     if transport == "nccl":
         end = NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=TIMEOUT_S)
     async with engine_on_gpu(model, transport) as engine:

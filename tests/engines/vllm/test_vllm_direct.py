@@ -134,7 +134,7 @@ def test_our_calls_of_vllms_trainer_side_have_its_names(monkeypatch: pytest.Monk
     group.destroy()
     assert "destroy" in calls
 
-    assert list(produce_on(torch.device("cuda:0"))(iter(tensors.items()), 99)) == []
+    assert list(produce_on(torch.device("cuda:0"), iter(tensors.items()), 99)) == []
     exported = calls["packed_ipc_producer"]
     assert (exported["gpu_uuid"], exported["buffer_size_bytes"]) == ("GPU-1", 99)
     assert [exported["post_iter_func"](item) is tensors[item[0]] for item in exported["iterator"]] == [True]

@@ -25,18 +25,14 @@ Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Any]]
 """Tensors and the buffer's size -> what lies in the buffer, and its handle: a `PackedIpcChunk` of vLLM each time it is filled."""
 
 
-def produce_on(device: torch.device) -> Produce:
+def produce_on(device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[Any]:
     """vLLM's producer on that GPU."""
+    from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
-    def produce(tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[Any]:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
-
-        torch.cuda.set_device(device)
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        chunks: Iterator[Any] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
-        return chunks
-
-    return produce
+    torch.cuda.set_device(device)
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    chunks: Iterator[Any] = packed_ipc_producer(tensors, uuid, lambda item: item[1], buffer_bytes)
+    return chunks
 
 
 class IpcExports:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.port import Engine, EngineKind
@@ -29,7 +30,7 @@ def _rank_zero_end(weights: WeightsSection, held: HeldVersions, device: torch.de
         return NcclLinks(held, lambda meeting: NcclGroup(meeting, device), timeout_s=weights.timeout_s)
     from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 
-    return IpcExports(held, produce_on(device), buffer_bytes=weights.load_bucket_size_mb * 2**20)
+    return IpcExports(held, partial(produce_on, device), buffer_bytes=weights.load_bucket_size_mb * 2**20)
 
 
 KIND = EngineKind(
