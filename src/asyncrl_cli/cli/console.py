@@ -19,25 +19,18 @@ from asyncrl_cli.storage import storage_error, system_error
 STDOUT = "stdout"
 
 
-class _Stdout(io.FileIO):
-    """Marks its write errors, so that they can be told from those of other files."""
+class _Stream(io.FileIO):
+    """Stdout's write errors are marked, to be told from those of other files. Stderr's (a closed terminal, a full disk behind
+    `2> file`) are ignored: there is nobody left to tell."""
 
     def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
+            if self.fileno() == 2:
+                return len(data)
             error.filename = STDOUT
             raise
-
-
-class _Stderr(io.FileIO):
-    """Ignores its write errors (a closed terminal, a full disk behind `2> file`): there is nobody left to tell."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return len(data)
 
 
 def open_streams() -> None:
@@ -46,12 +39,13 @@ def open_streams() -> None:
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(free, True)
     os.close(free)
-    sys.stdout, sys.stderr = _stream(_Stdout(1, "w", closefd=False)), _stream(_Stderr(2, "w", closefd=False))
+    sys.stdout, sys.stderr = _opened(1), _opened(2)
 
 
-def _stream(raw: io.FileIO) -> io.TextIOWrapper:
+def _opened(number: int) -> io.TextIOWrapper:
+    raw = _Stream(number, "w", closefd=False)
     encoding = getattr(sys.stdout or sys.stderr, "encoding", None) or "utf-8"
-    by_lines = raw.isatty() or raw.fileno() == 2
+    by_lines = raw.isatty() or number == 2
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding, errors="backslashreplace", line_buffering=by_lines)
 
 
