@@ -36,7 +36,7 @@ class Starting:
     """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total, figures)` draws a bar and the time left.
 
     On a terminal one line that moves and disappears; else a plain line per part, and every five seconds of a long one. `tell` gets
-    the same line as a text, whatever is shown.
+    every line as a text, whatever is shown, and whether it is a part's first.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Starting:
         ui: str,
         console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
-        tell: Callable[[str], None] = lambda line: None,
+        tell: Callable[[str, bool], None] = lambda line, is_new: None,
     ) -> None:
         self._console = console or SafeConsole(stderr=True)
         self._now = now
@@ -80,7 +80,7 @@ class Starting:
         how_far = _how_far(task, figures, is_new)
         progress.update(task.id, how_far=how_far)
         line = f"{text}  {how_far}".rstrip()
-        self._tell(line)
+        self._tell(line, is_new)
         if self._is_plain and (is_new or self._now() - self._said_s >= PLAIN_EVERY_S):
             self._said_s = self._now()
             print(neutral(line), file=self._console.file, flush=True)
@@ -127,9 +127,9 @@ class StartStatus:
     def __exit__(self, *of_an_error: object) -> None:
         self.close()
 
-    def __call__(self, line: str) -> None:
-        """`line`: what people are told is going on."""
-        if line.partition("  ")[0] != self._doing.partition("  ")[0]:
+    def __call__(self, line: str, is_new: bool = True) -> None:
+        """`line`: what people are told is going on; a new part of the start is logged, too."""
+        if is_new:
             log.info("%s", line)
         self._doing = line
 
