@@ -118,8 +118,8 @@ class RewardProcess:
         kill_group(self.pid)
 
     async def end(self) -> str:
-        """An idle process reads the end of its stdin and goes; one that is busy, or does not, is killed. How it has ended, if it
-        died idle and without any result; else ""."""
+        """End it, and fail what it still owes. An idle process exits at the end of its stdin; a busy one, or one that stays, is
+        killed. Returns how it ended if it was idle and had given no result, else ""."""
         assert self._process.stdin is not None
         self.is_over = True
         self._process.stdin.close()
@@ -137,7 +137,7 @@ class RewardProcess:
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
     def _fail_waiting(self, culprit: int, how: str) -> None:
-        """Of a process that hung, its reward is told so; all others that it had may be asked again, here or elsewhere."""
+        """The reward that hung fails for that; all others may be asked of another process."""
         for request_id, waiting in self._waiting.items():
             if waiting.done():
                 continue

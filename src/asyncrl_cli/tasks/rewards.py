@@ -2,7 +2,7 @@
 
     score() -> a place in a process -> its outcome
                   ^           |
-                  +-----------+  the process has died; up to twice, if this reward was running
+                  +-----------+  the process has died: ask again, unless this reward was running in two that died
 
 A process has one place for ordinary rewards, or 128 for async ones. A reward that runs longer than the timeout is killed with its
 process. So every `score` ends: with a reward, or with RewardFailed.
@@ -156,5 +156,5 @@ class RewardPool:
         raise RewardFailed(self._broken)
 
     def _wake(self) -> None:
-        """One who waits for a place, and who wakes the next one when he sees that there will be none."""
+        """Give a waiting `_ask` a place without a process: it sees that the pool is broken, and wakes the next one."""
         self._places.put_nowait(_Place(0, 0, None))
