@@ -82,13 +82,13 @@ class Ceiling:
     """vLLM's offline engine, started with the very arguments of ours."""
 
     def __init__(self, model: RandomModel, slots: int, tokens: int) -> None:
-        from asyncrl_cli.engines.vllm import settings as vllm_settings
+        from asyncrl_cli.engines.vllm import launch as vllm_launch
 
         made = made_of(model, slots, tokens)
-        vllm_settings.set_environment(*made)
+        vllm_launch.set_environment(*made)
         from vllm import LLM
 
-        self._llm = LLM(**vllm_settings.engine_arguments(*made))
+        self._llm = LLM(**vllm_launch.engine_arguments(*made))
         self.generate(prompts_of(model, min(slots, 4)), 4, logprobs=True)
 
     def generate(self, prompts: list[list[int]], tokens: int, *, logprobs: bool) -> float:

@@ -17,9 +17,9 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError
 
+from asyncrl_cli.engines.vllm.launch import set_environment, weight_backend
 from asyncrl_cli.engines.vllm.nccl import NcclLinks
 from asyncrl_cli.engines.vllm.processes import END_TIMEOUT_S
-from asyncrl_cli.engines.vllm.settings import set_environment, weight_backend
 from asyncrl_cli.errors import ConfigError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.job import adapters, calls, trainer_actor
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer

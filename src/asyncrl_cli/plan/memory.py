@@ -11,7 +11,7 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
                    host     the second buffer eP: the version that waits for its load; none with weights.dual_buffer = false
-    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (engines/vllm/settings.py)
+    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (engines/vllm/launch.py)
                    host     its own processes
 
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncrl_cli.engines.vllm.launch import engine_arguments, set_environment
 from asyncrl_cli.engines.vllm.preflight import OURS, check_engine_args, names_in_source
-from asyncrl_cli.engines.vllm.settings import engine_arguments, set_environment
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Place, Profile
 from tests.engines.made import made_for

@@ -92,7 +92,7 @@ def test_vllms_ipc_engine_understands_our_infos(monkeypatch: pytest.MonkeyPatch)
     chunk = InProcessChunk(names=["a"], shapes=[[2, 2]], dtype_names=["bfloat16"], tensor_sizes=[8], ipc_handle=handle)
     with pytest.raises(ValueError, match="VLLM_ALLOW_INSECURE_SERIALIZATION"):
         engine.parse_update_info(update_info(chunk))
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as vllm_settings.set_environment does for this backend
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # as vllm_launch.set_environment does for this backend
     info = engine.parse_update_info(update_info(chunk))
     assert (info.names, info.shapes, info.dtype_names, info.tensor_sizes) == (["a"], [[2, 2]], ["bfloat16"], [8])
     assert info.ipc_handles == handle

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+from asyncrl_cli.engines.vllm.launch import engine_arguments
 from asyncrl_cli.engines.vllm.preflight import check_vllm
-from asyncrl_cli.engines.vllm.settings import engine_arguments
 from asyncrl_cli.errors import PreflightError
 from tests.engines import tiny
 from tests.engines.made import made_for

@@ -30,9 +30,9 @@ import torch
 from asyncrl_cli.engines.base import SlottedEngine
 from asyncrl_cli.engines.port import Completion, EngineCounters, FinishReason, PauseReport, Sampling, Scores
 from asyncrl_cli.engines.vllm import requests
+from asyncrl_cli.engines.vllm.launch import is_truncated, set_environment, sleeps
 from asyncrl_cli.engines.vllm.processes import answer, dead, end_processes, start_llm, told
 from asyncrl_cli.engines.vllm.requests import SCORE_PREFIX, VllmCounters, VllmTrack
-from asyncrl_cli.engines.vllm.settings import is_truncated, set_environment, sleeps
 from asyncrl_cli.engines.vllm.transfers import DIRECT, SharedMemory, paused
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.models.saved_form import SavedForm, skeleton

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm import preflight
-from asyncrl_cli.engines.vllm.settings import memory
+from asyncrl_cli.engines.vllm.launch import memory
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Place, Profile, WeightsSection
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from importlib import metadata
 from pathlib import Path
 
-from asyncrl_cli.engines.vllm.settings import max_model_len
+from asyncrl_cli.engines.vllm.launch import max_model_len
 from asyncrl_cli.errors import ConfigError, PreflightError, nearest
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import PROBE_TOKENS, Profile, RolloutSection
