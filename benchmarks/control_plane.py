@@ -41,7 +41,7 @@ from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import VirtualTimeLoop
-from asyncrl_cli.simulate.lengths import ResponseLengths
+from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding, Lengths

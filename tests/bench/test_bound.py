@@ -11,7 +11,7 @@ from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretch_of, tokens_made
 from asyncrl_cli.bench.results import Run, summarise
 from asyncrl_cli.bench.simulated import with_capacities
-from asyncrl_cli.simulate.costs import Alone
+from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import simulate
@@ -59,10 +59,10 @@ def drawn(rng: random.Random) -> Workload:
     )
 
 
-def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[Run, Alone]:
+def simulated(entry: Entry, workload: Workload, seed: int, groups: int) -> tuple[Run, Costs]:
     run = simulate(profile_for(workload, entry.reference, (), groups=groups).profile, workload, seed=seed, groups=groups)
     assert run.error is None
-    return Run(profile=entry.name, seed=seed, lines=run.lines), run.alone
+    return Run(profile=entry.name, seed=seed, lines=run.lines), run.costs
 
 
 def bound_ratios(seed: int) -> dict[str, float]:

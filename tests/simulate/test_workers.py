@@ -11,8 +11,7 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest, Published
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.machine import SharedMachine
-from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
+from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, draw_faults

@@ -19,9 +19,10 @@ from asyncrl_cli.bench.gantt import KeptTimeline
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job.process import collect_garbage_seldom
+from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.costs import Alone
+from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.references import Residual, residuals
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.world import simulate
@@ -67,12 +68,12 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
     return with_capacities(made, window_groups), fit
 
 
-def with_capacities(made: Sequence[tuple[Run, Alone]], window_groups: int) -> list[Run]:
+def with_capacities(made: Sequence[tuple[Run, Costs]], window_groups: int) -> list[Run]:
     """For the very groups that are measured: others have other lengths."""
     measured = stretches([run.lines for run, _ in made], window_groups)
     return [
-        replace(run, capacities=alone.capacities(int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])))
-        for (run, alone), stretch in zip(made, measured, strict=True)
+        replace(run, capacities=costs.capacities(int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])))
+        for (run, costs), stretch in zip(made, measured, strict=True)
     ]
 
 
@@ -96,17 +97,21 @@ def _begin(told: Any) -> None:
     _process["told"] = told
 
 
-def _simulate(job: SimulatedJob) -> tuple[Run, Alone]:
-    kept = KeptTimeline()
-    run = simulate(
-        job.profile,
-        job.workload,
-        seed=job.seed,
-        observers=(kept,) if job.keep_timeline else (),
-        groups=job.groups,
-        on_progress=lambda groups, virtual_s: _process["told"].put((job.name, groups)),
-    )
+class _Teller(Observer):
+    """Tells a run's progress."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def step(self, record: StepRecord) -> None:
+        _process["told"].put((self._name, record.groups_trained))
+
+
+def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
+    kept, teller = KeptTimeline(), _Teller(job.name)
+    observers = (teller, kept) if job.keep_timeline else (teller,)
+    run = simulate(job.profile, job.workload, seed=job.seed, observers=observers, groups=job.groups)
     if run.error is not None:
         raise run.error
     timeline = kept.timeline(job.profile.name, run.lines) if job.keep_timeline else None
-    return Run(profile=job.profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.alone
+    return Run(profile=job.profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs

@@ -27,15 +27,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
+from asyncrl_cli.models.shape import ModelShape
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-
-if TYPE_CHECKING:
-    from asyncrl_cli.models.shape import ModelShape
 
 MASTER_BYTES = 4
 BYTES_OF = {"float32": 4, "bfloat16": 2}

@@ -2,8 +2,8 @@
 
     seconds = (constant + slope * amount) / (1 - shared * i / (1 + i))
 
-`shared` is the part of those seconds in which the other side computed too, and i the interference ratio of
-`simulate/machine.py`: work is done at the rate 1 alone and at 1 / (1 + i) beside the other, on average 1 - shared * i / (1 + i).
+`shared` is the part of those seconds in which the other side computed too, and i the interference ratio (`SharedMachine`): work is
+done at the rate 1 alone and at 1 / (1 + i) beside the other, on average 1 - shared * i / (1 + i).
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress, Published
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import SimulatedEngine
-from asyncrl_cli.simulate.machine import SharedMachine
 from asyncrl_cli.simulate.responses import Responses, fates
+from asyncrl_cli.simulate.simulated_trainer import SharedMachine
 from asyncrl_cli.simulate.workload import Decoding
 
 

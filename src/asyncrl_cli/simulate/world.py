@@ -7,9 +7,7 @@ Nothing of a run is kept but its metrics lines (and, if asked, spans): a simulat
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,34 +16,26 @@ from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.watching import Event, Observer, StepRecord
+from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, compile_job
+from asyncrl_cli.plan.job_plan import compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import run_virtual
-from asyncrl_cli.simulate.costs import Alone, TrainCosts, trainer_times, worker_times
-from asyncrl_cli.simulate.machine import SharedMachine
-from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
+from asyncrl_cli.simulate.costs import Costs
+from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
-
-Progress = Callable[[int, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """`lines` are those of metrics.jsonl; `events` counts the loop's events by name.
-
-    `error`: what a run failed with; None if it ended well.
-    """
+    """`lines` are those of metrics.jsonl. `error`: what a run failed with; None if it ended well."""
 
     lines: list[dict[str, Any]]
-    events: Mapping[str, int]
-    virtual_s: float
     error: AsyncrlError | None
-    alone: Alone
+    costs: Costs
 
 
 def simulate(
@@ -55,38 +45,27 @@ def simulate(
     seed: int = 0,
     observers: Sequence[Observer] = (),
     groups: int | None = None,
-    on_progress: Progress | None = None,
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's length, in whole steps.
 
-    The prompts' response lengths depend on `seed` alone. Raises what is wrong with the profile, or what an observer or
-    `on_progress(groups_trained, virtual_s)` raises; a failed run is returned with its `error`.
+    The prompts' response lengths depend on `seed` alone. Raises what is wrong with the profile, or what an observer raises; a run
+    that fails is returned with its `error`.
     """
-    job = compile_job(profile, virtual_cluster(profile))
-    settings = _settings(profile, seed, groups)
-    costs = TrainCosts(workload.training, profile, job.role(TRAINER).workers)
-    recorder = _Recorder(settings.schedule.window_steps, on_progress)
-    speeds: list[float] = []
+    job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
+    costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers)
+    recorder = _Recorder(settings.schedule.window_steps)
 
-    async def run() -> tuple[float, AsyncrlError | None]:
-        trainer, workers = _team(profile, workload, job, costs, seed)
-        speeds.extend(worker.speed for worker in workers)
+    async def run() -> AsyncrlError | None:
+        trainer, workers = _team(costs, seed)
+        costs.speeds = [worker.speed for worker in workers]
         world = World(feed=NumberedFeed(), trainer=trainer, workers=workers, observers=(recorder, *observers))
-        error: AsyncrlError | None = None
         try:
             await Pipeline(settings, world).run()
-        except AsyncrlError as raised:
-            error = raised
-        return asyncio.get_running_loop().time(), error
+        except AsyncrlError as error:
+            return error
+        return None
 
-    virtual_s, error = run_virtual(run())
-    return SimulatedRun(
-        lines=recorder.lines,
-        events=recorder.events,
-        virtual_s=virtual_s,
-        error=error,
-        alone=Alone(workload=workload, profile=profile, speeds=tuple(speeds), spent=costs.spent),
-    )
+    return SimulatedRun(error=run_virtual(run()), lines=recorder.lines, costs=costs)
 
 
 def virtual_cluster(profile: Profile) -> ClusterResources:
@@ -111,16 +90,13 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
     return LoopSettings.of(profile.model_copy(update=sections))
 
 
-def _team(
-    profile: Profile, workload: Workload, job: JobPlan, costs: TrainCosts, seed: int
-) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
+def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
     """Call inside the running loop."""
-    interference = workload.decoding.interference_ratio, workload.training.interference_ratio
-    machine = SharedMachine(generation_ratio=interference[0], training_ratio=interference[1])
-    names = [f"rollout-{index}" for index in range(job.role(ROLLOUT).workers)]
-    times = worker_times(workload, profile, len(names))
-    workers = [SimulatedWorker(name, profile.rollout.slots, times, seed, machine) for name in names]
-    return SimulatedTrainer(trainer_times(workload, profile, costs), machine=machine), workers
+    workload, times, slots = costs.workload, costs.worker_times(), costs.profile.rollout.slots
+    generation_ratio, training_ratio = workload.decoding.interference_ratio, workload.training.interference_ratio
+    machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
+    workers = [SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)]
+    return SimulatedTrainer(costs.trainer_times(), machine=machine), workers
 
 
 class NumberedFeed:
@@ -146,16 +122,9 @@ class NumberedFeed:
 class _Recorder(Observer):
     """Keeps lines and forgets the rest."""
 
-    def __init__(self, window_steps: int, on_progress: Progress | None) -> None:
+    def __init__(self, window_steps: int) -> None:
         self.lines: list[dict[str, Any]] = []
-        self.events: Counter[str] = Counter()
         self._metrics = StepMetrics(trigger_parameter_sync_step=window_steps, started_s=0.0)
-        self._on_progress = on_progress
-
-    def event(self, event: Event) -> None:
-        self.events[event.name] += 1
 
     def step(self, record: StepRecord) -> None:
         self.lines.append(self._metrics.update(record))
-        if self._on_progress is not None:
-            self._on_progress(record.groups_trained, record.ended_s)
