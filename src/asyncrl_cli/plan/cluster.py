@@ -1,4 +1,4 @@
-"""The nodes of a cluster with their CPUs and GPUs: plain values, and this machine's own, asked neither of Ray nor of torch."""
+"""The nodes of a cluster with their CPUs and GPUs: plain values. This machine's own are found without Ray and torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profile -> JobPlan: roles, their workers, devices and bundles. Pure: asks nobody, starts nothing.
+"""Profile -> JobPlan: roles, their workers, devices and bundles. Pure: it reads nothing and starts nothing.
 
     placement group   bundles                                 who lives in a bundle
     trainer           one per rank: 1 device, c CPUs          that rank

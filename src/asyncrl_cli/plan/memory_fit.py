@@ -88,7 +88,7 @@ def memory_warnings(estimate: MemoryEstimate) -> list[str]:
 
 
 def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
-    """What is no matter of estimation: a GPU that is too small for what one process holds on it all the time.
+    """What is certain without an estimate: a GPU that is too small for what one process holds on it all the time.
 
     That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller than its slots want).
     """

@@ -150,7 +150,7 @@ def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, di
 
 
 def _common(profile: Profile, device: str) -> dict[str, Any]:
-    """The profile keys that size the work; a colocated run's own placement is its profile's affair."""
+    """The profile keys that size the work. `placement.colocate` is not among them: it is what a profile decides."""
     tables = _values(profile, COMMON_KEYS)
     return tables | {"placement": tables["placement"] | {"device": device}}
 

@@ -36,7 +36,7 @@ _NEVER = float("inf")
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
     """A response in the making. `tokens` are those it will have; fewer once it was aborted. `on_end` is called when it has all
-    of them. `luck` (uniform) decides on its reward, which takes `reward_s` and comes at `rewarded_s`: the engine's are the rest."""
+    of them. `luck` (uniform) decides on its reward, which takes `reward_s` and comes at `rewarded_s`. The engine sets the rest."""
 
     prompt_tokens: int
     tokens: int

@@ -43,8 +43,9 @@ def rate(shared: Any, interference: float) -> Any:
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
-    """All coefficients >= 0. Least squares of relative errors give the line's form, so that slow steps (a disturbed machine) do not
-    rule it; they ask for less than the mean, so its level is set by the sum: predictions add up to the seconds that were spent."""
+    """All coefficients are >= 0. The line's form comes from least squares of relative errors, so that slow steps (of a disturbed
+    machine) do not decide it. They alone would put the line too low: it is scaled so that its predictions add up to the seconds
+    that were spent."""
     amounts, seconds, shares = np.array(points).T
     lines = np.stack([np.ones_like(amounts), amounts], axis=1)
     tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)

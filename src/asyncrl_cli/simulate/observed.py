@@ -45,7 +45,7 @@ def _busy(line: Line) -> tuple[float, float, float]:
 
 
 def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
-    """Mean seconds of a decode step against its mean batch, where there was decoding worth a figure: a line on average, too."""
+    """Mean seconds of a decode step against its mean batch, of lines with enough decoding. What is linear is so on average, too."""
     points = []
     for line in lines:
         _, busy, both = _busy(line)
@@ -78,7 +78,7 @@ def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed lengths: as many from the quantiles of each step, then quantiles of them all."""
+    """Observed lengths: LENGTHS_PER_STEP of each step, of all these LENGTHS_KEPT at even distances."""
     cap = profile.rollout.max_response_tokens
     drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap))
     kept = min(LENGTHS_KEPT, len(drawn))
@@ -87,7 +87,7 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 
 
 def _step_lengths(line: Line, cap: int) -> list[int]:
-    """A line's quantiles run from the shortest to the longest of `count`: each of them, the two as well, is 1 / count of all."""
+    """A line's quantiles run from its shortest response to its longest; each response, also these two, is 1 / count of them."""
     shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
     points, count = line["response_tokens/quantiles"], trajectories(line)
     places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)

@@ -67,7 +67,7 @@ class SimulatedWorker:
         self._begin()
 
     def _begin(self) -> None:
-        """All that a process has, and takes along when it ends."""
+        """What a process has, and what is lost when it ends."""
         self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
         self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
         self._engine = SimulatedEngine(self.slots, self._times.decoding, speed=self.speed, on_running=self._running)

@@ -72,7 +72,7 @@ def profile_for(
 ) -> Loaded:
     """The profile NAME or FILE with the workload's keys laid over it, below environment and `--set`.
 
-    What a FILE that is not shipped says itself lies above the workload's keys: its user means it. The workload's [profiles.NAME]
+    What a FILE that is not shipped says itself lies above the workload's keys: its author chose it. The workload's [profiles.NAME]
     holds for the shipped profile of that name and for files that extend it.
 
     It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
@@ -99,7 +99,7 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
 
 
 def _baseline_window_groups(workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None) -> int:
-    """W of the baseline, with the sets that size a window; others (as a staleness) may be none that a baseline can have."""
+    """W of the baseline, with the `--set`s that size a window: of the others it may not allow some, such as a staleness."""
     sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
     own = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
     return Schedule.of(load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile).window_groups
@@ -119,7 +119,7 @@ def _locate(reference: str) -> Path:
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
-    """What is wrong with the profile keys; what is no table is told with the workload's own keys."""
+    """What is wrong with the profile keys. A value where a table should be is one of the problems with the workload's own keys."""
     by_name, known = content.get("profiles", {}), shipped_profiles()
     by_name = by_name if isinstance(by_name, Mapping) else {}
     for name in (name for name in by_name if name not in known):
