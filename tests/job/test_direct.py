@@ -84,7 +84,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_actor, "set_up_process", lambda **_: None)  # this process is the test's
         kind = replace(engine_kind("vllm"), rank_zero_end=in_process_nccl)
-        patch.setattr(trainer_actor, "engine_kind", lambda name: kind)
+        patch.setattr(trainer_actor, "kind_of", lambda profile: kind)
         rank_zero = TrainerActor(0, profile, parts.place, directory, log_path=directory / "log")
         rank_zero.start(f"file://{directory}/meet")
     yield rank_zero
@@ -143,7 +143,7 @@ class Driver:
         self.calls.append("made")
         return SimpleNamespace(
             start=remote(lambda: self.calls.append("started")),
-            connect=remote(lambda actor: self.calls.append(("connect", actor is self.trainer_actor))),
+            connect=remote(lambda rank_zero: self.calls.append(("connect", rank_zero.actor is self.trainer_actor))),
         )
 
 

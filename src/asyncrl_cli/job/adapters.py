@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import ray
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost
-from asyncrl_cli.job.calls import Limit, all_of, answer, leave
+from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer
 from asyncrl_cli.job.exchange import GroupExchange
 from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop import ports
@@ -51,7 +51,8 @@ class RayRolloutWorker:
         self._calls = Limit(profile.rollout.call_timeout_s, CALL_KEY)
         self._weights = Limit(weights_s, WEIGHTS_KEY)
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
-        self._rank_zero: Any = None
+        self._num_workers = workers
+        self._rank_zero: RayRankZero | None = None
         self._groups = GroupExchange(self.actor, self._answer)
 
     async def generate(self, request: ports.GroupRequest) -> GroupResult:
@@ -96,21 +97,22 @@ class RayRolloutWorker:
         """
         ray.kill(self.actor)
         if self._rank_zero is not None:
-            await leave(self._rank_zero, self.name)
+            await self._rank_zero.leave()
         self.actor = self._make_actor()
         self._groups = GroupExchange(self.actor, self._answer)
         await self.start()
         if self._rank_zero is not None:
-            await self.connect(self._rank_zero)
+            await self.connect(self._rank_zero.actor)
 
     async def start(self) -> None:
         await self._answer(self.actor.start.remote(), "its start", START_LIMIT)
 
-    async def connect(self, rank_zero: Any) -> None:
+    async def connect(self, trainer_actor: Any) -> None:
         """`nccl`, `ipc`: this worker asks the trainer's first actor for its weights, now and after every restart."""
-        self._rank_zero, own_s = rank_zero, self._weights.seconds
+        own_s = self._weights.seconds
+        self._rank_zero = RayRankZero(trainer_actor, self.name, own_s, self._num_workers)
         limit = Limit(own_s + DRIVER_MARGIN_S, WEIGHTS_KEY, own_s)
-        await self._answer(self.actor.connect.remote(rank_zero), "its meeting with trainer-0", limit)
+        await self._answer(self.actor.connect.remote(self._rank_zero), "its meeting with trainer-0", limit)
 
     async def stop(self, timeout_s: float) -> None:
         await self._answer(self.actor.stop.remote(), "its end", Limit(timeout_s))
@@ -121,7 +123,7 @@ class RayRolloutWorker:
             return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since)
         except ExecutorLost:
             if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
-                self._rank_zero.leave.remote(self.name)
+                self._rank_zero.actor.leave.remote(self.name)
             raise
 
 

@@ -116,28 +116,23 @@ class RayRankZero(RankZero):
     """
 
     def __init__(self, actor: Any, worker: str, timeout_s: float, workers: int) -> None:
-        self._actor = actor
+        self.actor = actor
         self._worker = worker
         self._timeout_s = timeout_s
         self._workers = workers
 
     async def meeting_point(self) -> tuple[str, int]:
-        ref = self._actor.meeting_point.remote()
+        ref = self.actor.meeting_point.remote()
         address = await answer(ref, executor="trainer-0", call="an address", limit=Limit(AT_ONCE_S))
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         return host, int(port)
 
     async def leave(self) -> None:
-        await leave(self._actor, self._worker)
+        ref = self.actor.leave.remote(self._worker)
+        await answer(ref, executor="trainer-0", call=f"the leave of {self._worker}", limit=Limit(AT_ONCE_S))
 
     async def ask(self, call: str, *args: Any) -> Any:
         rank_zeros_s = turn_s(self._timeout_s, self._workers) if call == "turn" else self._timeout_s
         limit = Limit(rank_zeros_s + CALL_MARGIN_S, TIMEOUT_KEY, self._timeout_s)
-        ref = self._actor.direct.remote(call, self._worker, *args)
+        ref = self.actor.direct.remote(call, self._worker, *args)
         return await answer(ref, executor="trainer-0", call=f"{call} for {self._worker}", limit=limit)
-
-
-async def leave(rank_zero_actor: Any, worker: str) -> None:
-    """Rank 0 ends what it does for this worker."""
-    ref = rank_zero_actor.leave.remote(worker)
-    await answer(ref, executor="trainer-0", call=f"the leave of {worker}", limit=Limit(AT_ONCE_S))

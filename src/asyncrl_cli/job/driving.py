@@ -25,25 +25,19 @@ from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile
+from asyncrl_cli.observe.wandb_sink import Wandb
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import storage_error, telling_storage
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.transports import all_loads_s
 
 if TYPE_CHECKING:
-    from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer  # they need Ray
+    from asyncrl_cli.job.adapters import RayTrainer  # it needs Ray
 
 log = logging.getLogger("asyncrl")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
-    """What a run has prepared and started. `payloads`: of the finished groups in the checkpoint that it goes on from."""
-
-    task: Task
-    trainer: RayTrainer
-    workers: Sequence[RayRolloutWorker]
-    payloads: Sequence[Any]
+Crew = tuple[Any, Sequence[Any], Sequence[Any]]
+"""The trainer, the rollout workers, and the payloads of the finished groups in the checkpoint that a run goes on from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +76,23 @@ class RunCheckpoints:
 
 
 def make_pipeline(
-    profile: Profile, directory: RunDirectory, started: Started, observers: Observers, checkpoint: Checkpoint | None
+    profile: Profile, directory: RunDirectory, task: Task, crew: Crew, observers: Observers, checkpoint: Checkpoint | None
 ) -> Pipeline:
     """`checkpoint`: where a resumed run goes on."""
+    trainer, workers, payloads = crew
     store = CheckpointStore(directory.path, keep=profile.checkpoint.keep, profile=profile.name)
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step)
     world = World(
-        feed=PromptFeed(started.task.train, seed=profile.run.seed),
-        trainer=started.trainer,
-        workers=started.workers,
-        eval_items=started.task.eval,
+        feed=PromptFeed(task.train, seed=profile.run.seed),
+        trainer=trainer,
+        workers=workers,
+        eval_items=task.eval,
         observers=[observers],
-        checkpoints=RunCheckpoints(store, started.trainer),
-        resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=started.payloads),
+        checkpoints=RunCheckpoints(store, trainer),
+        resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads),
     )
-    return Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(started.workers))), world)
+    return Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)
 
 
 def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observers:
@@ -109,8 +104,6 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
         StatusFile(directory.status),
     ]
     if profile.logging.wandb != "disabled":
-        from asyncrl_cli.observe.wandb_sink import Wandb
-
         config = profile.model_dump(mode="json")
         mode, project = profile.logging.wandb, profile.logging.wandb_project
         sinks.append(Wandb(directory.path, mode=mode, project=project, name=directory.name, config=config))

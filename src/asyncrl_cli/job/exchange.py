@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
@@ -38,15 +38,9 @@ logger = logging.getLogger(__name__)
 
 Run = Callable[[GroupRequest, Callable[[int], None]], Awaitable[tuple[GroupResult, GroupPayload]]]
 Ended = tuple[GroupResult, GroupPayload]
+Head = tuple[Progress, tuple[GroupResult, ...]]
+"""An answer's first object; the others are the payloads of its groups, in their order, and None for the rest."""
 Answer = Callable[[Any, str], Awaitable[Any]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchanged:
-    """An answer's first object; the others are the payloads of `results`, in their order, and None for the rest."""
-
-    progress: Progress
-    results: tuple[GroupResult, ...]
 
 
 class GroupDesk:
@@ -144,7 +138,7 @@ class GroupExchange:
         head, *payloads = self._actor.exchange.remote(self._taken(), seen)
         self._is_under_way = True
         try:
-            exchanged: Exchanged = await self._answer(head, "a progress report")
+            progress, results = await self._answer(head, "a progress report")
         except AsyncrlError as error:
             for future in self._waiting.values():
                 if not future.done():
@@ -153,14 +147,14 @@ class GroupExchange:
             raise
         finally:
             self._is_under_way = False
-        for result, payload in zip(exchanged.results, payloads, strict=False):  # the rest are None
+        for result, payload in zip(results, payloads, strict=False):  # the rest are None
             future = self._waiting.pop(result.key, None)
             if future is not None and not future.done():
                 future.set_result(replace(result, payload=payload))
-        for report in exchanged.progress.reports:
+        for report in progress.reports:
             if report.gauges.get("running_sequences"):
                 self._ran_s[int(report.gauges["version"])] = asyncio.get_running_loop().time()
-        return exchanged.progress
+        return progress
 
     def _taken(self) -> list[GroupRequest]:
         taken, self._outgoing = self._outgoing, []

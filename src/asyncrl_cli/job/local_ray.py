@@ -97,6 +97,10 @@ class LocalNode(Node):
 def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_bytes: int) -> Iterator[tuple[str, Daemons]]:
     """The daemons of a session, and the address to connect to while the block runs. Raises what Ray raises if they do not start."""
     (directory / RAY_DIRECTORY).mkdir(mode=0o700)
+    # Calls without this token are refused. Ray's default, one token per user in the home directory, is not touched.
+    token = directory / TOKEN
+    token.touch(mode=0o600, exist_ok=False)
+    token.write_text(secrets.token_hex(32), encoding="ascii")
     # Where torch's gloo and vLLM listen: by themselves at whatever address the host's name has.
     on_loopback = {
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
@@ -114,7 +118,7 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
         resource_isolation_config=ResourceIsolationConfig(),
     )
     with (
-        ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=_token(directory), RAY_AUTH_TOKEN=None, **on_loopback),
+        ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None, **on_loopback),
         # Ray's switch for other systems. With it on, Ray puts the host's address for loopback, and listens on all interfaces.
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
         # Or Ray prints to stdout how its daemons end.
@@ -130,14 +134,6 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
 def ending(process: subprocess.Popen[bytes]) -> str | None:
     """How it has ended; None while it runs."""
     return None if process.poll() is None else how_it_ended(process.returncode)
-
-
-def _token(directory: Path) -> str:
-    """Calls without it are refused. Ray's default, one token per user in the home directory, is not touched."""
-    path = directory / TOKEN
-    path.touch(mode=0o600, exist_ok=False)
-    path.write_text(secrets.token_hex(32), encoding="ascii")
-    return str(path)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
 """What a run needs before Ray starts: its engine, its task, its model, prompts that fit, and a checkpoint of its own if it resumes
-from one. Looked at in threads that a Ctrl-C can end."""
+from one. All of it is looked at in threads that a Ctrl-C need not wait for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.models.check import check_model, check_vocabulary
+from asyncrl_cli.models.resolve import is_builtin, model_here, resolve_model
 from asyncrl_cli.observe import observers
+from asyncrl_cli.observe.wandb_sink import check_login
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.schema import Profile
@@ -42,8 +45,6 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
     """
     say("looking for the engine")
     await interruptible(lambda look: check_surroundings(profile, address))
-    from asyncrl_cli.models.resolve import is_builtin, resolve_model  # not before the engine: it may be what breaks transformers
-
     say("loading the task")
     task = await interruptible(lambda look: load_task(profile, resumed))
     say("preparing the model")
@@ -66,8 +67,6 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:
     """Raises what `prepare` would, as far as that can be told while no model is made or fetched."""
-    from asyncrl_cli.models.resolve import is_builtin, model_here
-
     check_surroundings(profile, address)
     task = load_task(profile)
     if (directory := model_here(profile)) is not None:
@@ -88,15 +87,12 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
         check_reachable(address)
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     if profile.logging.wandb == "online":
-        from asyncrl_cli.observe.wandb_sink import check_login
-
         check_login()
 
 
 def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
     """The model and its tokenizer, and the task's prompts in its tokens."""
     from asyncrl_cli.envs.rendering import load_tokenizer, render_prompts
-    from asyncrl_cli.models.check import check_model, check_vocabulary
 
     vocab_size = check_model(profile, model_dir)
     try:

@@ -75,7 +75,7 @@ def yield_to_computing() -> None:
     """On Linux: a thread of this process that wakes up, for a message or a poll, waits for its turn and pushes nobody off a core.
 
     A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a core from a forward
-    pass, and the caches with it. Alone on its cores a process is as fast as before. Where it is not allowed nothing changes.
+    pass, and the caches with it. Alone on its cores a process is as fast as before. A system may refuse it.
     """
     if sys.platform == "linux":
         with suppress(OSError):
@@ -95,7 +95,7 @@ def _log_to(path: Path) -> None:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """On a full disk lines are lost in silence: Python would print a traceback for each. A run's own files report the disk."""
+        """On a full disk lines are lost silently: Python would print a traceback for each. A run's own files report the disk."""
 
 
 @contextmanager
@@ -142,7 +142,7 @@ class StopRequests:
             action()
 
     def take_signals(self) -> dict[signal.Signals, Any]:
-        """Take the signals over from whoever had them, and return these; taken again, nothing changes.
+        """Take the signals over, and return the handlers that they had. To take them twice changes nothing.
 
         One that was ignored from the start (SIGHUP under nohup) stays so. Outside the main thread nobody may handle signals: such
         a run is stopped by file, or by cancelling it.

@@ -23,8 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.engines.port import Engine, Sampling, make_engine
+from asyncrl_cli.envs import find_environment
 from asyncrl_cli.job.calls import RayRankZero
-from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, Exchanged, GroupDesk
+from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, GroupDesk, Head
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.transports import arriving
 from asyncrl_cli.loop.attempts import AttemptKey
@@ -32,12 +34,13 @@ from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.weights.probes import judge, mean_abs_diff
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.engines.port import Engine
     from asyncrl_cli.weights.transports import Manifest
 
 logger = logging.getLogger(__name__)
@@ -58,9 +61,6 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Load the model and start the reward processes, side by side. May take minutes."""
-        from asyncrl_cli.engines.port import make_engine
-        from asyncrl_cli.tasks.rewards import RewardPool, default_workers
-
         profile, place = self._profile, self._place
         self._changes = LongPoll()
         self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
@@ -75,19 +75,18 @@ class RolloutActor:
         logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
-        from asyncrl_cli.envs import find_environment
         from asyncrl_cli.envs.group_runner import GroupRunner
         from asyncrl_cli.envs.rendering import load_tokenizer
 
         rollout = self._profile.rollout
         tokenizer = load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
-        sampling = self._sampling(rollout.temperature)
+        sampling = Sampling.of(rollout, rollout.temperature)
         environment = partial(find_environment(self._profile.task.environment), self._rewards)
         return GroupRunner(self._engine, tokenizer, environment, sampling, max_prompt_tokens=rollout.max_prompt_tokens)
 
-    async def connect(self, rank_zero: Any) -> None:
+    async def connect(self, rank_zero: RayRankZero) -> None:
         """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""
-        await self._engine.connect(RayRankZero(rank_zero, self._name, self._profile.weights.timeout_s, self._place.workers))
+        await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
         """End the reward processes and the engine. Running groups end with an error."""
@@ -97,7 +96,7 @@ class RolloutActor:
         self._desk.begin(requests)
 
     @ray.method(num_returns=1 + GROUPS_PER_ANSWER)
-    async def exchange(self, requests: Sequence[GroupRequest], seen: int) -> tuple[Exchanged | GroupPayload | None, ...]:
+    async def exchange(self, requests: Sequence[GroupRequest], seen: int) -> tuple[Head | GroupPayload | None, ...]:
         """New groups in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
 
         Metadata for the driver, arrays for the trainer: an object each, so that the arrays never pass the driver.
@@ -105,8 +104,8 @@ class RolloutActor:
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
         ended = self._desk.take()
-        exchanged = Exchanged(progress=self._progress(seen), results=tuple(result for result, _ in ended))
-        return exchanged, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
+        head = self._progress(seen), tuple(result for result, _ in ended)
+        return head, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
 
     async def abort(self, key: AttemptKey) -> None:
         await asyncio.sleep(0)  # a group that has come in the same turn begins first
@@ -119,9 +118,10 @@ class RolloutActor:
         return await self._loader.load(version, interrupt)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
+        sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
         self._meter.evals(+1)
         try:
-            return await self._runner.evaluate(request, self._sampling(self._profile.eval.temperature))
+            return await self._runner.evaluate(request, sampling)
         finally:
             self._meter.evals(-1)
 
@@ -147,11 +147,6 @@ class RolloutActor:
             gauges=counters.gauges,
         )
         return Progress(seen=seen, finished_sequences=dict(self._desk.finished_sequences), reports=(report, self._rewards.report()))
-
-    def _sampling(self, temperature: float) -> Any:
-        from asyncrl_cli.engines.port import Sampling
-
-        return Sampling.of(self._profile.rollout, temperature)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,8 +214,6 @@ class Loader:
 
     async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
         """With the probes, scored by the engine itself, beside the trainer's logprobs of this version and of the one before."""
-        from asyncrl_cli.weights.probes import judge, mean_abs_diff
-
         scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
         judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs) if manifest.previous_logprobs else None
         return replace(

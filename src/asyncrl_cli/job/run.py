@@ -18,7 +18,7 @@ from typing import NoReturn
 from asyncrl_cli.checkpoint.find import Checkpoint, load_checkpoint, refuse_ended, resolve
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, fresh_name
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.job.driving import RunResult, Started, make_observers, make_pipeline, run_to_the_end
+from asyncrl_cli.job.driving import Crew, RunResult, make_observers, make_pipeline, run_to_the_end
 from asyncrl_cli.job.preparing import Say, check_resumable, prepare, refuse_other_prompts
 from asyncrl_cli.job.process import StopRequests, blocked, end_descendants, leave, leave_soon, logged_to, tell
 from asyncrl_cli.job.session import ray_session
@@ -27,6 +27,7 @@ from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.profile.resolved import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.reward_choice import keep_reward_module
+from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 
 NEVER_BEGAN = "interrupted while the run was starting: no step was trained"
@@ -93,43 +94,44 @@ class Run:
             stack.callback(watching.cancel)
             self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
             with self._start, Starting(self.ui, tell=self._start) as say:
-                started, warnings = await self._start_everything(stack, directory, attempt_dir, say)
+                task, crew, warnings = await self._start_everything(stack, directory, attempt_dir, say)
             self._start = None
-            return await self._to_the_end(directory, started, warnings)
+            return await self._to_the_end(directory, task, crew, warnings)
 
     async def _start_everything(
         self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Say
-    ) -> tuple[Started, Sequence[str]]:
+    ) -> tuple[Task, Crew, Sequence[str]]:
         """Up to the loop's first turn, and what people are warned of; what has been started ends with `stack`."""
-        task, model_dir = await prepare(self.profile, say, self.address, directory.path if self.checkpoint else None)
+        profile = self.profile
+        task, model_dir = await prepare(profile, say, self.address, directory.path if self.checkpoint else None)
         if self.checkpoint is not None:
-            refuse_other_prompts(self.checkpoint, task, self.profile.run.seed)
+            refuse_other_prompts(self.checkpoint, task, profile.run.seed)
         say("starting Ray")
         # A terminal that closes sends SIGHUP to our whole process group, and the last checkpoint needs Ray's processes.
         with blocked(signal.SIGHUP):
-            plan = stack.enter_context(ray_session(self.profile, address=self.address, model_dir=model_dir))
+            plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
         keep_reward_module(directory.path, task.reward.function, task.reward.module_file)
         from asyncrl_cli.job.workers import started_workers
 
-        kept = {"run_dir": directory.path, "log_dir": log_dir, "checkpoint": self.checkpoint}
-        crew = started_workers(plan, self.profile, model_dir, task.reward, **kept, progress=say)
-        trainer, workers, payloads = await stack.enter_async_context(crew)
-        started = Started(task=task, trainer=trainer, workers=workers, payloads=payloads)
-        return started, [*self.warnings, *plan.warnings, *task.notes]
+        crew = started_workers(
+            plan, profile, model_dir, task.reward, run_dir=directory.path, log_dir=log_dir, checkpoint=self.checkpoint, progress=say
+        )
+        return task, await stack.enter_async_context(crew), [*self.warnings, *plan.warnings, *task.notes]
 
-    async def _to_the_end(self, directory: RunDirectory, started: Started, warnings: Sequence[str]) -> RunResult:
+    async def _to_the_end(self, directory: RunDirectory, task: Task, crew: Crew, warnings: Sequence[str]) -> RunResult:
         observers = make_observers(self.profile, directory, self.ui)
         try:
-            pipeline = make_pipeline(self.profile, directory, started, observers, self.checkpoint)
+            pipeline = make_pipeline(self.profile, directory, task, crew, observers, self.checkpoint)
         except BaseException as failure:
             observers.close("failed", str(failure))
             raise
         for warning in warnings:
             observers.warning(warning)
-        started.trainer.warn = observers.warning
+        trainer, *_ = crew
+        trainer.warn = observers.warning
         self._unbegun = None
-        result = await run_to_the_end(pipeline, started.trainer, directory, observers, self.requests)
+        result = await run_to_the_end(pipeline, trainer, directory, observers, self.requests)
         if self.ui != "none":
             tell("shutting down")  # Ray and the workers take seconds to end
         return result

@@ -81,8 +81,12 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: in
 
         # Two published versions of the model in float32.
         versions_bytes = sum(4 * path.stat().st_size for path in model_dir.glob("*.safetensors")) if model_dir else 0
-        sizes = {"num_cpus": max(cpus, cluster.cpus), "num_gpus": cluster.gpus}
-        node = local_node(directory, **sizes, object_store_bytes=OBJECT_STORE_BYTES + versions_bytes)
+        node = local_node(
+            directory,
+            num_cpus=max(cpus, cluster.cpus),
+            num_gpus=cluster.gpus,
+            object_store_bytes=OBJECT_STORE_BYTES + versions_bytes,
+        )
         address, daemons = stack.enter_context(node)
         stack.enter_context(lifeline(daemons, reaping.mend))
         # `uv run` sets a hook that needs an agent, and a local session has none.

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
-from asyncrl_cli.plugins import engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.storage import telling_storage
@@ -116,8 +116,7 @@ class TrainerActor:
         """
         with self._in(State.SYNCING, "weights to be gathered"):
             gather_s = self._trainer.gather(version, self._sending.of(version, wanted))
-        with self._lock:
-            return gather_s, self._clock.report()
+        return gather_s, self.report()
 
     @ray.method(concurrency_group="main")
     def snapshot(self, step: int) -> float:
@@ -156,8 +155,7 @@ class TrainerActor:
         from asyncrl_cli.weights.held import HeldVersions
 
         held = HeldVersions()
-        make_end = engine_kind(self._profile.rollout.engine).rank_zero_end
-        self._end = make_end(weights, held, self._trainer.ranks.device)
+        self._end = kind_of(self._profile).rank_zero_end(weights, held, self._trainer.ranks.device)
         return held
 
     @ray.method(concurrency_group="write")

@@ -29,7 +29,6 @@ from asyncrl_cli.tasks.scoring import RewardSpec
 
 STOP_TIMEOUT_S = 1.0
 """A kill loses nothing of value: checkpoints and publishes were awaited; and a second Ctrl-C must be out in 5 s."""
-
 RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""
 
