@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import typing
+from functools import partial
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -39,7 +40,7 @@ class AsyncrlError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.hint))
+        return partial(type(self), hint=self.hint), (self.message,)
 
 
 def first_line(error: BaseException) -> str:
@@ -81,14 +82,6 @@ def did_you_mean(name: str, known: Collection[str], otherwise: str, shown: Calla
     return f"did you mean {shown(guess)}?" if guess else otherwise
 
 
-def _rebuild(kind: type[AsyncrlError], message: str, hint: str) -> AsyncrlError:
-    return kind(message, hint=hint)
-
-
-def _rebuild_failed(kind: type[ExecutorFailed], cause: str, hint: str, executor: str) -> ExecutorFailed:
-    return kind(cause, hint=hint, executor=executor)
-
-
 class ConfigError(AsyncrlError):
     exit_code = 2
 
@@ -112,8 +105,8 @@ class RefusedError(AsyncrlError):
 
 
 class ExecutorFailed(AsyncrlError):
-    """An error of `executor`, as `rollout-1`, which the message begins with. Raised inside of one it has no name yet: whoever calls
-    the executor adds it."""
+    """An error of `executor`, as `rollout-1`, which the message begins with. Raised inside an executor it has no name yet: the
+    caller of the executor adds it."""
 
     def __init__(self, message: str, *, hint: str = "", executor: str = "") -> None:
         super().__init__(f"{executor} failed: {message}" if executor else message, hint=hint)
@@ -121,7 +114,7 @@ class ExecutorFailed(AsyncrlError):
         self.cause = message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_failed, (type(self), self.cause, self.hint, self.executor))
+        return partial(type(self), hint=self.hint, executor=self.executor), (self.cause,)
 
 
 class ExecutorLost(ExecutorFailed):

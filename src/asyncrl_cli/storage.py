@@ -1,6 +1,6 @@
 """Files and links that appear whole or not at all, and append-only lines after a crash.
 
-And the error for people where the system refuses one: its path, the reason, how much space is left, what to do.
+Also the error that people see when the system refuses a file: its path, the reason, how much space is left, what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _unfinished: set[Path] = set()
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within the block an OSError has `path` as its file name if it has none: those of open files have none. Errors that a library
+    """Every OSError of the block gets `path` as its file name if it has none (those of open files have none). Errors that a library
     (safetensors) raises in place of an OSError become one."""
     try:
         yield
@@ -71,9 +71,7 @@ def storage_error(error: OSError) -> StorageError:
     """The error for people: path, reason and, where it matters, the space that is left."""
     why, hint = error.strerror or str(error), HINTS.get(error.errno or 0, "")
     path = error.filename2 or error.filename
-    if isinstance(path, bytes):
-        path = os.fsdecode(path)
-    if not isinstance(path, str):  # nor need it be about a file at all
+    if not isinstance(path, str):  # not every OSError is about a file
         return StorageError(f"the system refused something: {why}", hint=hint)
     space = _space(Path(path)) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return StorageError(f"{path} cannot be {_verb(error)}: {why}{space}", hint=hint)

@@ -77,7 +77,7 @@ def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Pat
 def train(trainer: PolicyTrainer, step: int) -> None:
     metas, payloads = make_step(step, num_groups=2)
     (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
-    trainer.train(step=step, step_in_window=(step - 1) % K, plan=plan, payloads=dict(enumerate(payloads)))
+    trainer.train(step_in_window=(step - 1) % K, plan=plan, payloads=dict(enumerate(payloads)))
 
 
 @pytest.fixture(scope="session")

@@ -103,7 +103,7 @@ def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp
     trainer = parts.made(f"file://{tmp_path}/meet")
     try:
         before = {name: local.clone() for name, local in trainer.model.locals().items()}
-        report = trainer.train(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+        report = trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
         after = trainer.model.locals()
         assert any(not before[name].equal(local) for name, local in after.items())
     finally:

@@ -28,7 +28,7 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}
         step_in_window = (step - 1) % trainer.profile.async_training.trigger_parameter_sync_step
-        trainer.train(step=step, step_in_window=step_in_window, plan=plan, payloads=needed)
+        trainer.train(step_in_window=step_in_window, plan=plan, payloads=needed)
 
 
 def write_in_thread(trainer: PolicyTrainer, job: dict) -> None:

@@ -24,9 +24,9 @@ from tests.train.train_samples import make_segment, make_step, meta_of, save_tin
 from tests.trainers import trainer_parts
 
 
-def rank_batch(metas, payloads, *, step=1, step_in_window=0, num_minibatches=1):
+def rank_batch(metas, payloads, *, step_in_window=0, num_minibatches=1):
     (plan,) = plan_train_step(metas, ranks=1, num_minibatches=num_minibatches, normalize=True)
-    return dict(step=step, step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
+    return dict(step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
 
 
 def weights_of(trainer):
@@ -88,7 +88,7 @@ def test_on_policy_training_equals_a_plain_grpo_loop_bit_for_bit(tiny_model_dir,
     plain = PlainGrpo(tiny_model_dir)
     for step in range(1, 5):
         metas, payloads = make_step(step, num_groups=4)
-        trainer.train(**rank_batch(metas, payloads, step=step, num_minibatches=2))
+        trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
         for half in (payloads[:2], payloads[2:]):
             lengths = [len(t.segments[0].tokens_T) - 1 for p in half for t in p.trajectories]
             plain.step(half, microbatches(lengths, max_tokens, SPLIT_COST_TOKENS["cpu"]))
@@ -146,9 +146,9 @@ def test_recompute_takes_prox_from_the_windows_first_weights(tiny_model_dir, mak
     trainer = make_trainer(settings)
     first = with_true_logprobs(*make_step(1, num_groups=2), tiny_model_dir, temperature=1.0)
     second = with_true_logprobs(*make_step(2, num_groups=2), tiny_model_dir, temperature=1.0)
-    trainer.train(**rank_batch(*first, step=1, step_in_window=0))
+    trainer.train(**rank_batch(*first, step_in_window=0))
     before = weights_of(trainer)
-    report = trainer.train(**rank_batch(*second, step=2, step_in_window=1))
+    report = trainer.train(**rank_batch(*second, step_in_window=1))
     # mu is the initial model, which is also the window's first: w stays 1 while u has moved with the weights.
     assert report.metrics["correction/weight_max"].value == pytest.approx(1.0, abs=1e-4)
     assert report.metrics["correction/ratio_max"].value > 1.05
@@ -300,7 +300,7 @@ def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not
     metas, payloads = spoiled_step(2, num_groups=4)
     trainer = make_trainer(settings)
     trainer.train(**rank_batch(*make_step(1, num_groups=2)))
-    report = trainer.train(**rank_batch(metas, payloads, step=2, num_minibatches=2))
+    report = trainer.train(**rank_batch(metas, payloads, num_minibatches=2))
     assert (report.skipped_steps, report.skipped_in_a_row, report.metrics["train/skipped_steps"].value) == (1, 0, 1.0)
     assert report.tokens == sum(t.response_tokens for meta in metas for t in meta.trajectories)
     assert math.isfinite(report.metrics["train/grad_norm"].value)
@@ -308,7 +308,7 @@ def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not
     skipping = weights_of(trainer)
     without = make_trainer(settings)
     without.train(**rank_batch(*make_step(1, num_groups=2)))
-    without.train(**rank_batch(metas[2:], payloads[2:], step=2))
+    without.train(**rank_batch(metas[2:], payloads[2:]))
     for name, after in weights_of(without).items():
         assert torch.equal(skipping[name], after), name
     assert trainer.optimizer.steps_made == without.optimizer.steps_made == 2
@@ -317,11 +317,11 @@ def test_a_gradient_that_is_not_finite_skips_its_optimizer_step_as_if_it_had_not
 def test_skipped_optimizer_steps_are_counted_in_a_row_until_one_is_made(tiny_model_dir, make_trainer):
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     before = weights_of(trainer)
-    reports = [trainer.train(**rank_batch(*spoiled_step(step, num_groups=1), step=step)) for step in (1, 2)]
+    reports = [trainer.train(**rank_batch(*spoiled_step(step, num_groups=1))) for step in (1, 2)]
     assert [report.skipped_in_a_row for report in reports] == [1, 2]
     assert "train/grad_norm" not in reports[0].metrics
     assert all(torch.equal(before[name], after) for name, after in weights_of(trainer).items())
-    assert trainer.train(**rank_batch(*make_step(3, num_groups=1), step=3)).skipped_in_a_row == 0
+    assert trainer.train(**rank_batch(*make_step(3, num_groups=1))).skipped_in_a_row == 0
 
 
 def test_groups_without_any_difference_in_reward_change_nothing(tiny_model_dir, make_trainer):

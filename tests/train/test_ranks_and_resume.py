@@ -112,13 +112,13 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, run_ra
     trainer = make_trainer(trainer_parts(tiny_model_dir))
     trainer.load(checkpoint)
     assert_equal(trainer.model.locals(), weights)
-    assert (trainer.step, trainer.optimizer.steps_made) == (2, 4)
+    assert trainer.optimizer.steps_made == 4
 
 
 def one_step(trainer, step=1):
     metas, payloads = make_step(step, num_groups=2)
     (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
-    trainer.train(step=step, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+    trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
 
 
 def test_the_published_version_survives_in_a_checkpoint(tmp_path, tiny_model_dir, make_trainer):

@@ -91,11 +91,14 @@ def newest_intact(directory: Path) -> Path | None:
     return next((path for path in checkpoints_in(directory) if not verify(path)), None)
 
 
-def is_sealed(directory: Path) -> bool:
-    with contextlib.suppress(Damaged):
-        read_manifest(directory)
-        return True
-    return False
+def sealed_checkpoints(directory: Path) -> list[Path]:
+    """Newest first, and only those with a manifest: whatever else has such a name is nobody's to link or delete."""
+    sealed = []
+    for path in checkpoints_in(directory):
+        with contextlib.suppress(Damaged):
+            read_manifest(path)
+            sealed.append(path)
+    return sealed
 
 
 def _read(directory: Path) -> Checkpoint:

@@ -21,7 +21,7 @@ from asyncrl_cli.checkpoint.find import (
     LoopStateFile,
     checkpoints_in,
     finish_interrupted_replacements,
-    is_sealed,
+    sealed_checkpoints,
     step_name,
     step_of,
 )
@@ -54,7 +54,7 @@ class CheckpointStore:
         try:
             await write_trainer(working)
             return await asyncio.to_thread(self._finish, state, working)
-        except Exception:  # on a full disk it takes the space that the run's last words need
+        except Exception:  # on a full disk its files would take the space that the run's last status needs
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             raise
 
@@ -68,7 +68,7 @@ class CheckpointStore:
                 aside = directory.with_name(f"abandoned-{directory.name}")
                 remove(aside)
                 moved.append(directory.rename(aside))
-        if moved and (remaining := self._sealed()):
+        if moved and (remaining := sealed_checkpoints(self.directory)):
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
@@ -87,10 +87,6 @@ class CheckpointStore:
         remove(aside)
         replace_link(self.directory / LATEST, final.name)
         fsync(self.directory)
-        for directory in self._sealed()[self._keep :]:
+        for directory in sealed_checkpoints(self.directory)[self._keep :]:
             remove_tree(directory)
         return final
-
-    def _sealed(self) -> list[Path]:
-        """Newest first. Unsealed or misnamed directories are nobody's to link or delete."""
-        return [directory for directory in checkpoints_in(self.directory) if is_sealed(directory)]

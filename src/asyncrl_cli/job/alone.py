@@ -183,7 +183,7 @@ class TrainingAlone:
             plan, payloads = self._batches[self._step % BATCHES]
             step_in_window = self._step % self._window_steps
             self._step += 1
-            tokens += self._trainer.train(step=self._step, step_in_window=step_in_window, plan=plan, payloads=payloads).tokens
+            tokens += self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads).tokens
         return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
 
 

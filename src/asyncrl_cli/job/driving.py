@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.checkpoint.find import Checkpoint, LoopStateFile, checkpoints_in, is_sealed, step_of
+from asyncrl_cli.checkpoint.find import Checkpoint, LoopStateFile, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost, StorageError
@@ -164,7 +164,7 @@ def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
         what = f"asyncrl itself failed: {type(failure).__name__}: {failure}"
         return AsyncrlError(what, hint="the traceback is in the log")
     if isinstance(failure, SessionLost):
-        step = next((step_of(path) for path in checkpoints_in(directory.checkpoints) if is_sealed(path)), None)
+        step = next(map(step_of, sealed_checkpoints(directory.checkpoints)), None)
         failure.hint = f"`asyncrl resume {name}` continues from " + ("its start" if step is None else f"step {step}")
     elif isinstance(failure, Interrupted):
         failure.hint = failure.hint or f"asyncrl resume {name}"

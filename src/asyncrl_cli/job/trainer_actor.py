@@ -101,7 +101,7 @@ class TrainerActor:
         began_s = time.monotonic()
         with self._in(State.BUSY):
             groups = dict(zip(plan.groups, payloads, strict=True))
-            report = self._trainer.train(step=step, step_in_window=step_in_window, plan=plan, payloads=groups)
+            report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=groups)
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
             self._clock.add("trained_tokens", report.tokens)

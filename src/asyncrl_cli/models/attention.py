@@ -1,9 +1,9 @@
 """Which attention a model computes with, in trainer and embedded engine: `sdpa` where it equals the model's own (`eager`).
 
-transformers gives every model an attention function of its own, `eager`, which has all that the model means. torch's `sdpa` is
-faster, and leaves out without a word what it does not know: a soft-cap (Gemma-2), sinks (gpt-oss), whatever comes next. No list
-of models says who has what. So they are compared before anything is sampled or trained: each layer's own function and sdpa get
-the same tensors in one forward pass of the model (`_Comparison`), and then the two whole models get the same tokens.
+In transformers every model has an attention function of its own, `eager`, that computes all the model defines. torch's `sdpa` is
+faster, and silently leaves out what it does not implement: a soft-cap (Gemma-2), sinks (gpt-oss), whatever comes next. No list of
+models says which need what, so the two are compared before anything is sampled or trained: each layer's own function and sdpa get
+the same tensors in one forward pass of the model (`_Comparison`), and then the whole model gets the same tokens with each of them.
 
 Legend: B = sequences, T = tokens, V = vocabulary.
 """
@@ -47,7 +47,7 @@ def takes_attention(model: PreTrainedModel) -> bool:
 
 
 def choose_attention(model: PreTrainedModel) -> Attention:
-    """`sdpa` if it computes what the model's own attention does, else `eager`; the model goes on with it.
+    """`sdpa` if it computes what the model's own attention does, else `eager`; sets it in the model.
 
     Call it on a whole model in eval mode, loaded with `attn_implementation="eager"`.
     """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECIPE_VERSION = 3
-"""Raised when this code would make another model from the same inputs."""
+"""To be increased when this code would make another model from the same inputs."""
 
 DESCRIPTION = "asyncrl-recipe.json"
 PHASE = "warm start"
@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int, str], None]
 
 
 def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
-    """The directory of this profile's warm-started model; built if it is not in the cache. Which of the two, `progress` is told."""
+    """The directory of this profile's warm-started model; built if it is not in the cache. `progress` is told which."""
     recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
     lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)

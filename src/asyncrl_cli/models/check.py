@@ -68,7 +68,7 @@ def check_model_directory(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """PreflightError for a config.json that transformers must not be given."""
+    """PreflightError for a config.json that no model can be made from, or one too large to try."""
     if not _read_json(directory / "config.json", _Config).get("model_type"):
         raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
 

@@ -76,7 +76,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     try:
         directory = Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:
-        raise refused(f"the hub wants to know who asks for {name}", "hf auth login") from error
+        raise refused(f"the hub gives {name} only to users who have logged in", "hf auth login") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         hint = 'a hub name is like "Qwen/Qwen3-0.6B"'
         raise refused(f'"{name}" is neither a directory here nor a model on the hub', hint) from error

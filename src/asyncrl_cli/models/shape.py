@@ -1,4 +1,4 @@
-"""A model's sizes, read from its config.json and the headers of its weights: neither torch nor the network is asked.
+"""A model's sizes, read from its config.json and the headers of its weights, without torch and without the network.
 
 Parameters of a decoder of the llama family (h hidden, i intermediate, a = heads * head_dim, j = key-value heads * head_dim,
 V vocabulary):
@@ -177,7 +177,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _cached_on_disk(name: str) -> Path:
-    """A hub name whose config.json was downloaded once."""
+    """The directory of a hub model whose config.json was downloaded before."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -1,8 +1,8 @@
 """Supervised warm start: a model learns to answer prompts as demonstrations do, in some hundred steps.
 
-Matrices inside the layers are trained by Muon and the rest by AdamW: to copy what was written before, which all written
-working needs, is learned in about half the steps that AdamW alone takes. It is plain next-token learning on the
-response (prompts are not learned), and it is no part of the RL run: nothing of its optimizers is kept.
+Matrices inside the layers are trained by Muon and the rest by AdamW: copying earlier text, which every worked answer needs, is
+learned in about half the steps that AdamW alone takes. It is plain next-token learning on the responses (prompts are not learned).
+It is no part of the RL run: nothing of its optimizers is kept.
 
 Muon is momentum whose direction is made orthogonal (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16, which a CPU
 without bfloat16 instructions emulates: seven times slower, and with another result than on its neighbour. Here it is in float32.
@@ -65,8 +65,8 @@ def warm_start(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A second one makes matrices this small a tenth faster on idle cores, and ten times slower beside one busy process: the two
-    spin while they wait for each other. How they wait is settled when torch is loaded, which may have been long ago."""
+    """A second thread makes matrices this small a tenth faster on idle cores, and ten times slower beside one busy process: the two
+    spin while they wait for each other. How they wait is fixed when torch is loaded, too early to be changed here."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

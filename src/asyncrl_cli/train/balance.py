@@ -70,8 +70,7 @@ def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed:
     """The groups of a train step in the order in which its mini-batches are cut. Within one they stay in take order.
 
     They were taken as they finished, the shortest first: cut like that, a step's first mini-batches would hold its short
-    answers and its last ones the long. So they are dealt out by lot, which depends on `seed` and `step` alone: a resumed run
-    draws the same.
+    answers and its last ones the long. So they are dealt out at random, by `seed` and `step` alone: a resumed run deals the same.
     """
     if num_minibatches == 1:
         return list(groups)

@@ -39,17 +39,21 @@ class Microbatch:
     advantages_N: torch.Tensor
 
 
-def rows_of(plan: OptimizerStepPlan, payloads: Mapping[int, GroupPayload]) -> list[Row]:
-    """This rank's rows of an optimizer step, in take order; all segments of a trajectory share its advantage."""
-    return [
+def build_microbatches(
+    plan: OptimizerStepPlan,
+    payloads: Mapping[int, GroupPayload],
+    *,
+    max_tokens: int,
+    split_cost_tokens: int,
+    device: torch.device,
+) -> list[Microbatch]:
+    """This rank's rows of an optimizer step; all segments of a trajectory share its advantage."""
+    rows = [
         Row(segment=segment, advantage=planned.advantage)
         for planned in plan.trajectories
         for segment in payloads[planned.group].trajectories[planned.trajectory].segments
         if segment.mask_T.any()
     ]
-
-
-def build_microbatches(rows: Sequence[Row], max_tokens: int, split_cost_tokens: int, device: torch.device) -> list[Microbatch]:
     lengths = [len(row.segment.tokens_T) - 1 for row in rows]
     parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
     return [build_microbatch([rows[i] for i in part], device) for part in parts]
@@ -83,21 +87,19 @@ def build_microbatch(rows: Sequence[Row], device: torch.device) -> Microbatch:
 
 def empty_microbatch(device: torch.device) -> Microbatch:
     """Two tokens, none of them sampled: its loss is 0, but it takes part in every collective of a step."""
-    return build_microbatch([_row_of([0, 0], sampled=0)], device)
+    return scoring_microbatch([[0, 0]], device, is_scored=False)
 
 
-def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device) -> Microbatch:
+def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device, *, is_scored: bool = True) -> Microbatch:
     """Whole sequences of any lengths, of which every token but the first is scored."""
-    return build_microbatch([_row_of(tokens, sampled=len(tokens) - 1) for tokens in sequences], device)
-
-
-def _row_of(tokens: Sequence[int], *, sampled: int) -> Row:
-    """The last `sampled` tokens count as sampled."""
-    length = len(tokens)
-    segment = Segment(
-        tokens_T=np.array(tokens, dtype=np.int32),
-        logprobs_T=np.zeros(length, dtype=np.float32),
-        versions_T=np.zeros(length, dtype=np.int32),
-        mask_T=np.arange(length) >= length - sampled,
-    )
-    return Row(segment=segment, advantage=0.0)
+    rows = []
+    for tokens in sequences:
+        length = len(tokens)
+        segment = Segment(
+            tokens_T=np.array(tokens, dtype=np.int32),
+            logprobs_T=np.zeros(length, dtype=np.float32),
+            versions_T=np.zeros(length, dtype=np.int32),
+            mask_T=(np.arange(length) > 0) & is_scored,
+        )
+        rows.append(Row(segment=segment, advantage=0.0))
+    return build_microbatch(rows, device)

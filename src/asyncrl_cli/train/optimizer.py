@@ -33,7 +33,7 @@ def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer
 
 class PolicyOptimizer:
     """`steps_made` counts optimizer steps of the whole run, over resumes, without skipped ones: the learning rate and AdamW's
-    corrections go by it. `skipped_in_a_row` are the last ones; a resumed run counts them anew."""
+    corrections go by it. `skipped_in_a_row` counts those skipped since the last one made, from 0 in a resumed run."""
 
     def __init__(
         self, section: TrainerSection, ranks: Ranks, parameters: dict[str, DTensor], *, total_optimizer_steps: int

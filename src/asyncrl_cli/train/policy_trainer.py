@@ -67,7 +67,6 @@ class PolicyTrainer:
         self.optimizer = PolicyOptimizer(
             profile.trainer, self.ranks, self.model.parameters, total_optimizer_steps=total_optimizer_steps
         )
-        self.step = 0
         self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer)
         self._publication: Publication | None = None
         self._bucket_size_bytes = profile.weights.gather_bucket_size_mb * BYTES_PER_MB
@@ -79,14 +78,12 @@ class PolicyTrainer:
         """Leave the process group. Not to be called while a `write` runs."""
         self.ranks.close()
 
-    def train(self, *, step: int, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> RankReport:
+    def train(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> RankReport:
         """Make the train step's optimizer steps, without those whose gradient is not finite. A collective.
 
         `payloads` has, by index in the train step, at least `plan.groups`.
         """
-        report = self._update.run(step_in_window, plan, payloads)
-        self.step = step
-        return report
+        return self._update.run(step_in_window, plan, payloads)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs of tokens 1.. of each sequence by the current weights, at the sampling temperature. A collective."""
@@ -184,7 +181,6 @@ class PolicyTrainer:
         read_state(self.ranks, state, directory)
         for key, tensor in live.items():
             tensor.copy_(state.shards[key].to_local())
-        self.step = counters["step"]
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
             self._publication = load_publication(directory, self.model.specs, self._bucket_size_bytes)

@@ -17,7 +17,7 @@ from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan, RankReport
-from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch, rows_of
+from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
 from asyncrl_cli.train.losses import find_loss
 from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
 from asyncrl_cli.train.optimizer import PolicyOptimizer
@@ -79,9 +79,10 @@ class PolicyUpdate:
 
     def _microbatches(self, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> list[list[Microbatch]]:
         """Of each optimizer step, as many as the rank with the most has."""
-        device, max_tokens = self._ranks.device, self._profile.trainer.max_tokens_per_microbatch
+        device = self._ranks.device
+        max_tokens, cost = self._profile.trainer.max_tokens_per_microbatch, SPLIT_COST_TOKENS[device.type]
         own = [
-            build_microbatches(rows_of(step, payloads), max_tokens, SPLIT_COST_TOKENS[device.type], device)
+            build_microbatches(step, payloads, max_tokens=max_tokens, split_cost_tokens=cost, device=device)
             for step in plan.optimizer_steps
         ]
         counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
@@ -152,30 +153,26 @@ class MetricSums:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._kinds: dict[str, str] = {}
-        self._amounts: dict[str, torch.Tensor] = {}
-        self._weights: dict[str, int] = {}
+        self._sums: dict[str, Metric] = {}
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         for name, metric in metrics.items():
-            amount = metric.amount.double()
-            before = self._amounts.get(name)
-            if before is not None:
-                amount = torch.maximum(before, amount) if metric.kind == "max" else before + amount
-            self._kinds[name] = metric.kind
-            self._amounts[name] = amount
-            self._weights[name] = self._weights.get(name, 0) + metric.weight
+            amount, weight = metric.amount.double(), metric.weight
+            if (before := self._sums.get(name)) is not None:
+                amount = torch.maximum(before.amount, amount) if metric.kind == "max" else before.amount + amount
+                weight += before.weight
+            self._sums[name] = Metric(kind=metric.kind, amount=amount, weight=weight)
 
     def reduced(self) -> dict[str, Value]:
         """Over all ranks. A collective."""
-        maxima = sorted(name for name, kind in self._kinds.items() if kind == "max")
-        sums = sorted(self._kinds.keys() - set(maxima))
-        weights = torch.tensor([self._weights[name] for name in sums], dtype=torch.float64, device=self._ranks.device)
-        totals = self._ranks.sum(torch.stack([*(self._amounts[name] for name in sums), *weights])).view(2, -1).tolist()
+        maxima = sorted(name for name, metric in self._sums.items() if metric.kind == "max")
+        sums = sorted(self._sums.keys() - set(maxima))
+        weights = torch.tensor([self._sums[name].weight for name in sums], dtype=torch.float64, device=self._ranks.device)
+        totals = self._ranks.sum(torch.stack([*(self._sums[name].amount for name in sums), *weights])).view(2, -1).tolist()
         values: dict[str, Value] = {}
         for name, amount, weight in zip(sums, *totals, strict=True):
-            values[name] = Ratio(amount, weight) if self._kinds[name] == "mean" else Sum(amount)
+            values[name] = Ratio(amount, weight) if self._sums[name].kind == "mean" else Sum(amount)
         if maxima:
-            largest = self._ranks.max(torch.stack([self._amounts[name] for name in maxima])).tolist()
+            largest = self._ranks.max(torch.stack([self._sums[name].amount for name in maxima])).tolist()
             values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
         return values

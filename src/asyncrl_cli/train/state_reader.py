@@ -1,7 +1,7 @@
-"""The trainer's state read from disk without running what is in it.
+"""The trainer's state, read from disk without executing anything in it.
 
-torch writes `.metadata` as a pickle, and a pickle can call anything. Here only the classes that torch writes are known, what
-comes out is checked, and files are those of the directory itself: a checkpoint that somebody else has made is data.
+torch writes `.metadata` as a pickle, and a pickle can call anything. Here only the classes that torch writes can be loaded, the
+result is checked, and only files of the directory itself are read: a checkpoint that somebody else has made is treated as data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _layout(name: str) -> torch.layout:
 
 
 class _Frozen(type):
-    """A pickle may set attributes of whatever it has, also of a class, and so for the whole process. Not of these."""
+    """A pickle can set attributes of any object it holds; set on a class they would last for the whole process. These refuse."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"it would change the class {cls.__name__}")

@@ -51,7 +51,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     try:
         metas, payloads = make_step(1, num_groups=2)
         (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
-        trainer.train(step=1, step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+        trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
         trainer.gather(1)
         manifest, buckets = trainer.published(1)
         model.load_state_dict(trainer.model.locals())
