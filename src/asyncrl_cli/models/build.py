@@ -61,7 +61,8 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     logging.disable_progress_bar()
     tokenizer = tiny_tokenizer(characters)
     model = tiny_model(len(tokenizer), seed=seed)
-    pairs = [_encoded(tokenizer, lesson) for lesson in lessons]
+    end = tokenizer.eos_token_id
+    pairs: list[Pair] = [(tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), end]) for lesson in lessons]
 
     def report(losses: Sequence[float]) -> None:
         progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
@@ -95,10 +96,6 @@ def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesso
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _encoded(tokenizer: Any, lesson: Lesson) -> Pair:
-    return tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
 
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:

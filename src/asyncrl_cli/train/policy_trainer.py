@@ -18,8 +18,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.schema import Place, Profile
@@ -72,7 +74,7 @@ class PolicyTrainer:
         self._bucket_size_bytes = profile.weights.gather_bucket_size_mb * BYTES_PER_MB
         self._layout = plan_layout(self.model.specs, self._bucket_size_bytes)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
-        self._snapshots: dict[int, tuple[HostState, Publication | None]] = {}
+        self._snapshots: dict[int, tuple[HostState, dict[str, int], Publication | None]] = {}
 
     def close(self) -> None:
         """Leave the process group. Not to be called while a `write` runs."""
@@ -143,8 +145,8 @@ class PolicyTrainer:
             "optimizer_steps": self.optimizer.steps_made,
             "has_window_first": int(self._update.window_first is not None),
         }
-        state = to_host(self.ranks, self.model.parameters, self._state_tensors(), counters)
-        self._snapshots[step] = (state, self._publication)
+        state = to_host(self.ranks, self.model.parameters, self._state_tensors())
+        self._snapshots[step] = (state, counters, self._publication)
         return time.monotonic() - started_s
 
     def write(self, step: int, directory: Path, with_published: bool) -> None:
@@ -154,13 +156,13 @@ class PolicyTrainer:
         """
         if step not in self._snapshots:
             raise ValueError(f"there is no snapshot of step {step} to write")
-        state, publication = self._snapshots.pop(step)
+        state, counters, publication = self._snapshots.pop(step)
         if with_published and self.ranks.rank == 0:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
             directory.mkdir(parents=True, exist_ok=True)
             save_publication(publication, directory)
-        write_state(self.ranks, state, directory)
+        write_state(self.ranks, state, counters, directory)
 
     def load(self, directory: Path) -> None:
         """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.
@@ -177,10 +179,10 @@ class PolicyTrainer:
                 hint="resume with the profile that wrote it",
             )
         live = self._state_tensors()
-        state = to_host(self.ranks, self.model.parameters, live, {})
+        state = to_host(self.ranks, self.model.parameters, live)
         read_state(self.ranks, state, directory)
         for key, tensor in live.items():
-            tensor.copy_(state.shards[key].to_local())
+            tensor.copy_(cast(DTensor, state[key]).to_local())
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
             self._publication = load_publication(directory, self.model.specs, self._bucket_size_bytes)

@@ -11,8 +11,7 @@ trainer itself draws no random numbers.)
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -39,6 +38,8 @@ from asyncrl_cli.weights.transports import Manifest
 
 COUNTERS_FILE = "trainer.json"
 PUBLISHED_FILE = "published.safetensors"
+HostState = dict[str, torch.Tensor]
+"""One rank's share, all on the host: shards, wrapped as DTensors on the host mesh, and `rng/...`, the rank's random state."""
 
 
 class Counters(TypedDict):
@@ -51,22 +52,19 @@ class Counters(TypedDict):
     has_window_first: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostState:
-    """One rank's share, all on the host. `shards` are wrapped as DTensors on the host mesh; `rng` is this rank's."""
+def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) -> HostState:
+    """Copy this rank's shards and its random state to the host.
 
-    shards: dict[str, DTensor]
-    rng: dict[str, torch.Tensor]
-    counters: dict[str, int]
-
-
-def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor], counters: dict[str, int]) -> HostState:
-    """Copy shards to the host. Keys of `local_tensors` end in a parameter's name, which tells shape and sharding."""
-    shards = {key: _host_shard(ranks, like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
-    return HostState(shards=shards, rng=_rng_state(ranks), counters=counters)
+    Keys of `local_tensors` end in a parameter's name, which tells shape and sharding.
+    """
+    state: HostState = {key: _host_shard(ranks, like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
+    state[f"rng/cpu/{ranks.rank}"] = torch.get_rng_state()
+    if ranks.device.type == "cuda":
+        state[f"rng/cuda/{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
+    return state
 
 
-def write_state(ranks: Ranks, state: HostState, directory: Path) -> None:
+def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, int], directory: Path) -> None:
     """Write and fsync. A collective over `host_group` only, so it may run in a thread beside training.
 
     Raises OSError with what the system said, where a rank could not write.
@@ -74,14 +72,14 @@ def write_state(ranks: Ranks, state: HostState, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     writer = _Writer(directory, sync_files=True)
     try:
-        dcp.save({**state.shards, **state.rng}, storage_writer=writer, process_group=ranks.host_group)
+        dcp.save(state, storage_writer=writer, process_group=ranks.host_group)
     except CheckpointException as error:  # not even an Exception, and its text is every rank's traceback
         rank, (first, _) = next(iter(error.failures.items()))
         with naming(directory):
             raise first if isinstance(first, OSError) else AsyncrlError(f"rank {rank} failed: {first}") from error
     if ranks.rank == 0:
-        counters = Counters(schema_version=1, ranks=ranks.world_size, **state.counters)
-        (directory / COUNTERS_FILE).write_text(json.dumps(counters, indent=1) + "\n")
+        content = Counters(schema_version=1, ranks=ranks.world_size, **counters)
+        (directory / COUNTERS_FILE).write_text(json.dumps(content, indent=1) + "\n")
         sync_files(directory)
 
 
@@ -105,18 +103,26 @@ def saved_keys(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_state(ranks: Ranks, state: HostState, directory: Path) -> None:
-    """Fill the host tensors of `state` from disk. A collective. RefusedError if one is not there, or of another shape."""
+    """Fill `state` from disk, and go on with the random state found there. A collective.
+
+    RefusedError if a shard is not there, or of another shape.
+    """
     saved = saved_keys(directory)
-    for key, tensor in state.shards.items():
-        if saved.get(key) != tuple(tensor.shape):
+    lacking = {key for key, tensor in state.items() if saved.get(key) != tuple(tensor.shape)}
+    for key in sorted(lacking):
+        if not key.startswith("rng/"):
             raise RefusedError(
                 f"{directory}: checkpoint is of another model: {key} is {saved.get(key, 'absent')}, "
-                f"the model has {tuple(tensor.shape)}",
+                f"the model has {tuple(state[key].shape)}",
                 hint="resume with the profile and the model that wrote it",
             )
-    rng = {key: tensor for key, tensor in state.rng.items() if saved.get(key) == tuple(tensor.shape)}
-    read_tensors({**state.shards, **rng}, directory, ranks.host_group)
-    _restore_rng(rng)
+    found = {key: tensor for key, tensor in state.items() if key not in lacking}
+    read_tensors(found, directory, ranks.host_group)
+    for key, tensor in found.items():
+        if key.startswith("rng/cpu/"):
+            torch.set_rng_state(tensor)
+        elif key.startswith("rng/cuda/"):
+            torch.cuda.set_rng_state(tensor)
 
 
 def _host_shard(ranks: Ranks, parameter: DTensor, local: torch.Tensor) -> DTensor:
@@ -124,21 +130,6 @@ def _host_shard(ranks: Ranks, parameter: DTensor, local: torch.Tensor) -> DTenso
     return DTensor.from_local(
         host, ranks.host_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
-
-
-def _rng_state(ranks: Ranks) -> dict[str, torch.Tensor]:
-    rng = {f"rng/cpu/{ranks.rank}": torch.get_rng_state()}
-    if ranks.device.type == "cuda":
-        rng[f"rng/cuda/{ranks.rank}"] = torch.cuda.get_rng_state(ranks.device)
-    return rng
-
-
-def _restore_rng(rng: dict[str, torch.Tensor]) -> None:
-    for key, tensor in rng.items():
-        if key.startswith("rng/cuda/"):
-            torch.cuda.set_rng_state(tensor)
-        else:
-            torch.set_rng_state(tensor)
 
 
 class Publication(NamedTuple):
