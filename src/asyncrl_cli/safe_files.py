@@ -25,7 +25,7 @@ MIB = 2**20
 Count = Annotated[int, Interval(ge=0, le=2**53)]
 """Steps, versions, tokens: what JSON readers everywhere hold exactly."""
 Finite = IsFinite[float]
-"""What is trained on: JSON as Python writes and reads it has NaN and Infinity, too."""
+"""Rewards and the like. Python writes and reads NaN and Infinity in JSON; here they are refused."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095

@@ -108,7 +108,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """For a process that ends while one of its threads is within `appearing_directory`."""
+    """Delete what is half written, for a process that ends while one of its threads is within `appearing_directory`."""
     for directory in list(_unfinished):
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -38,7 +38,7 @@ class SavedForm:
     """`converts`: whether files differ from memory at all. Where they do not, nothing is copied or looked at."""
 
     def __init__(self, empty: PreTrainedModel) -> None:
-        """`empty`: its `skeleton`. (A loaded model converts as its own files were; this is what all files are.)"""
+        """`empty`: the model's `skeleton`. A loaded model would convert to the form of the files that it was loaded from."""
         empty.tie_weights()
         self._empty = empty
         mapping = get_model_conversion_mapping(empty, add_legacy=False)
@@ -49,8 +49,8 @@ class SavedForm:
         return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
 
     def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """All of a model's tensors, as files have them, under all their names in memory. If it converts: a second set of them, in
-        float32, for transformers makes the dtype of a load the whole process's while it loads."""
+        """All of a model's tensors, as files have them, under all their names in memory. If it converts they are copies in float32:
+        while transformers loads another dtype, that is the default dtype of the whole process."""
         if not self.converts:
             return dict(tensors)
         config = deepcopy(self._empty.config)

@@ -113,7 +113,7 @@ class Recipe:
     grad_clip: float = 1.0
     lr_warmup_steps: int = 20
     bucket_batches: int = 32
-    """Batches are made of pairs of like length from among so many batches' pairs: padding would triple the work."""
+    """Pairs of this many batches at a time are sorted by length before they are cut into batches: padding would triple the work."""
 
 
 Pair = tuple[list[int], list[int]]
