@@ -98,8 +98,7 @@ def appearing_directory(target: Path) -> Iterator[Path]:
     try:
         yield working
         working.chmod(target.parent.stat().st_mode & 0o777)
-        for path in (*working.iterdir(), working):
-            fsync(path)
+        sync_files(working)
         working.rename(target)
         fsync(target.parent)
     finally:
@@ -149,12 +148,22 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_files(directory: Path) -> None:
+    """`fsync` of every file of a directory, and of the directory itself."""
+    for path in (*sorted(path for path in directory.iterdir() if path.is_file()), directory):
+        fsync(path)
+
+
 def remove_tree(directory: Path) -> None:
-    """Delete a directory under a hidden name first, so that a half-deleted one is never taken for a damaged one."""
+    """Delete a directory under a hidden name, so that a half-deleted one is never taken for a damaged one.
+
+    Nothing there is fine. What cannot be deleted, because somebody still writes into it, stays hidden.
+    """
     hidden = directory.with_name(f".deleting-{directory.name}")
-    remove(hidden)
-    directory.rename(hidden)
-    remove(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+    with contextlib.suppress(FileNotFoundError):
+        directory.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def remove(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from asyncrl_cli.checkpoint.runs import LOCK, holder, is_locked, known_runs, last_status, take_lock
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
-from asyncrl_cli.storage import replace_link, replace_text
+from asyncrl_cli.storage import remove_tree, replace_link, replace_text
 
 STOP_REQUEST = "stop"
 STARTING = "starting"
@@ -121,10 +121,7 @@ class RunDirectory:
         if kept is not None:
             shutil.rmtree(kept, ignore_errors=True)
             self.logs.rename(kept)
-        gone = self.path.with_name(f".deleting-{self.name}")
-        shutil.rmtree(gone, ignore_errors=True)
-        self.path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        remove_tree(self.path)
         return kept
 
     def close(self) -> None:

@@ -29,11 +29,10 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import AsyncrlError, RefusedError
 from asyncrl_cli.safe_files import Count, load_json
-from asyncrl_cli.storage import naming
+from asyncrl_cli.storage import naming, sync_files
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.state_reader import StateReader, read_tensors
 from asyncrl_cli.weights.buckets import Packing, Spec, plan_layout
-from asyncrl_cli.weights.disk import sync_files
 from asyncrl_cli.weights.transports import Manifest
 
 COUNTERS_FILE = "trainer.json"

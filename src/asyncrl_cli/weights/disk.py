@@ -20,7 +20,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.storage import fsync
+from asyncrl_cli.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, dtype_name, parameter_dtype, unpack, view_of
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
 from asyncrl_cli.weights.transports import Manifest, Sender, send
@@ -102,13 +102,13 @@ class DiskSender(Sender):
             write_index(self._working, {spec.name: file for spec, file in file_of.items()}, manifest.num_bytes)
             if self._durable:
                 sync_files(self._working)
-            _remove(self._final)
+            remove_tree(self._final)
             self._working.rename(self._final)
 
     def keep(self, wanted: Collection[int]) -> None:
         for version in kept_versions(self._root):
             if version not in wanted:
-                _remove(version_directory(self._root, version))
+                remove_tree(version_directory(self._root, version))
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -129,21 +129,4 @@ def keep_version(
     send(DiskSender(root, model_dir, durable=True), manifest, buckets)
     if keep_versions != "all":
         for old in [version for version in kept_versions(root) if version <= manifest.version][:-keep_versions]:
-            _remove(version_directory(root, old))
-
-
-def sync_files(directory: Path) -> None:
-    """fsync every file of a directory and the directory itself."""
-    for path in (*sorted(p for p in directory.iterdir() if p.is_file()), directory):
-        fsync(path)
-
-
-def _remove(directory: Path) -> None:
-    """Renamed first, so that a half-removed version is not taken for a damaged one. A directory that is not there is fine."""
-    hidden = directory.with_name(f".{directory.name}.removing")
-    shutil.rmtree(hidden, ignore_errors=True)
-    try:
-        directory.rename(hidden)
-    except FileNotFoundError:
-        return
-    shutil.rmtree(hidden, ignore_errors=True)
+            remove_tree(version_directory(root, old))
