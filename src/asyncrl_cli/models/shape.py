@@ -10,6 +10,7 @@ V vocabulary):
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -77,9 +78,8 @@ def shape_of_directory(directory: Path) -> ModelShape:
         config = load_json(directory / "config.json", dict[str, Any])
     except RefusedError as error:
         raise ShapeUnknown(error.message) from None
-    text_config = config.get("text_config")
-    if isinstance(text_config, dict):
-        config = {**config, **text_config}
+    if isinstance(text_config := config.get("text_config"), dict):
+        config |= text_config
     if str(config.get("model_type")) in FAMILY:
         return shape_of_config(config)
     return _counted(config, directory)
@@ -144,12 +144,10 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
     counts = {name: prod(shape) for shapes in files for name, shape in shapes.items()}
     if not counts:
         raise ShapeUnknown(f"{directory}: a {kind} model without safetensors files, whose headers would tell its parameters")
-    layers: dict[str, int] = {}
+    layers: Counter[str] = Counter()
     for name, count in counts.items():
         if found := LAYER.search(name):
-            # By the whole path: a second tower counts its layers from 0 too.
-            layer = name[: found.end()]
-            layers[layer] = layers.get(layer, 0) + count
+            layers[name[: found.end()]] += count  # by the whole path: a second tower counts its layers from 0 too
     return ModelShape(
         model_type=kind,
         **_sizes(config),
