@@ -15,17 +15,17 @@ from functools import partial
 from typing import Any
 
 from asyncrl_cli.bench.children import simulators
-from asyncrl_cli.bench.gantt import KeptTimeline
+from asyncrl_cli.bench.gantt import timeline_of
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job.process import collect_garbage_seldom
-from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
+from asyncrl_cli.simulate.kept_timeline import KeptTimeline
 from asyncrl_cli.simulate.references import Residual, residuals
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.world import simulate
+from asyncrl_cli.simulate.world import TrainedGroups, simulate
 
 POLL_S = 0.1
 
@@ -97,21 +97,12 @@ def _begin(told: Any) -> None:
     _process["told"] = told
 
 
-class _Teller(Observer):
-    """Tells a run's progress."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def step(self, record: StepRecord) -> None:
-        _process["told"].put((self._name, record.groups_trained))
-
-
 def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
-    kept, teller = KeptTimeline(), _Teller(job.name)
-    observers = (teller, kept) if job.keep_timeline else (teller,)
+    kept, progress = KeptTimeline(), TrainedGroups(lambda groups: _process["told"].put((job.name, groups)))
+    observers = (progress, kept) if job.keep_timeline else (progress,)
     run = simulate(job.profile, job.workload, seed=job.seed, observers=observers, groups=job.groups)
     if run.error is not None:
         raise run.error
-    timeline = kept.timeline(job.profile.name, run.lines) if job.keep_timeline else None
-    return Run(profile=job.profile.name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs
+    name, drawn = job.profile.name, (kept.roles, kept.spans, kept.running, kept.publishes_s)
+    timeline = timeline_of(name, run.lines, *drawn) if job.keep_timeline else None
+    return Run(profile=name, seed=job.seed, lines=run.lines, timeline=timeline), run.costs

@@ -7,7 +7,7 @@ Nothing of a run is kept but its metrics lines (and, if asked, spans): a simulat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,3 +128,13 @@ class _Recorder(Observer):
 
     def step(self, record: StepRecord) -> None:
         self.lines.append(self._metrics.update(record))
+
+
+class TrainedGroups(Observer):
+    """Tells after every train step how many groups have been trained."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+
+    def step(self, record: StepRecord) -> None:
+        self._tell(record.groups_trained)
