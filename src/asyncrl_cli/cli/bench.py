@@ -43,18 +43,22 @@ RepeatOption = Annotated[
     int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
 ]
 GroupsOption = Annotated[
-    int | None, typer.Option("--groups", metavar="N", min=1, help="Groups that each run trains: 384, or the workload's windows.")
+    int | None,
+    typer.Option("--groups", metavar="N", min=1, help="Groups that each run trains; by default 384, or the workload's windows."),
 ]
 WindowsOption = Annotated[int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")]
 AllSetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of all profiles, the baseline, too; a file changes one of them."
+        "--set",
+        metavar="SECTION.KEY=VALUE",
+        help="Override a key of all profiles, the baseline included. To change one of them, give a file.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")]
 OutOption = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go: bench/TIME.")
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go; by default bench/TIME."),
 ]
 
 

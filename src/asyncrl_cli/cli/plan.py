@@ -25,7 +25,8 @@ ProfileOrOwn = Annotated[
         "--profile",
         "-p",
         metavar="NAME|FILE",
-        help="A profile by name (see [bold]asyncrl profiles[/]) or a TOML file; with --tune partial-rollout, or the run's own.",
+        help="A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
+        "With --tune by default partial-rollout, or the run's own.",
     ),
 ]
 GpusOption = Annotated[
@@ -40,7 +41,9 @@ TuneOption = Annotated[
 ]
 BoundOption = Annotated[
     int | None,
-    typer.Option("--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; the profile's own."),
+    typer.Option(
+        "--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; by default the profile's own."
+    ),
 ]
 OutOption = Annotated[
     Path | None,

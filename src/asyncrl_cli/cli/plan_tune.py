@@ -204,7 +204,7 @@ def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
 
 
 def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:
-    """`bench --set` would change the baseline, too: a profile changes one side only."""
+    """With a profile: `bench --set` would change the baseline, too."""
     if asked.out is None:
         print_prose("\nto try it: the same search with --out my.toml writes a profile for `bench --profile` and `train --profile`")
         return
