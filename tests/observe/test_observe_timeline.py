@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.states import Span, State
 from asyncrl_cli.observe.lines import read_timeline
 from asyncrl_cli.observe.observers import Observers
@@ -46,3 +49,32 @@ def test_a_resume_takes_back_the_lines_of_steps_that_happen_again(tmp_path):
     timeline.spans({"step": 4, "spans": {}})
     timeline.close({})
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4]
+
+
+GOOD = b'{"step": 1, "spans": {"trainer": [["busy", 0.0, 1.0]]}, "running": {"rollout-0": [[0.5, 3]]}}\n'
+
+
+@pytest.mark.parametrize(
+    ("damaged", "reason"),
+    [
+        (b'{"step": 2, "spans": {"trai', "2: invalid JSON"),
+        (b'{"step": 2}\n', "2: spans: "),
+        (b'{"step": 2, "spans": {"trainer": [["busy", 0.0]]}}\n', "2: spans.trainer.0.2: "),
+        (b'{"step": 2, "spans": {}, "running": {"rollout-0": 7}}\n', "2: running.rollout-0: "),
+        (b"\xff\xfe\n", "2: "),
+    ],
+)
+def test_a_damaged_timeline_is_one_error_with_its_line(tmp_path, damaged, reason):
+    path = tmp_path / "timeline.jsonl"
+    path.write_bytes(GOOD + damaged)
+    with pytest.raises(ConfigError) as caught:
+        read_timeline(path)
+    assert caught.value.message.startswith(f"{path}:{reason}")
+    assert caught.value.hint
+
+
+def test_a_timeline_that_is_no_file_is_one_error_with_its_path(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: it is a directory") as caught:
+        read_timeline(tmp_path)
+    assert str(tmp_path) in caught.value.message
+    assert caught.value.hint

@@ -67,6 +67,10 @@ FUNCTIONS = '''
         await asyncio.sleep(0.2)
         return float(response)
 
+    def sleeping(item, response):
+        time.sleep(2.0 if response == "sleep" else 0.0)
+        return 1.0
+
     def slow(item, response):
         time.sleep(0.1)
         if response == "hang":
@@ -298,6 +302,34 @@ def test_a_cancelled_score_leaves_the_pool_well(functions):
         return await outcomes(pool, ["ok"] * 5)
 
     assert with_pool(spec_of(functions, "by_command"), use) == [1.0] * 5
+
+
+@pytest.mark.parametrize("cancelled_after_s", [0.0, 0.2])
+def test_a_process_takes_no_reward_while_it_computes_a_cancelled_one(functions, cancelled_after_s):
+    async def use(pool):
+        await pool.start()
+        cancelled = asyncio.create_task(pool.score(ITEM, "sleep"))
+        await asyncio.sleep(cancelled_after_s)
+        cancelled.cancel()
+        began_s = time.monotonic()
+        busy_and_free = await outcomes(pool, ["ok"]), time.monotonic() - began_s
+        later = await outcomes(pool, ["ok"] * 4)
+        return *busy_and_free, later, pool.num_restarts
+
+    first, took_s, later, num_restarts = with_pool(spec_of(functions, "sleeping"), use, workers=2)
+    assert (first, later, num_restarts) == ([1.0], [1.0] * 4, 0)
+    assert took_s < 1.5
+
+
+def test_a_cancelled_reward_that_hangs_is_killed_and_its_place_is_free_again(functions):
+    async def use(pool):
+        await pool.start()
+        cancelled = asyncio.create_task(pool.score(ITEM, "hang"))
+        await asyncio.sleep(0.1)
+        cancelled.cancel()
+        return await outcomes(pool, ["ok"]), pool.num_restarts
+
+    assert with_pool(spec_of(functions, "by_command"), use, timeout_s=0.5) == ([1.0], 1)
 
 
 def test_rewards_still_waited_for_fail_when_the_pool_closes(functions):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NotRequired
@@ -34,6 +33,14 @@ class EventLine(TypedDict):
     pause_s: NotRequired[Seconds]
 
 
+@OPEN
+class TimelineLine(TypedDict):
+    """A line of timeline.jsonl, as far as it is read back."""
+
+    spans: Spans
+    running: NotRequired[Counts]
+
+
 def read_metrics(path: Path) -> list[Line]:
     """The lines of metrics.jsonl, without figures that are not finite. Raises ConfigError with the line that is none."""
     return [_finite(line) for line in _read(path, dict[str, Figure | list[Figure]])]
@@ -59,18 +66,19 @@ def _read(path: Path, kind: Any) -> list[Any]:
 
 
 def read_timeline(path: Path) -> tuple[Spans, Counts]:
-    """All of a run's spans and counts of running sequences, by executor, ascending in time; stays cut by a line are joined."""
+    """All of a run's spans and counts of running sequences, by executor, ascending in time; stays cut by a line are joined.
+
+    Raises ConfigError with the line that is none.
+    """
     spans: Spans = {}
     running: Counts = {}
-    with path.open(encoding="utf-8") as file:
-        for text in file:
-            line = json.loads(text)
-            for name, stays in line["spans"].items():
-                joined = spans.setdefault(name, [])
-                for state, start_s, end_s in stays:
-                    add_span(joined, state, start_s, end_s)
-            for name, samples in line.get("running", {}).items():
-                running.setdefault(name, []).extend((time_s, count) for time_s, count in samples)
+    for line in _read(path, TimelineLine):
+        for name, stays in line["spans"].items():
+            joined = spans.setdefault(name, [])
+            for state, start_s, end_s in stays:
+                add_span(joined, state, start_s, end_s)
+        for name, samples in line.get("running", {}).items():
+            running.setdefault(name, []).extend(samples)
     return spans, running
 
 

@@ -74,17 +74,14 @@ class RewardProcess:
             raise CannotScore("the reward process ended while it started" if greeting is None else greeting[1])
         return greeting[1]
 
-    async def ask(self, request_id: int, request: bytes) -> Outcome:
-        """Raises Died."""
+    def ask(self, request_id: int, request: bytes) -> asyncio.Future[Outcome]:
+        """The answer to come; Died where the process ends before it."""
         assert self._process.stdin is not None
         if not self._waiting:
             self._last_news_s = asyncio.get_running_loop().time()
         answer = self._waiting[request_id] = asyncio.get_running_loop().create_future()
         self._process.stdin.write(request)
-        try:
-            return await answer
-        finally:
-            self._waiting.pop(request_id, None)
+        return answer
 
     async def serve(self) -> None:
         """Until the process ends, or is killed because it hangs."""
@@ -94,8 +91,7 @@ class RewardProcess:
                 request_id, outcome = answer
                 self._num_results += 1
                 self._last_news_s = asyncio.get_running_loop().time()
-                if (waiting := self._waiting.get(request_id)) is not None and not waiting.done():
-                    waiting.set_result(outcome)
+                self._waiting.pop(request_id).set_result(outcome)
             watch.cancel()
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
@@ -139,8 +135,6 @@ class RewardProcess:
     def _fail_waiting(self, culprit: int, how: str) -> None:
         """The reward that hung fails for that; all others may be asked of another process."""
         for request_id, waiting in self._waiting.items():
-            if waiting.done():
-                continue
             if self._killed_for and culprit in (request_id, IDLE):
                 waiting.set_result(self._killed_for)
             else:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -148,12 +149,16 @@ class RewardPool:
         while not self._broken:
             place = await self._places.get()
             if place.process is not None and not place.process.is_over:
-                try:
-                    return await place.process.ask(request_id, request)
-                finally:
-                    self._places.put_nowait(place)
+                answer = place.process.ask(request_id, request)
+                answer.add_done_callback(partial(self._give_back, place))
+                return await asyncio.shield(answer)
         self._wake()
         raise RewardFailed(self._broken)
+
+    def _give_back(self, place: _Place, answer: asyncio.Future[Outcome]) -> None:
+        """Only when the process has answered: one whose reward was cancelled still computes it."""
+        answer.exception()  # nobody else looks at it if the reward was cancelled
+        self._places.put_nowait(place)
 
     def _wake(self) -> None:
         """Give a waiting `_ask` a place without a process: it sees that the pool is broken, and wakes the next one."""
