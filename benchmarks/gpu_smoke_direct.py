@@ -20,7 +20,7 @@ from asyncrl_cli.engines.vllm.ipc import IpcExports, produce_on
 from asyncrl_cli.engines.vllm.nccl import NcclGroup, NcclLinks
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import AnnouncedWeights, HeldVersions
-from asyncrl_cli.weights.transports import Manifest, RankZero, send
+from asyncrl_cli.weights.versions import Manifest, RankZero, send
 
 WORKER = "smoke"
 NCCL_PORT = 29_561

@@ -17,8 +17,7 @@ from gpu_smoke_trainer import trained
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.schema import ModelSection, Place, Profile, RolloutSection, WeightsSection
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.probes import mean_abs_diff
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest, mean_abs_diff
 
 if TYPE_CHECKING:
     from asyncrl_cli.engines.vllm.engine import VllmEngine

@@ -22,7 +22,7 @@ from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.buckets import Bucket
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest
 
 GROUPS, GROUP_SIZE = 8, 8
 LEARNING_RATE = 1e-3

@@ -59,7 +59,7 @@ from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.buckets import verified
-from asyncrl_cli.weights.probes import mean_abs_diff
+from asyncrl_cli.weights.versions import mean_abs_diff
 
 COPIES_HELD = 8
 """Of the weights at once: trainer, buckets, two in the object store, received, in the engine, naive copies."""

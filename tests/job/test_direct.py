@@ -37,7 +37,7 @@ from asyncrl_cli.profile.schema import Place, Profile, WeightsSection
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.weights.buckets import fingerprint
 from asyncrl_cli.weights.held import AnnouncedWeights
-from asyncrl_cli.weights.transports import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
+from asyncrl_cli.weights.versions import WORKER_MARGIN_S, Manifest, Meeting, all_loads_s
 from tests.engines.vllm.in_process_ends import WAIT_S, Exchange, InProcessGroup
 from tests.job.crew import make_model, nodes, small_profile
 from tests.packed import pack

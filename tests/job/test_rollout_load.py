@@ -25,7 +25,7 @@ from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.packed import pack

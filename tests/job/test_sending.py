@@ -11,7 +11,7 @@ import torch
 
 from asyncrl_cli.job.transports import Sending
 from asyncrl_cli.weights.buckets import Bucket, Packing, fingerprint, plan_layout, unpack, verified
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest
 from tests.job.crew import make_model
 from tests.packed import specs_of
 

@@ -15,10 +15,10 @@ from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import microbatches, plan_train_step
-from asyncrl_cli.train.optimizer import learning_rate
 from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
+from asyncrl_cli.train.ranks import learning_rate
 from asyncrl_cli.weights.buckets import unpack, verified
-from asyncrl_cli.weights.probes import mean_abs_diff
+from asyncrl_cli.weights.versions import mean_abs_diff
 from tests.products import counted_products
 from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
 from tests.trainers import trainer_parts

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, unpack, verified
-from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest, make_probes, mean_abs_diff
 from tests.packed import pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64]

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.models.tiny import tiny_model
-from asyncrl_cli.weights.probes import judge, make_probes, mean_abs_diff
+from asyncrl_cli.weights.versions import judge, make_probes, mean_abs_diff
 
 VOCABULARY = 64
 PROBES = [list(tokens) for tokens in make_probes(4, VOCABULARY, seed=0)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from asyncrl_cli.weights.buckets import Bucket
     from asyncrl_cli.weights.held import HeldVersions
-    from asyncrl_cli.weights.transports import RankZero
+    from asyncrl_cli.weights.versions import RankZero
 
 FinishReason = Literal["stop", "length", "abort"]
 

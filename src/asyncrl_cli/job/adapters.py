@@ -28,8 +28,8 @@ from asyncrl_cli.loop.values import Last
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
 from asyncrl_cli.samples import is_dump_step
 from asyncrl_cli.train.balance import plan_train_step, training_order
-from asyncrl_cli.weights.transports import DRIVER_MARGIN_S, load_s
-from asyncrl_cli.weights.transports import TIMEOUT_KEY as WEIGHTS_KEY
+from asyncrl_cli.weights.versions import DRIVER_MARGIN_S, load_s
+from asyncrl_cli.weights.versions import TIMEOUT_KEY as WEIGHTS_KEY
 
 logger = logging.getLogger(__name__)
 

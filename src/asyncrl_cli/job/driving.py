@@ -29,7 +29,7 @@ from asyncrl_cli.observe.wandb_sink import Wandb
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import storage_error, telling_storage
 from asyncrl_cli.tasks.task import Task
-from asyncrl_cli.weights.transports import all_loads_s
+from asyncrl_cli.weights.versions import all_loads_s
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.adapters import RayTrainer  # it needs Ray

@@ -36,12 +36,11 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Prof
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import RewardSpec
-from asyncrl_cli.weights.probes import judge, mean_abs_diff
+from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff
 
 if TYPE_CHECKING:
     import torch
 
-    from asyncrl_cli.weights.transports import Manifest
 
 logger = logging.getLogger(__name__)
 

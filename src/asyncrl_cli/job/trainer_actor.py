@@ -37,7 +37,7 @@ from asyncrl_cli.storage import telling_storage
 if TYPE_CHECKING:
     from asyncrl_cli.samples import GroupPayload
     from asyncrl_cli.train.balance import RankPlan, RankReport
-    from asyncrl_cli.weights.transports import Manifest, Sender
+    from asyncrl_cli.weights.versions import Manifest, Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
 """Below the run's directory: versions on their way, if `weights.transport` is `disk`; those that are kept."""

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from asyncrl_cli.weights.transports import Sender, send
+from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.buckets import Bucket, Packing
-    from asyncrl_cli.weights.transports import Manifest
 
     OnFull = Callable[[Packing, int], None]
 

@@ -71,7 +71,7 @@ class Published:
 class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were fetched (0 with a
     second buffer, filled before); `logprob_abs_diff`: of the probe sequences, if scored; `verdict` and `loaded_share`: where they
-    lie between those of the version before and of this one, if both were known (weights/probes.py)."""
+    lie between those of the version before and of this one, if both were known (weights/versions.py)."""
 
     version: int
     send_s: float

@@ -1,11 +1,10 @@
 """Where a run's first model comes from: a directory, the hub, or `builtin:tiny`, built and taught here.
 
 resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with config, weights and tokenizer
-    resolve.py                                   which of the three it is
+    resolve.py                                   which of the three it is; builtin:tiny is built once, then found again
     check.py                                     whether it is whole, and could be opened
-    build.py                                     builtin:tiny: built once per content hash, then found again
-        tiny.py                                  its configuration, its character tokenizer, and the lessons it learns from
-        warm_start.py                            supervised learning on them
+    tiny.py                                      builtin:tiny's configuration, its tokenizer of characters, its lessons
+    warm_start.py                                supervised learning on them
 
 attention.choose_attention(model)                which attention function computes what the model means
 saved_form.skeleton(directory)                   a model without memory: the names and shapes of its tensors

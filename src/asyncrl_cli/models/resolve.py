@@ -1,22 +1,53 @@
-"""`model.path` -> a local Hugging Face directory: one that is there, a snapshot from the hub, or builtin:tiny."""
+"""`model.path` -> a local Hugging Face directory: one that is there, a snapshot from the hub, or builtin:tiny.
+
+builtin:tiny is built once: the directory's name is a hash of all that made it, and it appears whole or not at all.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.errors import ConfigError, first_line
+from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.check import check_model_directory, check_positions, refused
-from asyncrl_cli.models.tiny import MAX_POSITIONS, Course
+from asyncrl_cli.models.tiny import (
+    MAX_POSITIONS,
+    Course,
+    Lesson,
+    Pair,
+    Recipe,
+    characters_of,
+    make_lessons,
+    tiny_model,
+    tiny_sizes,
+    tiny_tokenizer,
+)
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
+from asyncrl_cli.storage import appearing_directory, naming, storage_error
 
 if TYPE_CHECKING:
-    from asyncrl_cli.models.build import Progress
+    from transformers import PreTrainedModel
 
 BUILTIN = "builtin:"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
+RECIPE_VERSION = 3
+"""To be increased when this code would make another model from the same inputs."""
+
+DESCRIPTION = "asyncrl-recipe.json"
+PHASE = "warm start"
+SHOWN_LOSSES = 20
+"""Steps over which the loss that is shown is a mean: batches of short texts are easier than those of long ones."""
+
+Progress = Callable[[str, int, int, str], None]
+"""Called with (what is being done, done so far, of how many, figures to show beside it)."""
 
 
 def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
@@ -28,8 +59,6 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
     if directory is not None:
         return directory
     if is_builtin(profile):
-        from asyncrl_cli.models.build import built_tiny
-
         return built_tiny(profile, task, progress=progress)
     return _from_hub(profile.model.path, trust_remote_code=profile.model.trust_remote_code)
 
@@ -85,3 +114,72 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
         raise refused(why, "check the name and the network, or give the path of a local directory") from error
     check_model_directory(directory)
     return directory
+
+
+def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
+    """The directory of this profile's warm-started model; built if it is not in the cache. `progress` is told which."""
+    recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
+    num_lessons = recipe.steps * recipe.batch_size
+    lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
+    characters = characters_of(task, lessons)
+    description = _describe(recipe, characters, lessons, seed)
+    directory = _cache_directory(profile) / f"tiny-{_digest(description)[:16]}"
+    if (directory / DESCRIPTION).is_file():
+        progress(f"cached model {directory}", 0, 0, "")
+        return directory
+    from transformers.utils import logging  # with torch it takes seconds to import, which a cached model saves
+
+    from asyncrl_cli.models.warm_start import warm_start
+
+    logging.disable_progress_bar()
+    tokenizer = tiny_tokenizer(characters)
+    model = tiny_model(len(tokenizer), seed=seed)
+    end = tokenizer.eos_token_id
+    pairs: list[Pair] = [(tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), end]) for lesson in lessons]
+
+    def report(losses: Sequence[float]) -> None:
+        progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
+
+    losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
+    _save(directory, model, tokenizer, {**description, "losses": [round(loss, 4) for loss in losses]})
+    return directory
+
+
+def _cache_directory(profile: Profile) -> Path:
+    """`model.cache_dir`, else `asyncrl/models` in the user's cache directory."""
+    if profile.model.cache_dir is not None:
+        return expand(profile.model.cache_dir).resolve()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return expand(base) / "asyncrl" / "models"
+
+
+def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
+    """All that the weights depend on. Library versions too: another torch may start from other random numbers."""
+    return {
+        "recipe_version": RECIPE_VERSION,
+        "config": tiny_sizes(len(characters)),
+        "characters": "".join(characters),
+        "recipe": asdict(recipe),
+        "lessons": _digest(lessons),
+        "seed": seed,
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
+    """Raises PreflightError with the key that names another place, if it cannot be written there."""
+    try:
+        with appearing_directory(directory) as working, naming(working):
+            model.save_pretrained(working)
+            tokenizer.save_pretrained(working)
+            (working / DESCRIPTION).write_text(json.dumps(description, indent=1, default=str), encoding="utf-8")
+    except OSError as error:
+        if (directory / DESCRIPTION).is_file():  # another run has built the same model meanwhile: its copy stays
+            return
+        why = f"model.cache_dir: {storage_error(error).message}"
+        raise PreflightError(why, hint="set model.cache_dir to a directory of yours") from error

@@ -28,10 +28,9 @@ from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan, RankReport
 from asyncrl_cli.train.batch import scoring_microbatch
-from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
-from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.trainer_state import (
     HostState,
     Publication,
@@ -43,8 +42,7 @@ from asyncrl_cli.train.trainer_state import (
     write_state,
 )
 from asyncrl_cli.weights.buckets import Bucket, Packing, plan_layout
-from asyncrl_cli.weights.probes import make_probes
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest, make_probes
 
 BYTES_PER_MB = 2**20
 

@@ -20,9 +20,8 @@ from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan, RankReport
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
 from asyncrl_cli.train.losses import find_loss
 from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
-from asyncrl_cli.train.optimizer import PolicyOptimizer
 from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
-from asyncrl_cli.train.ranks import Ranks
+from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
 """Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); a GPU

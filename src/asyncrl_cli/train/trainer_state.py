@@ -33,7 +33,7 @@ from asyncrl_cli.storage import naming, sync_files
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.train.state_reader import StateReader, read_tensors
 from asyncrl_cli.weights.buckets import Packing, Spec, plan_layout
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest
 
 COUNTERS_FILE = "trainer.json"
 PUBLISHED_FILE = "published.safetensors"

@@ -21,7 +21,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.weights.transports import Manifest
+from asyncrl_cli.weights.versions import Manifest
 
 BYTES_PER_MB = 2**20
 ALIGNMENT_BYTES = 64

@@ -23,7 +23,7 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, dtype_name, parameter_dtype, unpack, view_of
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
-from asyncrl_cli.weights.transports import Manifest, Sender, send
+from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
 

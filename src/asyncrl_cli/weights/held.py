@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.weights.buckets import ALIGNMENT_BYTES, Bucket, Entry, Spec, torch_dtype, view_of
-from asyncrl_cli.weights.transports import Manifest, Sender
+from asyncrl_cli.weights.versions import Manifest, Sender
 
 Layout = tuple[Entry, ...]
 

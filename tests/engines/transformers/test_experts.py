@@ -18,7 +18,7 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.disk import DiskSender, keep_version
-from asyncrl_cli.weights.transports import Manifest, send
+from asyncrl_cli.weights.versions import Manifest, send
 from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm

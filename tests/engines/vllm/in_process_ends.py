@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from asyncrl_cli.weights.transports import Meeting, RankZero
+from asyncrl_cli.weights.versions import Meeting, RankZero
 
 POLL_S = 0.01
 WAIT_S = 30.0

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.settings import MAX_LOGPROB_DIFF
-from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
+from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_world import FUNCTIONS_MAY_BE_SENT, MAX_RESPONSE_TOKENS, World, prompts, replace, sampling, world

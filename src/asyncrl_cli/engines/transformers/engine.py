@@ -36,7 +36,7 @@ from asyncrl_cli.models.attention import MAX_ATTENTION_DIFF
 from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 from asyncrl_cli.weights.buckets import Bucket, unpack
-from asyncrl_cli.weights.probes import make_probes, mean_abs_diff
+from asyncrl_cli.weights.versions import make_probes, mean_abs_diff
 
 CLOSE_TIMEOUT_S = 30.0
 SELF_CHECK_PROMPT_TOKENS = 256

@@ -39,7 +39,7 @@ from asyncrl_cli.models.saved_form import SavedForm, skeleton
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.held import SharedWeights
-from asyncrl_cli.weights.transports import RankZero
+from asyncrl_cli.weights.versions import RankZero
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput

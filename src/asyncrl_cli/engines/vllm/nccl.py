@@ -27,7 +27,7 @@ import torch
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.weights.held import HeldVersions
-from asyncrl_cli.weights.transports import TIMEOUT_KEY, Meeting, turn_s
+from asyncrl_cli.weights.versions import TIMEOUT_KEY, Meeting, turn_s
 
 T = TypeVar("T")
 LOOK_S = 0.2

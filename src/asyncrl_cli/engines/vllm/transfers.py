@@ -20,7 +20,7 @@ from asyncrl_cli.engines.vllm.processes import answer, told
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.profile.schema import Interrupt, WeightsSection
 from asyncrl_cli.weights.buckets import BYTES_PER_MB
-from asyncrl_cli.weights.transports import TIMEOUT_KEY, WORKER_MARGIN_S, Meeting, RankZero
+from asyncrl_cli.weights.versions import TIMEOUT_KEY, WORKER_MARGIN_S, Meeting, RankZero
 
 if TYPE_CHECKING:
     import torch
