@@ -212,11 +212,11 @@ def test_doctor_exits_with_3_if_something_needed_is_missing(
 def test_doctor_imports_vllm_before_it_says_that_it_is_there(
     version: str | None, fails: str, found: str, code: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+    from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
 
     monkeypatch.setattr(machine, "_failure_of", lambda program: fails if "vllm" in program else "")
-    monkeypatch.setattr(vllm_preflight, "installed_version", lambda: version)
+    monkeypatch.setattr(vllm_kind, "installed_version", lambda: version)
     assert run(["doctor", "--json"]) == code
     (row,) = [row for row in json.loads(capsys.readouterr().out) if row["what"] == "engine vllm"]
     assert row["found"] == found
@@ -238,7 +238,7 @@ def test_an_import_is_tried_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
 
 
 def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+    from asyncrl_cli.engines.vllm import kind as vllm_kind
     from asyncrl_cli.plan import machine
 
     ran: list[list[str]] = []
@@ -247,7 +247,7 @@ def test_what_doctor_leaves_after_a_fix_is_looked_at_in_a_fresh_process(monkeypa
         ran.append(command)
         return subprocess.CompletedProcess(command, 3 if "doctor" in command else 0)
 
-    monkeypatch.setattr(vllm_preflight, "broken_packages", lambda: ["torchvision"])
+    monkeypatch.setattr(vllm_kind, "broken_packages", lambda: ["torchvision"])
     monkeypatch.setattr(machine.subprocess, "run", child)
     monkeypatch.setattr(machine, "examine", lambda say: pytest.fail("looked in this process"))
     assert run(["doctor", "--fix", "--json"]) == 3

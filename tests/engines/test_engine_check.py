@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.engines.port import check_engine, make_engine
-from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.profile.layers import load
 from asyncrl_cli.profile.schema import Place, Profile
@@ -21,14 +21,14 @@ def vllm_profile(*sets: str) -> Profile:
 def stray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """This machine has no vLLM; the list is of packages that do not load."""
     broken: list[str] = []
-    monkeypatch.setattr(vllm_preflight, "installed_version", lambda: None)
-    monkeypatch.setattr(vllm_preflight, "broken_packages", lambda: broken)
+    monkeypatch.setattr(vllm_kind, "installed_version", lambda: None)
+    monkeypatch.setattr(vllm_kind, "broken_packages", lambda: broken)
     return broken
 
 
 def vllm_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_preflight, "check_version", lambda device: None)
-    monkeypatch.setattr(vllm_preflight, "check_stray_packages", lambda: None)
+    monkeypatch.setattr(vllm_kind, "check_version", lambda device: None)
+    monkeypatch.setattr(vllm_kind, "check_stray_packages", lambda: None)
 
 
 def test_a_driver_of_a_cluster_needs_no_vllm_but_packages_that_load(stray: list[str]) -> None:
@@ -58,7 +58,7 @@ def test_a_run_on_this_machine_is_refused_its_arguments_before_anything_starts(
     sets: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_is_here(monkeypatch)
-    monkeypatch.setattr(vllm_preflight, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
+    monkeypatch.setattr(vllm_kind, "names_in_source", lambda: frozenset({"block_size", "max_num_batched_tokens"}))
     with pytest.raises(ConfigError, match=message):
         check_engine(vllm_profile(*sets), "cpu")
 

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.engines.vllm import preflight
+from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_facts, local_cluster, matrix_features, usable_cores
 from asyncrl_cli.plan.counts import cpu_counts
@@ -62,7 +62,7 @@ def examine(say: Callable[[str], None]) -> Iterator[Finding]:
 
 def broken_packages() -> list[str]:
     """What was installed with vLLM, is not needed by it, and does not load beside this torch."""
-    return preflight.broken_packages()
+    return vllm_kind.broken_packages()
 
 
 def _package(name: str, start: str) -> Finding:
@@ -124,11 +124,11 @@ def _gpus() -> Finding:
 
 def _vllm(say: Callable[[str], None]) -> Finding:
     """Optional; but one that is installed has to work."""
-    found, line = preflight.installed_version(), preflight.install_command("cuda" if local_cluster().gpus else "cpu")
+    found, line = vllm_kind.installed_version(), vllm_kind.install_command("cuda" if local_cluster().gpus else "cpu")
     if found is None:
         return Finding("engine vllm", "not installed (optional)", hint=line)
-    if found.split("+")[0] != preflight.VLLM_VERSION:
-        return Finding("engine vllm", f"{found}, asyncrl works with {preflight.VLLM_VERSION} (optional)", hint=line)
+    if found.split("+")[0] != vllm_kind.VLLM_VERSION:
+        return Finding("engine vllm", f"{found}, asyncrl works with {vllm_kind.VLLM_VERSION} (optional)", hint=line)
     say("importing vLLM, which takes a while")
     return _importable("engine vllm", "vllm.v1.engine.async_llm", f"{found}, ", line)
 

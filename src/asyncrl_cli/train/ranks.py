@@ -1,6 +1,5 @@
 """The trainer ranks as torch.distributed sees them (process groups, device meshes, sums over ranks), and AdamW on their shards: one
-optimizer step with global gradient clipping and the scheduled learning rate.
-"""
+optimizer step with global gradient clipping and the scheduled learning rate."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncrl_cli.engines.vllm.launch import engine_arguments, set_environment
-from asyncrl_cli.engines.vllm.preflight import OURS, check_engine_args, names_in_source
+from asyncrl_cli.engines.vllm.kind import names_in_source
+from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, engine_arguments, set_environment
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Place, Profile
 from tests.engines.made import made_for
@@ -58,7 +58,7 @@ def test_the_names_in_vllms_source_are_those_of_its_dataclass() -> None:
 @needs_vllm
 def test_names_are_told_without_importing_vllm() -> None:
     code = (
-        "import sys; from asyncrl_cli.engines.vllm.preflight import names_in_source as names; "
+        "import sys; from asyncrl_cli.engines.vllm.kind import names_in_source as names; "
         "assert 'block_size' in names(); print({'vllm', 'torch'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

