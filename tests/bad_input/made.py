@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.checkpoint import manifest
-from asyncrl_cli.checkpoint.find import LoopStateFile
+from asyncrl_cli.checkpoint import sealed
 from asyncrl_cli.checkpoint.payloads import write_payloads
+from asyncrl_cli.checkpoint.sealed import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.loop.board import World
@@ -269,7 +269,7 @@ def reseal(directory: Path) -> None:
     for path in sorted(directory.iterdir()):
         if not path.is_file():
             return seal_by_hand(directory, known)
-    manifest.seal(
+    sealed.seal(
         directory,
         step=known["step"],
         version=known["version"],
@@ -281,7 +281,7 @@ def reseal(directory: Path) -> None:
 def seal_by_hand(directory: Path, content: dict[str, Any]) -> None:
     """Write `content` as the manifest, with its own checksum."""
     content.pop("self_sha256", None)
-    text = json.dumps(content | {"self_sha256": manifest._digest(content)})
+    text = json.dumps(content | {"self_sha256": sealed._digest(content)})
     replace(directory / "manifest.json", text.encode())
 
 

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import LoopStateFile, load_checkpoint, newest_intact, resolve, verify
+from asyncrl_cli.checkpoint.find import resolve
+from asyncrl_cli.checkpoint.sealed import LoopStateFile, load_checkpoint, newest_intact, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import ConfigError, RefusedError
 

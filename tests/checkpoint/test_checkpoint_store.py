@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import LoopStateFile, checkpoints_in, load_checkpoint, newest_intact, verify
+from asyncrl_cli.checkpoint.sealed import LoopStateFile, checkpoints_in, load_checkpoint, newest_intact, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import LoopStateFile, verify
+from asyncrl_cli.checkpoint.sealed import LoopStateFile, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import StorageError

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from asyncrl_cli.checkpoint.find import is_locked
 from asyncrl_cli.checkpoint.run_directory import RunDirectory, check_free, fresh_name, request_stop
-from asyncrl_cli.checkpoint.runs import is_locked
 from asyncrl_cli.errors import ConfigError, RefusedError
 
 HOLDER = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.checkpoint.find import LoopStateFile
+from asyncrl_cli.checkpoint.sealed import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.resolved import to_document, to_toml

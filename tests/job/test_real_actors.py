@@ -132,7 +132,7 @@ async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -
 
 
 async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Path) -> None:
-    from asyncrl_cli.checkpoint.find import Checkpoint
+    from asyncrl_cli.checkpoint.sealed import Checkpoint
     from asyncrl_cli.job.workers import started_workers
 
     checkpoint = Checkpoint(

@@ -15,7 +15,7 @@ from collections import Counter
 
 import pytest
 
-from asyncrl_cli.checkpoint.find import verify
+from asyncrl_cli.checkpoint.sealed import verify
 from tests.run.commands import (
     LONG,
     SMALL,

@@ -1,133 +1,107 @@
-"""Finding runs and checkpoints: what a name or a path on a command line means, which checkpoints are whole, what is in them."""
+"""Runs and their checkpoints, found by a name or a path on a command line; what a run said last, and whether a driver holds it.
+
+Two drivers never write one run: whoever drives it holds an exclusive flock on `<run>/lock`, which ends with its process, also by
+SIGKILL.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
-import re
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, TextIO
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
-from asyncrl_cli.checkpoint.manifest import Damaged, damage, read_manifest
-from asyncrl_cli.checkpoint.runs import is_locked, known_runs, last_status
+from asyncrl_cli.checkpoint.sealed import LOOP_STATE, STEP_NAME, Checkpoint, checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import Count, load_json
-from asyncrl_cli.storage import remove
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, UnsafeFile, load_json, open_regular, parse_json, read_bytes, reason
+from asyncrl_cli.storage import naming
 
-LOOP_STATE = "loop_state.json"
-STEP_NAME = re.compile(r"step-([0-9]{6,15})")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A whole checkpoint, read back. `directory` also holds what the trainer wrote."""
-
-    directory: Path
-    step: int
-    version: int
-    at_window_boundary: bool
-    loop_state: Mapping[str, Any]
-    run: str
+LOCK = "lock"
 
 
-class LoopStateFile(TypedDict):
-    """`loop_state.json`; what is in `loop_state` is the loop's affair (loop/cuts.py)."""
+class _Holder(TypedDict):
+    """The lock's text."""
 
-    schema_version: Literal[1]
-    step: Count
-    version: Count
-    at_window_boundary: bool
-    loop_state: dict[str, Any]
+    pid: Count
+    host: str
 
 
-def step_name(step: int) -> str:
-    return f"step-{step:06d}"
+def find_run(argument: str, runs_dir: Path) -> Path:
+    """The directory of a run, given by name or path. Raises ConfigError if there is none."""
+    for candidate in (runs_dir / argument, Path(argument)):
+        if _is_run(candidate):
+            return candidate.resolve()
+    raise ConfigError(f"no run '{argument}' in {runs_dir}", hint=known_runs(runs_dir))
 
 
-def step_of(directory: Path) -> int:
-    match = STEP_NAME.fullmatch(directory.name)
-    assert match is not None, directory
-    return int(match.group(1))
-
-
-def checkpoints_in(directory: Path) -> list[Path]:
-    """Directories named like checkpoints, newest step first, whole or not."""
-    if not directory.is_dir():
+def run_names(runs_dir: Path) -> list[str]:
+    """Names of the runs below `runs_dir`, most recently touched first."""
+    try:
+        runs = [(path.stat().st_mtime, path.name) for path in runs_dir.iterdir() if _is_run(path)]
+    except OSError:
         return []
-    named = [path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(named, key=step_of, reverse=True)
+    return [name for _, name in sorted(runs, reverse=True)]
 
 
-def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
-    """Verify a checkpoint and read the loop's part of it.
+def known_runs(runs_dir: Path) -> str:
+    """For a hint."""
+    names = run_names(runs_dir)
+    if not names:
+        return f"there are no runs in {runs_dir}; --runs-dir names another place"
+    return f"known runs: {', '.join(names[:8])}" + (", ..." if len(names) > 8 else "")
 
-    Raises RefusedError if it is damaged, of another schema or no asyncrl checkpoint; the hint names the newest intact one, as
-    `asyncrl COMMAND` takes it.
-    """
+
+def last_status(run_dir: Path) -> Mapping[str, Any]:
+    """What a run's status.json says; nothing if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, Any])
+    return {}
+
+
+def take_lock(run_dir: Path) -> TextIO | None:
+    """Lock a run until the file is closed; None if another process holds it. Never waits. RefusedError if the lock is no file."""
+    path = run_dir / LOCK
     try:
-        return _read(directory)
-    except Damaged as error:
-        listed = "; ".join(error.wrong[:5]) + (f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else "")
-    intact = newest_intact(directory.parent)
-    hint = f"the newest intact one: asyncrl {command} {intact}" if intact else "there is no intact checkpoint beside it"
-    raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=hint)
+        with contextlib.suppress(FileNotFoundError):
+            open_regular(path).close()
+        file = path.open("a+", encoding="utf-8")
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(f"{path} cannot be locked: {reason(error)}", hint="is the directory yours to write?") from None
+    with contextlib.ExitStack() as closing:
+        closing.enter_context(file)
+        if not _flock(file, fcntl.LOCK_EX):
+            return None
+        held_by: _Holder = {"pid": os.getpid(), "host": socket.gethostname()}
+        with naming(path):
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), json.dumps(held_by).encode())
+        closing.pop_all()
+    return file
 
 
-def verify(directory: Path) -> tuple[str, ...]:
-    """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte."""
+def is_locked(run_dir: Path) -> bool:
+    """Whether a live driver holds the run. Asks with a shared lock, so two askers do not see each other."""
     try:
-        _read(directory)
-    except Damaged as error:
-        return error.wrong
-    return ()
+        file = open_regular(run_dir / LOCK)
+    except (OSError, UnsafeFile):  # nobody can hold a lock that is not there, or is no file
+        return False
+    with file:
+        return not _flock(file, fcntl.LOCK_SH)
 
 
-def newest_intact(directory: Path) -> Path | None:
-    """The newest whole checkpoint in a `checkpoints/` directory, verified byte by byte."""
-    return next((path for path in checkpoints_in(directory) if not verify(path)), None)
-
-
-def sealed_checkpoints(directory: Path) -> list[Path]:
-    """Newest first, and only those with a manifest: whatever else has such a name is nobody's to link or delete."""
-    sealed = []
-    for path in checkpoints_in(directory):
-        with contextlib.suppress(Damaged):
-            read_manifest(path)
-            sealed.append(path)
-    return sealed
-
-
-def _read(directory: Path) -> Checkpoint:
-    """Raises Damaged with all that is wrong."""
-    if not directory.is_dir():
-        raise Damaged(f"{directory} is not a directory")
-    manifest = read_manifest(directory)
-    step, version = manifest["step"], manifest["version"]
-    wrong = damage(directory, manifest)
-    if STEP_NAME.fullmatch(directory.name) and step_of(directory) != step:
-        wrong.append(f"the directory's name does not fit its step {step}")
-    if LOOP_STATE not in manifest["files"]:
-        wrong.append(f"{LOOP_STATE} is not part of it")
-    if wrong:
-        raise Damaged(*wrong)
-    try:  # a file that is whole need not have been written by asyncrl
-        state = load_json(directory / LOOP_STATE, LoopStateFile)
-    except RefusedError as error:
-        raise Damaged(error.message) from None
-    if (state["step"], state["version"]) != (step, version):
-        raise Damaged(f"{LOOP_STATE} is of step {state['step']}, the manifest of step {step}")
-    return Checkpoint(
-        directory=directory,
-        step=step,
-        version=version,
-        at_window_boundary=state["at_window_boundary"],
-        loop_state=state["loop_state"],
-        run=manifest["run"],
-    )
+def holder(run_dir: Path) -> str:
+    """Who wrote the lock last, for messages: `pid 4711 on host`."""
+    try:
+        content = load_json(run_dir / LOCK, _Holder)
+        return f"pid {content['pid']} on {content['host']}"
+    except RefusedError:  # it has the lock and has not said who it is yet
+        return "another process"
 
 
 def refuse_ended(checkpoint: Checkpoint) -> None:
@@ -180,14 +154,14 @@ def has_checkpoints(directory: Path) -> bool:
     return os.path.isdir(directory / "checkpoints")
 
 
-def finish_interrupted_replacements(directory: Path) -> None:
-    """After a crash: bring back what was set aside with nothing in its place, clear what was half done."""
-    for aside in directory.glob(".replaced-step-*"):
-        original = aside.with_name(aside.name.removeprefix(".replaced-"))
-        if original.exists() or not STEP_NAME.fullmatch(original.name):
-            remove(aside)
-        else:
-            aside.rename(original)
-    for pattern in (".writing-step-*", ".deleting-*"):
-        for leftover in directory.glob(pattern):
-            remove(leftover)
+def _flock(file: IO[Any], kind: int) -> bool:
+    """False if another process holds it."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _is_run(directory: Path) -> bool:
+    """Whether it is a run's directory. One that cannot be looked into is none."""
+    return any(os.path.exists(directory / name) for name in ("profile.toml", "status.json"))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl_cli.checkpoint.runs import LOCK, holder, is_locked, known_runs, last_status, take_lock
+from asyncrl_cli.checkpoint.find import LOCK, holder, is_locked, known_runs, last_status, take_lock
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import MIB, UnsafeFile, check_name, read_bytes, reason
 from asyncrl_cli.storage import remove_tree, replace_link, replace_text

@@ -16,16 +16,16 @@ import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from asyncrl_cli.checkpoint.find import (
+from asyncrl_cli.checkpoint.sealed import (
     LOOP_STATE,
     LoopStateFile,
     checkpoints_in,
     finish_interrupted_replacements,
+    seal,
     sealed_checkpoints,
     step_name,
     step_of,
 )
-from asyncrl_cli.checkpoint.manifest import seal
 from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")

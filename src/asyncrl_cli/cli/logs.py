@@ -33,7 +33,7 @@ def command(
     ] = None,
 ) -> None:
     """Print the logs of a run's newest attempt."""
-    from asyncrl_cli.checkpoint.runs import find_run
+    from asyncrl_cli.checkpoint.find import find_run
 
     directory = find_run(run, runs_dir)
     logs = directory / "logs" / "latest"
@@ -58,7 +58,7 @@ def follow_lines(
 ) -> Iterator[tuple[str, str]]:
     """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `logs` is asked again
     each time: a run that starts has only its driver's."""
-    from asyncrl_cli.checkpoint.runs import is_locked
+    from asyncrl_cli.checkpoint.find import is_locked
 
     with ExitStack() as stack:
         files: dict[str, TextIO] = {}

@@ -16,15 +16,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from asyncrl_cli.checkpoint.find import (
-    Checkpoint,
-    checkpoints_in,
-    find_run_or_checkpoint,
-    has_checkpoints,
-    load_checkpoint,
-    resolve,
-)
-from asyncrl_cli.checkpoint.manifest import Damaged, read_manifest
+from asyncrl_cli.checkpoint.find import find_run_or_checkpoint, has_checkpoints, resolve
+from asyncrl_cli.checkpoint.sealed import Checkpoint, Damaged, checkpoints_in, load_checkpoint, read_manifest
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.resolved import read_document

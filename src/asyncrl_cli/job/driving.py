@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.checkpoint.find import Checkpoint, LoopStateFile, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.checkpoint.sealed import Checkpoint, LoopStateFile, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost, StorageError
 from asyncrl_cli.job.feed import PromptFeed

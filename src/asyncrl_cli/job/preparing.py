@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncrl_cli.checkpoint.find import Checkpoint
+from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line

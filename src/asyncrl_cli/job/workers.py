@@ -13,8 +13,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from asyncrl_cli.checkpoint.find import Checkpoint
 from asyncrl_cli.checkpoint.payloads import read_payloads
+from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.errors import AsyncrlError, PreflightError
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import all_of

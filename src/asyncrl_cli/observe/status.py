@@ -17,8 +17,8 @@ from annotated_types import Interval, Len
 from pydantic import ConfigDict, with_config
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
+from asyncrl_cli.checkpoint.find import find_run, is_locked, run_names
 from asyncrl_cli.checkpoint.run_directory import never_began
-from asyncrl_cli.checkpoint.runs import find_run, is_locked, run_names
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.safe_files import MIB, Count, parse_json, read_bytes, reason

@@ -1,0 +1,246 @@
+"""Sealed checkpoints: made whole by a manifest, verified byte by byte, read back, and told from damaged ones.
+
+A checkpoint's manifest has every file's size and checksum. A directory without one is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
+from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, load_json, open_regular, parse_json, read_bytes, reason
+from asyncrl_cli.storage import fsync, remove, replace_text
+
+MANIFEST = "manifest.json"
+LOOP_STATE = "loop_state.json"
+STEP_NAME = re.compile(r"step-([0-9]{6,15})")
+
+
+class Damaged(Exception):
+    """A checkpoint is not whole, or is no checkpoint. `wrong`: why, one sentence each."""
+
+    def __init__(self, *wrong: str) -> None:
+        super().__init__("; ".join(wrong))
+        self.wrong = wrong
+
+
+class FileEntry(TypedDict):
+    bytes: Count
+    sha256: Annotated[str, Len(64, 64)]
+
+
+class Manifest(TypedDict):
+    """`manifest.json`, without its own checksum. `files`: by their paths below the checkpoint's directory."""
+
+    schema_version: Literal[1]
+    kind: Literal["asyncrl-checkpoint"]
+    step: Count
+    version: Count
+    run: str
+    profile: str
+    files: dict[str, FileEntry]
+
+
+def seal(directory: Path, *, step: int, version: int, run: str, profile: str) -> None:
+    """Flush and hash every file below `directory`, then write the manifest."""
+    files: dict[str, FileEntry] = {}
+    for path in sorted(directory.rglob("*")):
+        fsync(path)
+        if not path.is_dir():
+            with open_regular(path) as file:
+                files[path.relative_to(directory).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(file)}
+    manifest: Manifest = {
+        "schema_version": 1,
+        "kind": "asyncrl-checkpoint",
+        "step": step,
+        "version": version,
+        "run": run,
+        "profile": profile,
+        "files": files,
+    }
+    replace_text(directory / MANIFEST, json.dumps({**manifest, "self_sha256": _digest(manifest)}, indent=1) + "\n")
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read and check the manifest itself. Raises Damaged."""
+    try:
+        text = read_bytes(directory / MANIFEST, max_bytes=MAX_JSON_BYTES)
+        content = parse_json(text, dict[str, Any])
+    except FileNotFoundError:
+        raise Damaged(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"{MANIFEST} cannot be read ({reason(error)})") from None
+    if content.get("kind") != "asyncrl-checkpoint":
+        raise Damaged(f"{MANIFEST} is not that of an asyncrl checkpoint")
+    if content.get("schema_version") != 1:
+        raise Damaged(f"{MANIFEST} has schema_version {content.get('schema_version')}, not 1")
+    if content.pop("self_sha256", None) != _digest(content):
+        raise Damaged(f"{MANIFEST} was altered: its own checksum does not match")
+    try:
+        manifest = parse_json(text, Manifest)
+    except ValueError as error:
+        raise Damaged(f"{MANIFEST} is malformed: {error}") from None
+    for name in manifest["files"]:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+            raise Damaged(f"{MANIFEST} is malformed: {name!r:.80} is not a path below the checkpoint")
+    return manifest
+
+
+def damage(directory: Path, manifest: Manifest) -> list[str]:
+    """Compare every file with the manifest; one sentence per file that is wrong."""
+    wrong = []
+    for name, expected in manifest["files"].items():
+        try:
+            with open_regular(directory / name) as file:
+                found_bytes = os.fstat(file.fileno()).st_size
+                if found_bytes != expected["bytes"]:
+                    wrong.append(f"{name} has {found_bytes} bytes, not {expected['bytes']}")
+                elif _sha256(file) != expected["sha256"]:
+                    wrong.append(f"{name} was altered: its checksum does not match")
+        except FileNotFoundError:
+            wrong.append(f"{name} is missing")
+        except (OSError, ValueError) as error:
+            wrong.append(f"{name} cannot be read: {reason(error)}")
+    return wrong
+
+
+def _sha256(file: BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A whole checkpoint, read back. `directory` also holds what the trainer wrote."""
+
+    directory: Path
+    step: int
+    version: int
+    at_window_boundary: bool
+    loop_state: Mapping[str, Any]
+    run: str
+
+
+class LoopStateFile(TypedDict):
+    """`loop_state.json`; what is in `loop_state` is the loop's affair (loop/cuts.py)."""
+
+    schema_version: Literal[1]
+    step: Count
+    version: Count
+    at_window_boundary: bool
+    loop_state: dict[str, Any]
+
+
+def step_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(directory: Path) -> int:
+    match = STEP_NAME.fullmatch(directory.name)
+    assert match is not None, directory
+    return int(match.group(1))
+
+
+def checkpoints_in(directory: Path) -> list[Path]:
+    """Directories named like checkpoints, newest step first, whole or not."""
+    if not directory.is_dir():
+        return []
+    named = [path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(named, key=step_of, reverse=True)
+
+
+def load_checkpoint(directory: Path, command: str = "resume") -> Checkpoint:
+    """Verify a checkpoint and read the loop's part of it.
+
+    Raises RefusedError if it is damaged, of another schema or no asyncrl checkpoint; the hint names the newest intact one, as
+    `asyncrl COMMAND` takes it.
+    """
+    try:
+        return _read(directory)
+    except Damaged as error:
+        listed = "; ".join(error.wrong[:5]) + (f"; and {len(error.wrong) - 5} more" if len(error.wrong) > 5 else "")
+    intact = newest_intact(directory.parent)
+    hint = f"the newest intact one: asyncrl {command} {intact}" if intact else "there is no intact checkpoint beside it"
+    raise RefusedError(f"checkpoint {directory} is refused: {listed}", hint=hint)
+
+
+def verify(directory: Path) -> tuple[str, ...]:
+    """What is wrong with a checkpoint, one sentence each; empty if it is whole. Reads every byte."""
+    try:
+        _read(directory)
+    except Damaged as error:
+        return error.wrong
+    return ()
+
+
+def newest_intact(directory: Path) -> Path | None:
+    """The newest whole checkpoint in a `checkpoints/` directory, verified byte by byte."""
+    return next((path for path in checkpoints_in(directory) if not verify(path)), None)
+
+
+def sealed_checkpoints(directory: Path) -> list[Path]:
+    """Newest first, and only those with a manifest: whatever else has such a name is nobody's to link or delete."""
+    sealed = []
+    for path in checkpoints_in(directory):
+        with contextlib.suppress(Damaged):
+            read_manifest(path)
+            sealed.append(path)
+    return sealed
+
+
+def _read(directory: Path) -> Checkpoint:
+    """Raises Damaged with all that is wrong."""
+    if not directory.is_dir():
+        raise Damaged(f"{directory} is not a directory")
+    manifest = read_manifest(directory)
+    step, version = manifest["step"], manifest["version"]
+    wrong = damage(directory, manifest)
+    if STEP_NAME.fullmatch(directory.name) and step_of(directory) != step:
+        wrong.append(f"the directory's name does not fit its step {step}")
+    if LOOP_STATE not in manifest["files"]:
+        wrong.append(f"{LOOP_STATE} is not part of it")
+    if wrong:
+        raise Damaged(*wrong)
+    try:  # a file that is whole need not have been written by asyncrl
+        state = load_json(directory / LOOP_STATE, LoopStateFile)
+    except RefusedError as error:
+        raise Damaged(error.message) from None
+    if (state["step"], state["version"]) != (step, version):
+        raise Damaged(f"{LOOP_STATE} is of step {state['step']}, the manifest of step {step}")
+    return Checkpoint(
+        directory=directory,
+        step=step,
+        version=version,
+        at_window_boundary=state["at_window_boundary"],
+        loop_state=state["loop_state"],
+        run=manifest["run"],
+    )
+
+
+def finish_interrupted_replacements(directory: Path) -> None:
+    """After a crash: bring back what was set aside with nothing in its place, clear what was half done."""
+    for aside in directory.glob(".replaced-step-*"):
+        original = aside.with_name(aside.name.removeprefix(".replaced-"))
+        if original.exists() or not STEP_NAME.fullmatch(original.name):
+            remove(aside)
+        else:
+            aside.rename(original)
+    for pattern in (".writing-step-*", ".deleting-*"):
+        for leftover in directory.glob(pattern):
+            remove(leftover)
