@@ -36,9 +36,9 @@ from typing import Any
 from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import VirtualTimeLoop
 from asyncrl_cli.simulate.responses import ResponseLengths

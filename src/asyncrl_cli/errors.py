@@ -16,8 +16,8 @@ AsyncrlError             exit 1   the run failed
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
-from functools import partial
 
 if typing.TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -40,7 +40,7 @@ class AsyncrlError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), hint=self.hint), (self.message,)
+        return functools.partial(type(self), hint=self.hint), (self.message,)
 
 
 def first_line(error: BaseException) -> str:
@@ -114,7 +114,7 @@ class ExecutorFailed(AsyncrlError):
         self.cause = message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), hint=self.hint, executor=self.executor), (self.cause,)
+        return functools.partial(type(self), hint=self.hint, executor=self.executor), (self.cause,)
 
 
 class ExecutorLost(ExecutorFailed):

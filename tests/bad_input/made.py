@@ -22,10 +22,10 @@ from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.layers import Loaded, load
 from asyncrl_cli.profile.resolved import to_document, to_toml
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory

@@ -18,9 +18,9 @@ from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker

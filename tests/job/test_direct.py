@@ -27,12 +27,12 @@ from asyncrl_cli.job.calls import Limit, RayRankZero
 from asyncrl_cli.job.rollout_actor import Loader
 from asyncrl_cli.job.trainer_actor import TrainerActor
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.models.shape import shape_of_directory
 from asyncrl_cli.plan.counts import cuda_counts
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plugins import engine_kind
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Place, Profile, WeightsSection
 from asyncrl_cli.train.ranks import indexed
 from asyncrl_cli.weights.buckets import fingerprint

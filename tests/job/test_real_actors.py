@@ -84,15 +84,15 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
             assert len(group.trajectories) == 4
             assert all(meta.version_tokens == ((0, meta.response_tokens),) for meta in group.trajectories)
         began_s = time.monotonic()
-        report = await trainer.train(batch_of(groups[:2], step=1))
+        report, executor = await trainer.train(batch_of(groups[:2], step=1))
         print("train", time.monotonic() - began_s, report.train_s)
         sampled = sum(meta.response_tokens for group in groups[:2] for meta in group.trajectories)
         assert report.tokens == sampled
-        assert report.report.sums["trained_tokens"] == sampled
-        assert report.report.sums["busy_s"] == pytest.approx(report.report.state_s[State.BUSY], abs=0.05)
-        gathered = await trainer.gather(1)
+        assert executor.sums["trained_tokens"] == sampled
+        assert executor.sums["busy_s"] == pytest.approx(executor.state_s[State.BUSY], abs=0.05)
+        gather_s, _ = await trainer.gather(1)
         published = await trainer.publish(1)
-        print("gather", gathered.gather_s, "publish", published.publish_s, published.num_bytes)
+        print("gather", gather_s, "publish", published.publish_s, published.num_bytes)
         sends = await asyncio.gather(*(worker.prefetch(published) for worker in workers))
         loads = await asyncio.gather(workers[0].load(1, "keep-kv"), workers[1].load(1, "drain"))
         print("send", sends, loads)

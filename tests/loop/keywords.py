@@ -7,8 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 
 KEYS = {

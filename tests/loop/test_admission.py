@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
 from asyncrl_cli.loop.attempts import Attempt, Prompt, Stage
-from asyncrl_cli.loop.slots import WorkerSlots
+from asyncrl_cli.loop.fleet import WorkerSlots
 from tests.loop.keywords import loop_settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.layers import load
 
 

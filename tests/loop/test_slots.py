@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.fleet import Fleet, Room, WeightSync, WorkerSlots
 from asyncrl_cli.loop.ports import LoadReport
-from asyncrl_cli.loop.slots import Fleet, Room, WorkerSlots
-from asyncrl_cli.loop.sync import WeightSync
 
 N, PREFETCH, SLOTS, WORKERS = 3, 2, 10, 4
 

@@ -14,8 +14,8 @@ import pytest
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Feed
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes

@@ -66,7 +66,6 @@ def record(
     spans: Mapping[str, tuple[Span, ...]] | None = None,
     **changed: Any,
 ) -> StepRecord:
-    trainer = report("trainer", "trainer", {State.BUSY: 1.0})
     timing_s = {part: 0.1 for part in PARTS} | {"step": 0.7}
     fields: dict[str, Any] = {
         "step": step,
@@ -75,7 +74,7 @@ def record(
         "ended_s": ended_s,
         "groups": tuple(groups),
         "timing_s": timing_s,
-        "train": TrainReport(train_s=0.1, old_logprob_s=0.1, tokens=9, metrics={}, report=trainer),
+        "train": TrainReport(train_s=0.1, old_logprob_s=0.1, tokens=9, metrics={}),
         "reports": {made.name: made for made in reports},
         "spans": spans or {},
         "sync": None,
@@ -85,12 +84,11 @@ def record(
             "running": 2,
             "finished": 1,
             "training": 0,
-            "trained": 4,
+            "trained": 2 * step,
             "dropped": 0,
             "requeued": 0,
         },
         "tokens_discarded": 0,
-        "groups_trained": 2 * step,
         "tokens_trained": 100 * step,
     }
     return StepRecord(**(fields | changed))
@@ -193,7 +191,7 @@ def full_record(step: int) -> StepRecord:
         "correction/clipped_ratio": Ratio(10, 1000),
         "correction/masked_ratio": Ratio(0, 1000),
     }
-    train = TrainReport(train_s=0.5, old_logprob_s=0.0, tokens=1500, metrics=metrics, report=trainer)
+    train = TrainReport(train_s=0.5, old_logprob_s=0.0, tokens=1500, metrics=metrics)
     timing_s = {
         "step": 1.0,
         "wait_data": 0.38,
@@ -216,7 +214,6 @@ def full_record(step: int) -> StepRecord:
         ledger=ledger,
         train=train,
         timing_s=timing_s,
-        groups_trained=16 * step,
         tokens_trained=1500 * step,
         tokens_discarded=310,
     )
@@ -228,7 +225,6 @@ def full_snapshot(made: StepRecord) -> Snapshot:
         time_s=made.ended_s,
         step=made.step,
         version=made.version,
-        groups_trained=made.groups_trained,
         admission="window",
         admission_cause="all 24 groups of the window have started, version 119 opens the next",
         window_taken=12,

@@ -8,7 +8,7 @@ import pytest
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.keys import keys
 from asyncrl_cli.profile.layers import DEFAULT, load
-from asyncrl_cli.profile.sources import shipped_profiles
+from asyncrl_cli.profile.toml_files import shipped_profiles
 
 
 def write(directory: Path, name: str, text: str) -> str:

@@ -172,8 +172,8 @@ def test_progress_is_told_and_its_error_ends_the_run() -> None:
 
     class Told(Observer):
         def step(self, record: StepRecord) -> None:
-            told.append(record.groups_trained)
-            if record.groups_trained == 16:
+            told.append(record.ledger["trained"])
+            if record.ledger["trained"] == 16:
                 raise KeyError("enough")
 
     simulate(profile("colocate", work), work, groups=12, observers=[Told()])

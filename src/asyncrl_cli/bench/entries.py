@@ -14,7 +14,7 @@ from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.layers import Loaded
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml import toml_value
+from asyncrl_cli.profile.toml_files import toml_value
 
 NO_SWITCH = "the bench scores the first and the last version, and writes no checkpoints"
 OWN_KEYS = {

@@ -33,7 +33,7 @@ def command(
 
 
 def _find(template: str) -> Path:
-    from asyncrl_cli.profile.sources import shipped_directory
+    from asyncrl_cli.profile.toml_files import shipped_directory
 
     known = {path.name: path for path in sorted(shipped_directory("templates").iterdir()) if path.is_dir()}
     if template not in known:

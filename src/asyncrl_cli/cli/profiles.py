@@ -29,7 +29,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
         return
     from asyncrl_cli.profile.arithmetic import mode_of
     from asyncrl_cli.profile.layers import load
-    from asyncrl_cli.profile.sources import shipped_profiles
+    from asyncrl_cli.profile.toml_files import shipped_profiles
 
     profiles = ((name, load(name, environ={}).profile) for name in shipped_profiles())
     rows: list[dict[str, Any]] = [
@@ -62,7 +62,7 @@ def list_keys(
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
     from asyncrl_cli.errors import ConfigError
     from asyncrl_cli.profile.keys import expected, keys, sections
-    from asyncrl_cli.profile.toml import toml_value
+    from asyncrl_cli.profile.toml_files import toml_value
 
     def default_of(key: str) -> Any:
         of, _, name = key.partition(".")

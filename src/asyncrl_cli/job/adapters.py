@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ class RayTrainer:
         self._weights = Limit(profile.weights.timeout_s, WEIGHTS_KEY)
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
-    async def train(self, batch: ports.TrainBatch) -> ports.TrainReport:
+    async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
         minibatches, normalize = self._profile.async_training.require_batches, self._profile.algorithm.normalize_advantages
         call = f"train step {batch.step}"
@@ -162,15 +163,8 @@ class RayTrainer:
         if is_dump_step(batch.step, self._profile.logging.samples_every_steps):
             await self.begin_dump(batch.step, lambda: self._dump(batch))
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
-        return ports.TrainReport(
-            train_s=max(report.train_s for report in reports),
-            old_logprob_s=max(report.old_logprob_s for report in reports),
-            tokens=reports[0].tokens,
-            metrics={**reports[0].metrics, **failed_dumps},
-            skipped_steps=reports[0].skipped_steps,
-            skipped_in_a_row=reports[0].skipped_in_a_row,
-            report=answers[0][1],
-        )
+        slowest_s = {name: max(getattr(report, name) for report in reports) for name in ("train_s", "old_logprob_s")}
+        return replace(reports[0], metrics={**reports[0].metrics, **failed_dumps}, **slowest_s), answers[0][1]
 
     async def begin_dump(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`dump()` writes one, and has a time limit of its own."""
@@ -195,9 +189,9 @@ class RayTrainer:
         ref = self.actors[0].dump.remote(str(self._samples_dir.absolute()), batch.step, batch.window, refs)
         await self._answer(ref, f"the dump of the samples of step {batch.step}")
 
-    async def gather(self, version: int) -> ports.GatherReport:
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         answers = await self._collective(f"the gather of version {version}", "gather", version, sorted(self._wanted))
-        return ports.GatherReport(version=version, gather_s=max(seconds for seconds, _ in answers), report=answers[0][1])
+        return max(seconds for seconds, _ in answers), answers[0][1]
 
     async def publish(self, version: int) -> ports.Published:
         began_s = time.monotonic()

@@ -19,13 +19,13 @@ from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, Refused
 from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.models.check import check_model, check_vocabulary
 from asyncrl_cli.models.resolve import is_builtin, model_here, resolve_model
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.wandb_sink import check_login
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss

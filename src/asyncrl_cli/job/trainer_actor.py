@@ -35,8 +35,9 @@ from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:
+    from asyncrl_cli.loop.ports import TrainReport
     from asyncrl_cli.samples import GroupPayload
-    from asyncrl_cli.train.balance import RankPlan, RankReport
+    from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.weights.versions import Manifest, Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
@@ -92,7 +93,7 @@ class TrainerActor:
             self._trainer.load(Path(directory))
 
     @ray.method(concurrency_group="main")
-    def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[RankReport, ExecutorReport]:
+    def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[TrainReport, ExecutorReport]:
         """One train step on the payloads of `plan.groups`, in that order.
 
         Given as arguments, small ones come with the call and large ones from the object store, to this rank only, before `train_s`

@@ -28,8 +28,8 @@ from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Ledger, Stage
-from asyncrl_cli.loop.settings import LoopSettings
-from asyncrl_cli.loop.slots import Fleet, WorkerSlots
+from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
+from asyncrl_cli.profile.arithmetic import LoopSettings
 
 
 class Closed(StrEnum):
@@ -56,7 +56,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Asks who has room (slots.py) and what is under way (the ledger), and makes every transition on both; nothing here waits.
+    """Asks who has room (fleet.py) and what is under way (the ledger), and makes every transition on both; nothing here waits.
 
     With `async_training.on_stale` other than "wait" inequality (*) is off; `publish` then tells who is late. Colocated, nothing
     starts before all workers hold the newest version: the first one to load would get all groups.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from asyncrl_cli.loop.admission import Closed
 from asyncrl_cli.loop.board import Board
-from asyncrl_cli.loop.slots import WorkerSlots
+from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.watching import ENDED, Snapshot
 
@@ -30,7 +30,6 @@ def snapshot(board: Board) -> Snapshot:
         time_s=board.time_before_s + board.now_s(),
         step=board.step,
         version=board.version,
-        groups_trained=admission.trained_groups,
         admission=closed,
         admission_cause=cause,
         window_taken=admission.taken_in_window,

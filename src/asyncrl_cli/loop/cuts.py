@@ -24,9 +24,9 @@ from asyncrl_cli.loop.attempts import Stage
 from asyncrl_cli.loop.board import Board, ResumeFrom
 from asyncrl_cli.loop.groups import FinishedState, GroupsState
 from asyncrl_cli.loop.ports import CheckpointWriter, Cut
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.loop.watching import EvalSummary
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.safe_files import Count, parse_json
 
 SCHEMA_VERSION: Final = 2

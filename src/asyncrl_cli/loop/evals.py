@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl_cli.loop.changes import Change, Changes
+from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, RolloutWorker
-from asyncrl_cli.loop.slots import WorkerSlots
 from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 

@@ -17,7 +17,7 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, LedgerState, Stage
 from asyncrl_cli.loop.ports import Feed, GroupRequest
-from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64

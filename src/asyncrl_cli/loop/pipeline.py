@@ -46,8 +46,8 @@ from asyncrl_cli.loop.board import Board, World
 from asyncrl_cli.loop.causes import snapshot
 from asyncrl_cli.loop.cuts import Checkpointer, thaw
 from asyncrl_cli.loop.rollouts import Rollouts
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.training import Training
+from asyncrl_cli.profile.arithmetic import LoopSettings
 
 _TICK_S = 1.0
 

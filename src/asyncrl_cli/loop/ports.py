@@ -94,25 +94,18 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step says. Seconds are the trainer's own; `metrics` are typed and go into the step's line as they are.
+    """What a train step says. Seconds are the trainer's, or one rank's. `tokens` (sampled tokens trained, also by skipped steps)
+    and `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line as they are.
 
-    `skipped_steps`: its optimizer steps that were not made, for want of a finite gradient; `skipped_in_a_row`: the last ones
-    of the run until now, over train steps."""
+    `skipped_steps`: its optimizer steps that were not made, for want of a finite gradient, which spoils some metrics: those are
+    absent; `skipped_in_a_row`: the last ones of the run until now, over train steps."""
 
     train_s: float
     old_logprob_s: float
     tokens: int
     metrics: Mapping[str, Value]
-    report: ExecutorReport
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherReport:
-    version: int
-    gather_s: float
-    report: ExecutorReport
 
 
 class RolloutWorker(Protocol):
@@ -165,11 +158,11 @@ class RolloutWorker(Protocol):
 class Trainer(Protocol):
     """All trainer ranks as one."""
 
-    async def train(self, batch: TrainBatch) -> TrainReport:
+    async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         """`require_batches` optimizer steps on the groups of one train step."""
 
-    async def gather(self, version: int) -> GatherReport:
-        """Copy the full parameters into host buckets as `version` and score the probes; stalls training."""
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
+        """Copy the full parameters into host buckets as `version` and score the probes; stalls training. Returns seconds, too."""
 
     async def publish(self, version: int) -> Published:
         """Hand out the gathered buckets; runs beside training."""

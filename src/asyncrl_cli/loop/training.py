@@ -1,4 +1,4 @@
-"""The training side of the loop: wait, take, train, publish (publishing.py), checkpoint, and a record of every step."""
+"""The training side of the loop: wait, take, train, publish (rollouts.py), checkpoint, and a record of every step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
 from asyncrl_cli.loop.cuts import Checkpointer
 from asyncrl_cli.loop.ports import TrainBatch, TrainReport
-from asyncrl_cli.loop.publishing import Publishing
-from asyncrl_cli.loop.rollouts import Rollouts
+from asyncrl_cli.loop.rollouts import Publishing, Rollouts
 from asyncrl_cli.loop.states import State, StepTimes
 from asyncrl_cli.loop.watching import StepRecord
 
@@ -93,9 +92,9 @@ class Training:
         board = self._board
         batch = TrainBatch(step=board.step + 1, window=board.version, step_in_window=self._step_in_window, groups=groups)
         with board.calling_trainer(State.BUSY):
-            report = await board.trainer.train(batch)
+            report, executor_report = await board.trainer.train(batch)
         board.step += 1
-        board.reports.add(report.report, board.now_s())
+        board.reports.add(executor_report, board.now_s())
         board.groups.trained()
         self._times.add("train", report.train_s)
         self._times.add("old_logprob", report.old_logprob_s)
@@ -155,7 +154,6 @@ class Training:
             evals=tuple(evaluator.ended),
             ledger=board.ledger.totals(),
             tokens_discarded=board.groups.tokens_discarded,
-            groups_trained=board.admission.trained_groups,
             tokens_trained=board.groups.tokens_trained,
             restarts=board.restarts,
         )

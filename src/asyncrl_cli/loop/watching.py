@@ -79,7 +79,6 @@ class StepRecord:
     evals: tuple[EvalSummary, ...]
     ledger: Mapping[str, int]
     tokens_discarded: int
-    groups_trained: int
     tokens_trained: int
     restarts: int = 0
 
@@ -99,7 +98,6 @@ class Snapshot:
     time_s: float
     step: int
     version: int
-    groups_trained: int
     admission: str
     admission_cause: str
     window_taken: int

@@ -171,7 +171,7 @@ class LiveStatus:
         time_s, version, groups_trained = ended_s, self._line.get("version", 0), 0
         if snapshot is not None:
             step, time_s, version = max(step, snapshot.step), max(time_s, snapshot.time_s), max(version, snapshot.version)
-            groups_trained = snapshot.groups_trained
+            groups_trained = snapshot.ledger["trained"]
         progress: dict[str, Any] = {
             "step": step,
             "train_steps": facts.train_steps,

@@ -34,7 +34,7 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
         "version": Last(record.version),
         "window": Last(record.window),
         "time_s": Last(None),
-        "groups_trained": Last(record.groups_trained),
+        "groups_trained": Last(record.ledger["trained"]),
         "tokens_trained": Last(record.tokens_trained),
     }
     values |= reward_values(trajectories)

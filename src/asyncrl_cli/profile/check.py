@@ -15,7 +15,7 @@ from asyncrl_cli.plugins import ENGINES, engine_kind
 from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
-from asyncrl_cli.profile.toml import shortened, toml_value
+from asyncrl_cli.profile.toml_files import shortened, toml_value
 from asyncrl_cli.safe_files import check_name
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from asyncrl_cli.errors import ConfigError, combine, did_you_mean
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml import LONGEST_ECHO, parse_value, shortened
+from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
 
 PARAMS = "task.params"

@@ -23,8 +23,7 @@ from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, entries_of, keys, sections, validate
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sources import ProfileFile, chain
-from asyncrl_cli.profile.toml import MAX_DEPTH, parse_value, shortened
+from asyncrl_cli.profile.toml_files import MAX_DEPTH, ProfileFile, chain, parse_value, shortened
 from asyncrl_cli.safe_files import expand
 
 ENV_PREFIX = "ASYNCRL_"

@@ -19,7 +19,7 @@ from asyncrl_cli.profile.check import check
 from asyncrl_cli.profile.keys import PARAMS, entries_of, keys, sections
 from asyncrl_cli.profile.layers import DEFAULT, Loaded
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml import toml_key, toml_value
+from asyncrl_cli.profile.toml_files import toml_key, toml_value
 from asyncrl_cli.safe_files import first_of, load_json
 
 SCHEMA_VERSION = 1

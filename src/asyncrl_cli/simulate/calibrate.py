@@ -25,7 +25,7 @@ from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.layers import Layer, load
 from asyncrl_cli.profile.resolved import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.sources import shipped_profiles
+from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.safe_files import first_of
 from asyncrl_cli.simulate.fit import Fit, fit_line
 from asyncrl_cli.simulate.observed import decode_points, lengths_of, old_logprob_s_per_token, train_points, undisturbed

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.loop.ports import GatherReport, Published, TrainBatch, TrainReport
+from asyncrl_cli.loop.ports import Published, TrainBatch, TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.loop.values import Sum
 from asyncrl_cli.simulate.decoding import SimulatedEngine
@@ -102,7 +102,7 @@ class SimulatedTrainer:
         self._clock = StateClock(NAME, "trainer", self._loop.time)
         self._clock.waiting_for = "groups"
 
-    async def train(self, batch: TrainBatch) -> TrainReport:
+    async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         began_s = self._loop.time()
         self._clock.enter(State.BUSY)
         await asyncio.sleep(self._times.overhead_s)
@@ -116,16 +116,15 @@ class SimulatedTrainer:
         self._clock.add("trained_tokens", tokens)
         self._clock.gauges["step"] = batch.step
         metrics = {"train/old_logprob_tokens": Sum(self._times.old_logprob_tokens(batch))} if self._times.old_logprob_tokens else {}
-        return TrainReport(
-            train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics, report=self._clock.report()
-        )
+        report = TrainReport(train_s=train_s, old_logprob_s=old_logprob_s, tokens=tokens, metrics=metrics)
+        return report, self._clock.report()
 
-    async def gather(self, version: int) -> GatherReport:
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         self._clock.enter(State.SYNCING, "weights to be gathered")
         await asyncio.sleep(self._times.gather_s)
         self._clock.enter(State.STARVED, "groups")
         self.gathered.append(version)
-        return GatherReport(version=version, gather_s=self._times.gather_s, report=self._clock.report())
+        return self._times.gather_s, self._clock.report()
 
     async def publish(self, version: int) -> Published:
         await asyncio.sleep(self._times.publish_s)

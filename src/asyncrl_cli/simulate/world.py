@@ -15,12 +15,11 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import compile_job
-from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.costs import Costs
@@ -137,4 +136,4 @@ class TrainedGroups(Observer):
         self._tell = tell
 
     def step(self, record: StepRecord) -> None:
-        self._tell(record.groups_trained)
+        self._tell(record.ledger["trained"])

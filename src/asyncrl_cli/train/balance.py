@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.values import Value
 
 STD_EPSILON = 1e-6
 
@@ -51,19 +50,6 @@ class RankPlan:
     def groups(self) -> tuple[int, ...]:
         """Indices of the groups whose payload this rank needs, ascending."""
         return tuple(sorted({t.group for step in self.optimizer_steps for t in step.trajectories}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """Seconds are this rank's; `tokens` (sampled tokens trained, also by skipped steps) and `metrics` are of all ranks together.
-    `metrics` has finite values only: those that a skipped step spoils are absent. `skipped_*` are as in `TrainReport`."""
-
-    train_s: float
-    old_logprob_s: float
-    tokens: int
-    metrics: dict[str, Value]
-    skipped_steps: int
-    skipped_in_a_row: int
 
 
 def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed: int, step: int) -> list[GroupResult]:

@@ -24,9 +24,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.train.balance import RankPlan, RankReport
+from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
@@ -78,7 +79,7 @@ class PolicyTrainer:
         """Leave the process group. Not to be called while a `write` runs."""
         self.ranks.close()
 
-    def train(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> RankReport:
+    def train(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
         """Make the train step's optimizer steps, without those whose gradient is not finite. A collective.
 
         `payloads` has, by index in the train step, at least `plan.groups`.

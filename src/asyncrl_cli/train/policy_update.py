@@ -13,10 +13,11 @@ from contextlib import contextmanager
 
 import torch
 
+from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan, RankReport
+from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
 from asyncrl_cli.train.losses import find_loss
 from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
@@ -44,7 +45,7 @@ class PolicyUpdate:
         """Whether later steps of a window need its first weights for prox."""
         return self._profile.algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
 
-    def run(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> RankReport:
+    def run(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
         """Make the train step's optimizer steps. A collective."""
         started_s = time.monotonic()
         work = self._microbatches(plan, payloads)
@@ -67,7 +68,7 @@ class PolicyUpdate:
             scored = [step.num_loss_tokens for step, part in zip(steps, prox, strict=True) if part[0] is not None]
             metrics["train/old_logprob_tokens"] = Sum(float(sum(scored)))
         self._ranks.synchronize()
-        return RankReport(
+        return TrainReport(
             train_s=time.monotonic() - started_s - prox_s,
             old_logprob_s=prox_s,
             tokens=sum(step.num_loss_tokens for step in steps),

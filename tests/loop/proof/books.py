@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey
-from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings
 
 
 def in_time(deadlines: Iterable[int], version: int, takes_left: int, window_groups: int) -> bool:

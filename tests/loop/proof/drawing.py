@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Literal
 
-from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.keywords import changed, loop_settings
 from tests.loop.proof.faults import Fault, draw_faults, draw_worker_faults
 

@@ -27,6 +27,7 @@ from asyncrl_cli.loop.ports import (
     TrainBatch,
     TrainReport,
 )
+from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.simulated_trainer import NAME as TRAINER
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
@@ -105,7 +106,7 @@ class FaultyTrainer(SimulatedTrainer):
         super().__init__(times, keep_batches=keep_batches)
         self._faults = faults
 
-    async def train(self, batch: TrainBatch) -> TrainReport:
+    async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         report = await super().train(batch)
         if self._faults.of_call(FaultKind.STEP_FAILS, TRAINER, batch.step) is not None:
             self.batches = [kept for kept in self.batches if kept is not batch]

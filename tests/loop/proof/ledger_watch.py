@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import Event
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books, LiveAttempt
 
 Check = Callable[[bool, str, str], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl_cli.loop.groups import Groups
-from asyncrl_cli.loop.settings import LoopSettings
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books
 from tests.loop.proof.ledger_watch import Check
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.settings import LoopSettings
 from asyncrl_cli.loop.watching import StepRecord
+from asyncrl_cli.profile.arithmetic import LoopSettings
 from tests.loop.proof.books import Books
 from tests.loop.proof.ledger_watch import Check, LedgerWatch
 from tests.loop.proof.timesheets import Timesheets
@@ -61,7 +61,8 @@ class StepWatch:
         tokens = (record.tokens_discarded, record.tokens_trained)
         mine = (self._ledger.discarded_tokens, self._ledger.trained_tokens)
         self._check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained, counted {mine}")
-        self._check(record.groups_trained == books.trained, "ledger", f"{record.groups_trained} trained, counted {books.trained}")
+        trained = record.ledger["trained"]
+        self._check(trained == books.trained, "ledger", f"{trained} trained, counted {books.trained}")
         self._check(dict(record.ledger) == books.totals(), "ledger", f"{record.ledger}, counted {books.totals()}")
         is_short = record.step == settings.schedule.train_steps and record.step % settings.schedule.window_steps > 0
         windows = record.step // settings.schedule.window_steps + is_short

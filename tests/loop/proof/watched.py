@@ -14,7 +14,6 @@ from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
     Feed,
-    GatherReport,
     GroupRequest,
     LoadReport,
     Progress,
@@ -156,19 +155,19 @@ class WatchedTrainer:
         self._invariants = invariants
         self._doing = ""
 
-    async def train(self, batch: TrainBatch) -> TrainReport:
+    async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         self._invariants.steps.batch_given(batch.step, batch.window, batch.step_in_window, batch.groups)
         with self._alone(f"train step {batch.step}"):
-            report = await self._trainer.train(batch)
-        self._invariants.times.check_report(report.report)
-        return report
+            made, report = await self._trainer.train(batch)
+        self._invariants.times.check_report(report)
+        return made, report
 
-    async def gather(self, version: int) -> GatherReport:
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
         with self._alone(f"gather {version}"):
-            report = await self._trainer.gather(version)
-        self._invariants.times.check_report(report.report)
-        self._invariants.gathered(report.version)
-        return report
+            gather_s, report = await self._trainer.gather(version)
+        self._invariants.times.check_report(report)
+        self._invariants.gathered(version)
+        return gather_s, report
 
     async def publish(self, version: int) -> Published:
         published = await self._trainer.publish(version)
