@@ -26,8 +26,7 @@ from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.layers import Loaded, load
-from asyncrl_cli.profile.resolved import to_document, to_toml
+from asyncrl_cli.profile.loaded import Loaded, load, to_document, to_toml
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
 from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes

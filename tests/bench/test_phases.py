@@ -20,7 +20,7 @@ from asyncrl_cli.job.alone import NO_SUCH_TOKEN, CpuTime, endless_model
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.tasks.task import load_task
 
 LAPTOP = ClusterResources(nodes=(NodeResources(name="local", cpus=2),), elastic_cpus=True)

@@ -14,7 +14,7 @@ from asyncrl_cli.bench.space import Setting
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND, _doubt
 from asyncrl_cli.plan import cluster, memory_fit
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.simulate.references import Residual
 from tests.llama import LLAMA_7B
 

@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl_cli.engines.port import Sampling, check_engine, make_engine
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Place
 
 MODULE = '''

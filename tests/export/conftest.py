@@ -15,7 +15,7 @@ import torch
 from asyncrl_cli.checkpoint.sealed import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.models.tiny import tiny_tokenizer
-from asyncrl_cli.profile.resolved import to_document, to_toml
+from asyncrl_cli.profile.loaded import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer

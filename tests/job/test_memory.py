@@ -20,7 +20,7 @@ from asyncrl_cli.plan.memory import (
     kv_cache_bytes,
 )
 from asyncrl_cli.plan.memory_fit import device_needs, memory_warnings
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Place, Profile
 from tests.trainers import TrainerParts
 

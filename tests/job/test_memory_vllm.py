@@ -14,7 +14,7 @@ from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.plan.memory import estimate_memory
 from asyncrl_cli.plan.memory_fit import cannot_fit, device_needs, memory_warnings
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 from tests.llama import LLAMA_7B
 
 GIB = 2**30

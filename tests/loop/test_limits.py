@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 
 
 def limits(profile: str, *sets: str) -> tuple[float, float]:

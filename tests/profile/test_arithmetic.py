@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 from asyncrl_cli.profile.schema import Profile
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.layers import load
+from asyncrl_cli.profile.loaded import load
 
 ON_GPUS = ("rollout.engine=vllm", "placement.device=cuda")
 

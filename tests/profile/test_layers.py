@@ -7,7 +7,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.keys import keys
-from asyncrl_cli.profile.layers import DEFAULT, load
+from asyncrl_cli.profile.loaded import DEFAULT, load
 from asyncrl_cli.profile.toml_files import shipped_profiles
 
 

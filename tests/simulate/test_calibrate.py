@@ -10,8 +10,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.watching import Event, Observer
-from asyncrl_cli.profile.layers import load
-from asyncrl_cli.profile.resolved import to_document, to_toml
+from asyncrl_cli.profile.loaded import load, to_document, to_toml
 from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.fit import Point, fit_line
 from asyncrl_cli.simulate.references import residuals

@@ -20,7 +20,7 @@ from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
 from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.plan.cluster import local_cluster
-from asyncrl_cli.profile.layers import Loaded, load
+from asyncrl_cli.profile.loaded import Loaded, load
 from asyncrl_cli.simulate.references import Residual
 from asyncrl_cli.simulate.workload import Workload
 from asyncrl_cli.simulate.workload_files import profile_for

@@ -12,7 +12,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.layers import Loaded
+from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import toml_value
 

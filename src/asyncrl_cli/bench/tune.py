@@ -23,7 +23,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted, usable_cores
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
-from asyncrl_cli.profile.layers import set_layer
+from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.references import reference_sets
 from asyncrl_cli.simulate.workload import Reference, Workload

@@ -8,7 +8,7 @@ from asyncrl_cli import __version__
 from asyncrl_cli.bench.tune import Tuned
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.profile.keys import PARAMS
-from asyncrl_cli.profile.layers import set_layer
+from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
 
 

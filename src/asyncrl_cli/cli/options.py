@@ -13,7 +13,7 @@ from asyncrl_cli.errors import Interrupted
 
 if TYPE_CHECKING:
     from asyncrl_cli.job.run import Run
-    from asyncrl_cli.profile.layers import Loaded
+    from asyncrl_cli.profile.loaded import Loaded
 
 
 Ui = Literal["auto", "live", "plain", "none"]
@@ -43,7 +43,7 @@ def epilog(examples: str) -> str:
 
 def load_profile(reference: str, sets: list[str] | None, name: str | None = None) -> Loaded:
     """Load a profile, with the options of a command line as its top layers. Showing its warnings is left to the caller."""
-    from asyncrl_cli.profile.layers import load
+    from asyncrl_cli.profile.loaded import load
 
     return load(reference, sets or [], {} if name is None else {"run.name": name})
 

@@ -13,7 +13,7 @@ from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
 from asyncrl_cli.plan.machine import engine_refusal
 from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.layers import Loaded
+from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
 
 MIB, GIB = 2**20, 2**30

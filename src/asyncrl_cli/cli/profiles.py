@@ -28,7 +28,7 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from asyncrl_cli.profile.arithmetic import mode_of
-    from asyncrl_cli.profile.layers import load
+    from asyncrl_cli.profile.loaded import load
     from asyncrl_cli.profile.toml_files import shipped_profiles
 
     profiles = ((name, load(name, environ={}).profile) for name in shipped_profiles())
@@ -92,7 +92,7 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Print a profile as it would run: every key, defaults filled in."""
-    from asyncrl_cli.profile.resolved import to_document, to_toml
+    from asyncrl_cli.profile.loaded import to_document, to_toml
 
     loaded = load_profile(name, sets)
     for warning in loaded.warnings:

@@ -20,7 +20,7 @@ from asyncrl_cli.checkpoint.find import find_run_or_checkpoint, has_checkpoints,
 from asyncrl_cli.checkpoint.sealed import Checkpoint, Damaged, checkpoints_in, load_checkpoint, read_manifest
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.resolved import read_document
+from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.state_reader import StateReader, read_tensors
 from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, read_counters

@@ -25,7 +25,7 @@ from asyncrl_cli.job.process import StopRequests, blocked, end_descendants, leav
 from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
-from asyncrl_cli.profile.resolved import read_document, to_document, to_toml
+from asyncrl_cli.profile.loaded import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.reward_choice import keep_reward_module
 from asyncrl_cli.tasks.task import Task

@@ -1,14 +1,15 @@
-"""The names of all keys, what each expects, and values by key validated into a `Profile`."""
+"""The names of all keys, tables as values by key, what each key expects, and values by key validated into a `Profile`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
-from asyncrl_cli.errors import ConfigError, combine, did_you_mean
+from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.profile.fields import Section
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
@@ -46,6 +47,34 @@ def entries_of(profile: Profile) -> dict[str, Any]:
         is_params = key == PARAMS and value
         found |= {f"{PARAMS}.{name}": item for name, item in value.items()} if is_params else {key: value}
     return found
+
+
+def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Nested tables as dotted keys. Raises one ConfigError for all unknown ones, with the nearest known key as its hint."""
+    flat: dict[str, Any] = {}
+    problems: list[ConfigError] = []
+    for section, table in content.items():
+        if len(problems) > MOST_PROBLEMS:
+            break
+        if section not in sections():
+            problems.append(unknown_key(section, where, [*sections(), *keys()]))
+        elif not isinstance(table, Mapping):
+            hint = f"{section}.<key> = {shortened(table)}"
+            problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
+        else:
+            unknown = (key for name in table if (key := f"{section}.{name}") not in keys())
+            problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
+            flat |= {f"{section}.{name}": value for name, value in table.items()}
+    if problems:
+        raise combine(problems)
+    if isinstance(flat.get(PARAMS), Mapping):
+        flat |= {f"{PARAMS}.{name}": value for name, value in flat.pop(PARAMS).items()}
+    return flat
+
+
+def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
+    hint = did_you_mean(key, known, f"sections: {', '.join(sections())}")
+    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str], named: Mapping[str, Any], origin: str) -> Profile:

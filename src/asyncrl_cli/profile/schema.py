@@ -199,7 +199,7 @@ class LoggingSection(Section):
 
 
 class Profile(Section):
-    """A run, fully described. Made by `profile.layers.load`, never by hand."""
+    """A run, fully described. Made by `profile.loaded.load`, never by hand."""
 
     name: str = "custom"
     """Name of the profile."""

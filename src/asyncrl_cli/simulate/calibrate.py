@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.lines import Line, read_events, read_metrics, spent_s
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
-from asyncrl_cli.profile.layers import Layer, load
-from asyncrl_cli.profile.resolved import read_document
+from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.safe_files import first_of

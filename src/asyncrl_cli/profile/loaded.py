@@ -5,29 +5,38 @@
 A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key. Some keys also clear
 others below them (`CLEARS`), because both say the same thing: a run has one length, and a new task source has its own
 parameters.
+
+What was loaded is written as `config.resolved.json` (every value with its origin), and as TOML for people:
+
+    {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set", ...}}
+
+There eta is a string, so that it stays the decimal it is.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from pydantic import create_model
+from pydantic import ValidationError, create_model
 from pydantic_settings import BaseSettings, EnvSettingsSource
 
-from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
+from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.keys import PARAMS, entries_of, keys, sections, validate
+from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, keys, sections, unknown_key, validate
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import MAX_DEPTH, ProfileFile, chain, parse_value, shortened
-from asyncrl_cli.safe_files import expand
+from asyncrl_cli.profile.toml_files import MAX_DEPTH, ProfileFile, chain, parse_value, shortened, toml_key, toml_value
+from asyncrl_cli.safe_files import expand, first_of, load_json
 
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
+SCHEMA_VERSION = 1
+"""Of `config.resolved.json`."""
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -106,34 +115,6 @@ def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
     return values, origins
 
 
-def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Nested tables as dotted keys. Raises one ConfigError for all unknown ones, with the nearest known key as its hint."""
-    flat: dict[str, Any] = {}
-    problems: list[ConfigError] = []
-    for section, table in content.items():
-        if len(problems) > MOST_PROBLEMS:
-            break
-        if section not in sections():
-            problems.append(_unknown(section, where, [*sections(), *keys()]))
-        elif not isinstance(table, Mapping):
-            hint = f"{section}.<key> = {shortened(table)}"
-            problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
-        else:
-            unknown = (key for name in table if (key := f"{section}.{name}") not in keys())
-            problems += [_unknown(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
-            flat |= {f"{section}.{name}": value for name, value in table.items()}
-    if problems:
-        raise combine(problems)
-    if isinstance(flat.get(PARAMS), Mapping):
-        flat |= {f"{PARAMS}.{name}": value for name, value in flat.pop(PARAMS).items()}
-    return flat
-
-
-def _unknown(key: str, where: str, known: Collection[str]) -> ConfigError:
-    hint = did_you_mean(key, known, f"sections: {', '.join(sections())}")
-    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
-
-
 def file_layer(file: ProfileFile) -> Layer:
     content = {key: value for key, value in file.content.items() if key not in ("extends", "name", "purpose")}
     return Layer(origin=file.origin, values=_anchored(flatten(content, str(file.path)), file.path.parent))
@@ -179,7 +160,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
         if not equals or not all(parts) or len(parts) > MAX_DEPTH:
             raise ConfigError(f"--set {shortened(text)}: expected section.key=value", hint="--set run.train_steps=20")
         if len(parts) == 1 and parts[0] not in sections():
-            raise _unknown(parts[0], "--set", keys())
+            raise unknown_key(parts[0], "--set", keys())
         nested: Any = parse_value(value.strip())
         for part in reversed(parts):
             nested = {part: nested}
@@ -202,3 +183,61 @@ def _anchor(key: str, value: str, directory: Path) -> str:
     if key == "model.path" and not os.path.exists(path) and not value.startswith((".", "~")):
         return value
     return str(path)
+
+
+def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
+    """JSON-like; `from_document` of it (also through a file) gives the same profile and origins."""
+    return {"schema_version": SCHEMA_VERSION, "profile": profile.model_dump(mode="json"), "origins": dict(origins)}
+
+
+def read_document(path: Path) -> Loaded:
+    """Raises RefusedError unless `path` is a document of this schema version that describes a profile."""
+    return from_document(load_json(path, dict[str, Any], hint="take another checkpoint"), where=str(path))
+
+
+def from_document(document: Mapping[str, Any], *, where: str = "config.resolved.json") -> Loaded:
+    """Raises RefusedError if the document is of another schema version or does not describe a profile."""
+    version = document.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise RefusedError(
+            f"{where} has schema_version {version!r:.40}; this asyncrl reads {SCHEMA_VERSION}",
+            hint="resume with the version of asyncrl that started the run",
+        )
+    try:
+        return _loaded(document["profile"], document["origins"])
+    except ValidationError as error:
+        why = first_of(error)
+    except ConfigError as error:
+        why = error.message
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        why = f"{type(error).__name__} {error}"
+    raise RefusedError(f"{where} does not describe a profile: {why}", hint="take another checkpoint")
+
+
+def _loaded(tables: Mapping[str, Any], origins: Mapping[str, str]) -> Loaded:
+    training = tables["async_training"]
+    exact = {**training, "staleness_threshold": Decimal(training["staleness_threshold"])}
+    profile = Profile.model_validate({**tables, "async_training": exact})
+    for section, _, name in (key.partition(".") for key in origins if key in keys()):
+        if name not in tables.get(section, {}):
+            raise ConfigError(f"{section}.{name} is missing")
+    check(profile)
+    return Loaded(profile=profile, origins={str(key): str(origin) for key, origin in origins.items()})
+
+
+def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
+    """A profile file that needs no other: what some layer gave, or (`only_given=False`) every value that is set."""
+    tables: dict[str, list[str]] = {section: [] for section in sections()}
+    for key, value in entries_of(profile).items():
+        section, _, name = key.partition(".")
+        if key.startswith(f"{PARAMS}."):  # of an older run it is not known where it came from
+            name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
+        else:
+            origin = origins.get(key, DEFAULT)
+        if value not in (None, {}) and not (only_given and origin == DEFAULT):
+            text = f"{name} = {toml_value(value)}"
+            tables[section].append(f"{text:<48}  # {origin}" if with_origins else text)
+    lines = [f"name = {toml_value(profile.name)}", f"purpose = {toml_value(profile.purpose)}"]
+    for section, entries in tables.items():
+        lines += ["", f"[{section}]", *entries] if entries else []
+    return "\n".join(lines) + "\n"
