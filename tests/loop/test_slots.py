@@ -81,4 +81,4 @@ def test_a_sync_is_complete_when_the_worker_that_is_furthest_behind_has_it(loads
         workers[index].end_load(held[index])
         sync.loaded(report)
         complete = [version for version in reported if version <= min(held)]
-        assert (sync.summary.version if sync.summary else None) == max(complete, default=None)
+        assert sync.summary.get("version") == max(complete, default=None)

@@ -115,8 +115,8 @@ def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_uncle
     (warning,) = ran.recorder.named("warning")
     assert "rollout-1 disagrees with the trainer after loading version 2" in warning.fields["message"]
     assert "have gone 2% of the way from the version before" in warning.fields["message"]
-    synced = {record.sync.version: record.sync for record in ran.recorder.steps if record.sync is not None}
-    assert {version: (synced[version].loaded_share, synced[version].unclear_loads) for version in (1, 2, 3)} == {
+    synced = {record.sync["version"]: record.sync for record in ran.recorder.steps if record.sync}
+    assert {version: (synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)} == {
         1: (0.99, 0),
         2: (0.02, 0),
         3: (0.99, 1),

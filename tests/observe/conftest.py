@@ -11,7 +11,7 @@ from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.loop.values import Max, Ratio
-from asyncrl_cli.loop.watching import EvalSummary, Snapshot, StepRecord, SyncSummary
+from asyncrl_cli.loop.watching import EvalSummary, Snapshot, StepRecord
 from asyncrl_cli.observe.live_status import RunFacts
 
 PARTS = ("wait_data", "old_logprob", "train", "gather", "checkpoint", "eval", "other")
@@ -77,7 +77,7 @@ def record(
         "train": TrainReport(train_s=0.1, old_logprob_s=0.1, tokens=9, metrics={}),
         "reports": {made.name: made for made in reports},
         "spans": spans or {},
-        "sync": None,
+        "sync": {},
         "evals": (),
         "ledger": {
             "admitted_total": 7,
@@ -161,7 +161,7 @@ def full_record(step: int) -> StepRecord:
             Span(state=State.LOADING, start_s=base + 0.95, end_s=base + 1),
         ),
     }
-    sync = SyncSummary(version=step, gather_s=0.012, send_s=0.031, load_s=0.014, pause_s=0.022, logprob_abs_diff=2.1e-7)
+    sync = dict(version=step, gather_s=0.012, send_s=0.031, load_s=0.014, pause_s=0.022, logprob_abs_diff=2.1e-7)
     evals = (
         ()
         if step % 50

@@ -229,7 +229,7 @@ def test_what_was_not_measured_is_a_dash_and_never_a_zero(facts):
 def test_figures_that_are_not_finite_are_shown_by_name(facts, make):
     observers = Observers(facts, [], clock=lambda: 1.0)
     made = make["full_record"](1)
-    observers.step(replace(made, sync=replace(made.sync, logprob_abs_diff=float("nan"))))
+    observers.step(replace(made, sync={**made.sync, "logprob_abs_diff": float("nan")}))
     observers.tick(make["full_snapshot"](made))
     status = observers.live.picture()
     status["reward"] |= {"mean": "nan", "history": ["nan", 0.5, float("inf")]}  # as JSON has them

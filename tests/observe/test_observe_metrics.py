@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.loop.watching import EvalSummary, SyncSummary
+from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.observe.metrics import StepMetrics
 
 
@@ -140,7 +140,7 @@ def test_what_was_not_measured_is_absent(make):
 
 
 def test_a_probe_that_was_not_scored_has_no_difference(make):
-    sync = SyncSummary(version=3, gather_s=0.1, send_s=0.2, load_s=0.3, pause_s=0.4, logprob_abs_diff=None)
+    sync = dict(version=3, gather_s=0.1, send_s=0.2, load_s=0.3, pause_s=0.4, logprob_abs_diff=None)
     line = metrics().update(make["record"](4, 3, [], sync=sync))
     assert (line["sync/version"], line["sync/gather_s"], line["sync/send_s"]) == (3, 0.1, 0.2)
     assert (line["sync/load_s"], line["sync/pause_s"]) == (0.3, 0.4)
@@ -148,7 +148,7 @@ def test_a_probe_that_was_not_scored_has_no_difference(make):
 
 
 def test_a_sync_says_how_much_of_it_was_loaded_and_how_often_that_is_unclear(make):
-    sync = SyncSummary(
+    sync = dict(
         version=3, gather_s=0.1, send_s=0.2, load_s=0.3, pause_s=0.4, logprob_abs_diff=1e-7, loaded_share=0.98, unclear_loads=0
     )
     line = metrics().update(make["record"](4, 3, [], sync=sync))

@@ -15,7 +15,6 @@ from enum import IntEnum
 
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import LoadReport, Published
-from asyncrl_cli.loop.watching import SyncSummary
 
 
 class Room(IntEnum):
@@ -154,7 +153,11 @@ class WeightSync:
 
     def __init__(self, workers: Collection[WorkerSlots]) -> None:
         self.newest: Published | None = None
-        self.summary: SyncSummary | None = None
+        self.summary: dict[str, float | int | None] = {}
+        """The last version that every worker loaded or skipped, and maxima over the workers that loaded it. `gather_s` is None if
+        it came from a checkpoint, `loaded_share` is the one farthest from 1, and `unclear_loads` are those whose probes could not
+        tell the version from the one before. Empty before the first."""
+        self._summarised = -1
         self._workers = workers
         self._gather_s: dict[int, float] = {}
         self._reports: dict[int, list[LoadReport]] = {}
@@ -193,24 +196,23 @@ class WeightSync:
         self._reports.setdefault(report.version, []).append(report)
         held_by_all = min([worker.version for worker in self._workers])
         version = max([version for version in self._reports if version <= held_by_all], default=-1)
-        if version > (-1 if self.summary is None else self.summary.version):
+        if version > self._summarised:
             self._summarise(version)
 
     def _summarise(self, version: int) -> None:
-        """The last version that every worker loaded or skipped; figures are the worst over the workers that loaded it."""
-        reports = self._reports[version]
+        self._summarised, reports = version, self._reports[version]
         diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
         shares = [report.loaded_share for report in reports if report.loaded_share is not None]
         verdicts = [report.verdict for report in reports if report.verdict is not None]
-        self.summary = SyncSummary(
-            version=version,
-            gather_s=self._gather_s.get(version),
-            send_s=max(report.send_s for report in reports),
-            load_s=max(report.load_s for report in reports),
-            pause_s=max(report.pause_s for report in reports),
-            logprob_abs_diff=max(diffs, default=None),
-            loaded_share=max(shares, key=lambda share: abs(share - 1), default=None),
-            unclear_loads=verdicts.count("unclear") if verdicts else None,
-        )
+        self.summary = {
+            "version": version,
+            "gather_s": self._gather_s.get(version),
+            "send_s": max(report.send_s for report in reports),
+            "load_s": max(report.load_s for report in reports),
+            "pause_s": max(report.pause_s for report in reports),
+            "logprob_abs_diff": max(diffs, default=None),
+            "loaded_share": max(shares, key=lambda share: abs(share - 1), default=None),
+            "unclear_loads": verdicts.count("unclear") if verdicts else None,
+        }
         self._reports = {later: reports for later, reports in self._reports.items() if later >= version}
         self._gather_s = {later: gather_s for later, gather_s in self._gather_s.items() if later >= version}

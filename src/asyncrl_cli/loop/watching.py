@@ -29,23 +29,6 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SyncSummary:
-    """The last version that every worker loaded or skipped; maxima over workers. `gather_s` None: it came from a checkpoint.
-
-    `loaded_share` is the one farthest from 1; `unclear_loads` are those whose probes could not tell it from the version before.
-    """
-
-    version: int
-    gather_s: float | None
-    send_s: float
-    load_s: float
-    pause_s: float
-    logprob_abs_diff: float | None
-    loaded_share: float | None = None
-    unclear_loads: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
     """One eval's result. A checkpoint has it as it is."""
 
@@ -63,7 +46,8 @@ class StepRecord:
 
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
     executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
-    the driver's clock. `ended_s` is the driver's clock. `restarts` of workers count from the run's beginning.
+    the driver's clock. `ended_s` is the driver's clock. `sync`: `WeightSync.summary`.
+    `restarts` of workers count from the run's beginning.
     """
 
     step: int
@@ -75,7 +59,7 @@ class StepRecord:
     train: TrainReport
     reports: Mapping[str, ExecutorReport]
     spans: Mapping[str, tuple[Any, ...]]
-    sync: SyncSummary | None
+    sync: Mapping[str, float | int | None]
     evals: tuple[EvalSummary, ...]
     ledger: Mapping[str, int]
     tokens_discarded: int

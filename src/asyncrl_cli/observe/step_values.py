@@ -45,8 +45,7 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
     values["overlap_ratio"] = overlap(record.spans, {name: report.role for name, report in record.reports.items()})
     values |= staleness_values(record, window_steps, trajectories)
     values |= stale_counts(record.window, record.groups) | partial_values(trajectories)
-    if record.sync is not None:
-        values |= {f"sync/{name}": Last(figure) for name, figure in asdict(record.sync).items()}
+    values |= {f"sync/{name}": Last(figure) for name, figure in record.sync.items()}
     values["rollouter/restarts"] = Last(record.restarts)
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
     values |= record.train.metrics

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.profile.loaded import flatten
+from asyncrl_cli.profile.keys import flatten
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import profile_for
 from asyncrl_cli.simulate.world import SimulatedRun, simulate
