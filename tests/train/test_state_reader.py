@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.train.state_reader import METADATA, StateReader, read_tensors
-from asyncrl_cli.train.trainer_state import saved_keys
+from asyncrl_cli.train.trainer_state import METADATA, StateReader, read_tensors, saved_keys
 from tests.trainers import trainer_parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

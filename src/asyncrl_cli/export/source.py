@@ -22,8 +22,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.state_reader import StateReader, read_tensors
-from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, read_counters
+from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, StateReader, read_counters, read_tensors
 from asyncrl_cli.weights.disk import kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"

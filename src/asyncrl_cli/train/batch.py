@@ -7,20 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from asyncrl_cli.samples import GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
-
-
-class Row(NamedTuple):
-    """One segment to be trained with its trajectory's advantage."""
-
-    segment: Segment
-    advantage: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +41,34 @@ def build_microbatches(
 ) -> list[Microbatch]:
     """This rank's rows of an optimizer step; all segments of a trajectory share its advantage."""
     rows = [
-        Row(segment=segment, advantage=planned.advantage)
+        (segment, planned.advantage)
         for planned in plan.trajectories
         for segment in payloads[planned.group].trajectories[planned.trajectory].segments
         if segment.mask_T.any()
     ]
-    lengths = [len(row.segment.tokens_T) - 1 for row in rows]
+    lengths = [len(segment.tokens_T) - 1 for segment, _ in rows]
     parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
     return [build_microbatch([rows[i] for i in part], device) for part in parts]
 
 
-def build_microbatch(rows: Sequence[Row], device: torch.device) -> Microbatch:
-    """Pad rows to the longest. Padding lies to the right of every real token, so causal attention never sees it."""
-    if any(row.segment.mask_T[0] for row in rows):
+def build_microbatch(rows: Sequence[tuple[Segment, float]], device: torch.device) -> Microbatch:
+    """Rows are segments, each with its trajectory's advantage; they are padded to the longest.
+
+    Padding lies to the right of every real token, so causal attention never sees it.
+    """
+    if any(segment.mask_T[0] for segment, _ in rows):
         raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
-    shape = (len(rows), max(len(row.segment.tokens_T) for row in rows))
+    shape = (len(rows), max(len(segment.tokens_T) for segment, _ in rows))
     tokens_BT, mask_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
-    for b, row in enumerate(rows):
-        tokens_BT[b, : len(row.segment.tokens_T)] = row.segment.tokens_T
-        mask_BT[b, : len(row.segment.mask_T)] = row.segment.mask_T
+    for b, (segment, _) in enumerate(rows):
+        tokens_BT[b, : len(segment.tokens_T)] = segment.tokens_T
+        mask_BT[b, : len(segment.mask_T)] = segment.mask_T
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
     num_positions = predicted_BT.shape[1]
     kept_positions = num_positions - int(positions_N.min(initial=num_positions - 1))
-    logp_mu_N = np.concatenate([row.segment.logprobs_T[row.segment.mask_T] for row in rows]).astype(np.float32)
-    advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
+    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, _ in rows]).astype(np.float32)
+    advantages_N = np.array([advantage for _, advantage in rows], dtype=np.float32)[rows_N]
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
         kept_positions=kept_positions,
@@ -101,5 +96,5 @@ def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device,
             versions_T=np.zeros(length, dtype=np.int32),
             mask_T=(np.arange(length) > 0) & is_scored,
         )
-        rows.append(Row(segment=segment, advantage=0.0))
+        rows.append((segment, 0.0))
     return build_microbatch(rows, device)

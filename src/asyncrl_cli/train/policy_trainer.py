@@ -14,38 +14,41 @@ full bucket may be used by any thread at once: nothing writes to that bucket aga
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.storage import sync_files
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.trainer_state import (
-    HostState,
-    Publication,
-    load_publication,
-    read_counters,
-    read_state,
-    save_publication,
-    to_host,
-    write_state,
-)
-from asyncrl_cli.weights.buckets import Bucket, Packing, plan_layout
+from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, HostState, read_counters, read_state, to_host, write_state
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, Spec, plan_layout
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
-BYTES_PER_MB = 2**20
+
+class Publication(NamedTuple):
+    """The newest gathered version, on rank 0. `packing` is never written to once it is filled, so any thread may read it.
+
+    `manifest` has no fingerprints yet. Its `previous_logprobs` are empty for the first version of a process, and not saved.
+    """
+
+    manifest: Manifest
+    packing: Packing
 
 
 class PolicyTrainer:
@@ -160,7 +163,7 @@ class PolicyTrainer:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
             directory.mkdir(parents=True, exist_ok=True)
-            save_publication(publication, directory)
+            _save(publication, directory)
         write_state(self.ranks, state, counters, directory)
 
     def load(self, directory: Path) -> None:
@@ -184,7 +187,7 @@ class PolicyTrainer:
             tensor.copy_(cast(DTensor, state[key]).to_local())
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
-            self._publication = load_publication(directory, self.model.specs, self._bucket_size_bytes)
+            self._publication = _load_published(directory, self.model.specs, self._bucket_size_bytes)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""
@@ -192,3 +195,40 @@ class PolicyTrainer:
         tensors |= self.optimizer.moments()
         tensors |= {f"window_first/{name}": local for name, local in (self._update.window_first or {}).items()}
         return tensors
+
+
+def _save(publication: Publication, directory: Path) -> None:
+    """Write and fsync."""
+    manifest = publication.manifest
+    header = {
+        "format": "pt",
+        "version": str(manifest.version),
+        "temperature": repr(manifest.temperature),
+        "probes": json.dumps({"tokens": manifest.probe_tokens, "logprobs": manifest.probe_logprobs}),
+    }
+    save_file(publication.packing.tensors(), directory / PUBLISHED_FILE, metadata=header)
+    sync_files(directory)
+
+
+def _load_published(directory: Path, specs: Sequence[Spec], bucket_size_bytes: int) -> Publication | None:
+    """The saved version, packed as a gather would pack it; None if there is none. RefusedError if it is of another model."""
+    path = directory / PUBLISHED_FILE
+    if not path.exists():
+        return None
+    packing = Packing(plan_layout(specs, bucket_size_bytes))
+    with safe_open(path, framework="pt") as saved:
+        if set(saved.keys()) != {spec.name for spec in specs}:
+            raise RefusedError(f"{path}: published weights are of another model")
+        header = saved.metadata()
+        for spec in specs:
+            packing.put(spec.name, saved.get_tensor(spec.name))
+    probes = json.loads(header["probes"])
+    manifest = Manifest(
+        version=int(header["version"]),
+        num_bytes=packing.num_bytes,
+        fingerprints=(),
+        temperature=float(header["temperature"]),
+        probe_tokens=tuple(map(tuple, probes["tokens"])),
+        probe_logprobs=tuple(map(tuple, probes["logprobs"])),
+    )
+    return Publication(manifest, packing)
