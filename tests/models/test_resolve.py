@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.models import resolve
-from asyncrl_cli.models.check import check_model_directory
+from asyncrl_cli.models.inspection import check_model_directory
 from asyncrl_cli.models.resolve import resolve_model
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import load_task

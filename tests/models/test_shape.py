@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of, shape_of_directory
-from asyncrl_cli.models.tiny import tiny_config
+from asyncrl_cli.models.tiny import tiny_sizes
 
 SMALL = {
     "vocab_size": 320,
@@ -30,7 +30,7 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 CONFIGS = {
-    "builtin:tiny": tiny_config(64),
+    "builtin:tiny": Qwen3Config(**tiny_sizes(64)),
     "qwen3 untied": Qwen3Config(**SMALL),
     "qwen3 tied": Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
     "qwen3 with biases": Qwen3Config(**SMALL, attention_bias=True),
@@ -56,7 +56,7 @@ def test_parameters_and_kv_values_are_those_of_the_real_model(config: Pretrained
 
 
 def test_builtin_tiny_is_what_it_is_built_as() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config(64))
+    model = AutoModelForCausalLM.from_config(Qwen3Config(**tiny_sizes(64)))
     assert shape_of("builtin:tiny").parameters == sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError, first_line, first_names
 from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
-from asyncrl_cli.models.check import TOKENIZER_FILES, check_config
+from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
 from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
@@ -202,7 +202,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, t
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     """Its snapshot here if there is one, else the hub is asked, for everything but weights."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     patterns = [p for p in HUB_PATTERNS if p != "*.safetensors" and (trust_remote_code or p != "*.py")]
     try:
@@ -210,7 +210,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
             directory = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         except LocalEntryNotFoundError:
             directory = Path(snapshot_download(name, allow_patterns=patterns))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (HFValidationError, OSError) as error:
         raise _gone(name, f"the hub cannot be asked: {first_line(error)}") from error
     if missing := _missing_in(directory):
         raise _gone(name, missing)

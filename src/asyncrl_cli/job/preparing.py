@@ -19,7 +19,7 @@ from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, Refused
 from asyncrl_cli.job.feed import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
-from asyncrl_cli.models.check import check_model, check_vocabulary
+from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.resolve import is_builtin, model_here, resolve_model
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.wandb_sink import check_login

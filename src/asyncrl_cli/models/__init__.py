@@ -2,7 +2,7 @@
 
 resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with config, weights and tokenizer
     resolve.py                                   which of the three it is; builtin:tiny is built once, then found again
-    check.py                                     whether it is whole, and could be opened
+    inspection.py                                whether it is whole, and could be opened
     tiny.py                                      builtin:tiny's configuration, its tokenizer of characters, its lessons
     warm_start.py                                supervised learning on them
 

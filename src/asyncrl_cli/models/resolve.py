@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
-from asyncrl_cli.models.check import check_model_directory, check_positions, refused
+from asyncrl_cli.models.inspection import check_model_directory, check_positions, refused
 from asyncrl_cli.models.tiny import (
     MAX_POSITIONS,
     Course,
@@ -93,13 +93,7 @@ def _looks_like_a_path(path: str) -> bool:
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     patterns = HUB_PATTERNS if trust_remote_code else [pattern for pattern in HUB_PATTERNS if pattern != "*.py"]
     try:
@@ -109,7 +103,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     except (RepositoryNotFoundError, HFValidationError) as error:
         hint = 'a hub name is like "Qwen/Qwen3-0.6B"'
         raise refused(f'"{name}" is neither a directory here nor a model on the hub', hint) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except OSError as error:  # the hub's own errors are OSErrors, too
         why = f'"{name}" is not a directory here, and the hub cannot be asked for it: {first_line(error)}'
         raise refused(why, "check the name and the network, or give the path of a local directory") from error
     check_model_directory(directory)

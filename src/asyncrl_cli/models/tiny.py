@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from asyncrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
@@ -71,21 +71,14 @@ def tiny_sizes(vocab_size: int) -> dict[str, Any]:
     }
 
 
-def tiny_config(vocab_size: int) -> Qwen3Config:
-    """0.75 M parameters at 64 tokens."""
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**tiny_sizes(vocab_size))
-
-
 def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
-    """Random float32 weights from `seed`; the caller's random state stays as it was."""
+    """0.75 M parameters at 64 tokens, random in float32 from `seed`; the caller's random state stays as it was."""
     import torch
-    from transformers import Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(tiny_config(vocab_size)).float()
+        return Qwen3ForCausalLM(Qwen3Config(**tiny_sizes(vocab_size))).float()
 
 
 class Course(Protocol):
