@@ -19,7 +19,7 @@ from asyncrl_cli.checkpoint import sealed
 from asyncrl_cli.checkpoint.payloads import write_payloads
 from asyncrl_cli.checkpoint.sealed import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.job.feed import PromptFeed
+from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.live_status import RunFacts

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.job.feed import PromptFeed
+from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.preparing import refuse_other_prompts
 from asyncrl_cli.job.run import Run
 from asyncrl_cli.loop.board import ResumeFrom, World

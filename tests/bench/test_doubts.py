@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import compare
-from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.compare import contest_of
+from asyncrl_cli.bench.real import Bars
 from asyncrl_cli.bench.results import Comparison, Run
 from asyncrl_cli.bench.table import rows_of
 from asyncrl_cli.errors import ConfigError

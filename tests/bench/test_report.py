@@ -12,10 +12,9 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import pictures
-from asyncrl_cli.bench.gantt import Timeline
 from asyncrl_cli.bench.pictures import view_length_s
 from asyncrl_cli.bench.report import output_directory, report_text, write_report, write_results
-from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread
+from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.simulate.kept_timeline import shown_workers

@@ -10,8 +10,7 @@ from itertools import product
 import pytest
 
 from asyncrl_cli.bench.search import SHORT_WINDOWS, Outcome, Row, front, planned_windows, recommended, search
-from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space
-from asyncrl_cli.bench.tune import scaled_sets, starting_point
+from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space, scaled_sets, starting_point
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import compile_job

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.job.feed import PromptFeed
+from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.tasks.item import fingerprint, make_item
 
 

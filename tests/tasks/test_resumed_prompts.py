@@ -14,7 +14,7 @@ import pytest
 from tests.loop.worlds import run_world, settings
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.job.feed import PromptFeed
+from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.loop.board import ResumeFrom
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker

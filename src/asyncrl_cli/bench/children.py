@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,21 +51,12 @@ def spawned(processes: int, begin: Begin) -> Iterator[Pool]:
 
 @contextmanager
 def simulators(processes: int, begin: Begin = collect_garbage_seldom) -> Iterator[Pool]:
-    """For simulated runs. Raises Interrupted for a Ctrl-C or a SIGTERM within the block."""
+    """For simulated runs. Raises Interrupted for a Ctrl-C, a SIGTERM or a SIGHUP within the block."""
     try:
-        with terminating_as_interrupt(), spawned(processes, begin) as pool:
+        with StopRequests().on_signals(), spawned(processes, begin) as pool:
             yield pool
     except KeyboardInterrupt:
         raise Interrupted("interrupted: nothing is kept of simulated runs") from None
-
-
-def terminating_as_interrupt() -> AbstractContextManager[None]:
-    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, so that they are cleaned up after in the same way."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    return StopRequests(interrupt).on_signals()
 
 
 def _begin(begin: Begin) -> None:

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.bench.bars import Bars
-from asyncrl_cli.bench.children import terminating_as_interrupt
 from asyncrl_cli.bench.entries import Entry, check_groups, check_sets, entries_of, groups_for_all
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.phases import with_capacities
-from asyncrl_cli.bench.real import make_run, runs_of
+from asyncrl_cli.bench.real import Bars, make_run, runs_of
 from asyncrl_cli.bench.results import Comparison, Result, Run, is_uneven, summarise, unevenness
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import AsyncrlError, ConfigError, Interrupted
+from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.profile.loaded import Loaded, load
@@ -131,7 +130,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     remarks: dict[str, None] = {}
     error: AsyncrlError | None = None
     try:
-        with terminating_as_interrupt():
+        with StopRequests().on_signals():  # SIGTERM and SIGHUP are cleaned up after as a Ctrl-C is
             for seed in contest.seeds:
                 first = len(finished)
                 for run in (run for run in planned if run.seed == seed):

@@ -25,10 +25,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.children import Children, Make
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretches
+from asyncrl_cli.bench.real import Bars
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model

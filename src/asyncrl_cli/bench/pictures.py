@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from asyncrl_cli.bench.gantt import Timeline
-from asyncrl_cli.bench.results import Comparison, Result, is_uneven
+from asyncrl_cli.bench.results import Comparison, Result, Timeline, is_uneven
 
 COLOURS = {
     "busy": "#2f7ebc",

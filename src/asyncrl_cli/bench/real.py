@@ -1,4 +1,7 @@
-"""Real runs, one child process after the other: `asyncrl train` as a user would call it, watched through its status.json."""
+"""Real runs, one child process after the other: `asyncrl train` as a user would call it, watched through its status.json.
+
+`Bars` show how far runs are. A real run's time is its own, as in its metrics: the table's wall time in the end.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.bars import Bars
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
+
 from asyncrl_cli.bench.entries import Entry
-from asyncrl_cli.bench.gantt import timeline_of_run
-from asyncrl_cli.bench.results import Run
+from asyncrl_cli.bench.results import Run, timeline_of_run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.job.process import StopRequests
+from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5
@@ -28,6 +34,42 @@ KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 Interrupts = list[float]
 """When we were asked to stop while a run is made."""
+
+
+class Bars(Progress):
+    """How far a comparison is."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Time(), console=console)
+        self._ids: dict[str, TaskID] = {}
+
+    def run(self, name: str, groups: int, total: int, *, time_s: float | None = None, phase: str = "") -> None:
+        """A run has trained so many of its groups; called first with 0. `time_s` and `phase`: what a real one says of itself."""
+        text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
+        own_time = {} if time_s is None else {"time_s": time_s}
+        self._show(name, groups, total, is_started=groups > 0, text=text, **own_time)
+
+    def note(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
+        """One bar for all that is not a run."""
+        self._show("", done, total, is_started=True, text=text)
+
+    def say(self, text: str) -> None:
+        """A line above the bars."""
+        self.console.print(text, markup=False, highlight=False)
+
+    def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str, **own_time: Any) -> None:
+        if key not in self._ids:
+            self._ids[key] = self.add_task(text, total=total or None, start=is_started)
+        if is_started:
+            self.start_task(self._ids[key])  # does nothing to one that has started
+        self.update(self._ids[key], completed=done, total=total or None, description=text, **own_time)
+
+
+class _Time(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        elapsed_s = task.finished_time if task.finished else task.elapsed
+        left = "" if task.finished or task.time_remaining is None else f"  {clock(task.time_remaining)} left"
+        return Text(clock(task.fields.get("time_s", elapsed_s)) + left, style="progress.elapsed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

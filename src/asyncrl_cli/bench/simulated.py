@@ -15,9 +15,8 @@ from functools import partial
 from typing import Any
 
 from asyncrl_cli.bench.children import simulators
-from asyncrl_cli.bench.gantt import timeline_of
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.results import Run
+from asyncrl_cli.bench.results import Run, timeline_of
 from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile

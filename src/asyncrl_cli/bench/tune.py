@@ -1,6 +1,6 @@
-"""`plan --tune`: settings measured on the virtual clock, in parallel, and what the best of them comes to.
+"""`plan --tune`: settings measured on the virtual clock, in parallel, what the best of them comes to, and its profile file.
 
-    workload + profile -> Space -> search -> Tuned
+    workload + profile -> Space -> search -> Tuned -> a profile for `train --profile`, or for one side of `bench`
                                      |
                                      +-> one simulated run per setting, each in a process of the pool
 
@@ -13,39 +13,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from asyncrl_cli import __version__
 from asyncrl_cli.bench.children import simulators
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
-from asyncrl_cli.bench.space import Setting, Space
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.bench.space import Setting, Space, starting_point
+from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.plan.cluster import counted, usable_cores
-from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
+from asyncrl_cli.profile.keys import PARAMS
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
 from asyncrl_cli.simulate.references import reference_sets
 from asyncrl_cli.simulate.workload import Reference, Workload
 from asyncrl_cli.simulate.workload_files import profile_for
-from asyncrl_cli.simulate.world import simulate, virtual_cluster
+from asyncrl_cli.simulate.world import simulate
 
 SCHEMA_VERSION = 1
 SEED = 0
 TRAJECTORIES = 450_000
 """Simulated in all long runs of a large workload: some 30 CPU seconds."""
 FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
-DEFAULT_PROFILE = "partial-rollout"
-SPLIT_KEYS = ("placement.trainer_workers", "rollout.workers")
 LIMITS = (
     "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only if it learns as well",
     "memory is not simulated: slots are at most those the workload was measured with; "
     "`asyncrl plan --profile P` estimates what a split needs",
 )
 """What no search on a clock can know."""
-
-Progress = Callable[[int, int], None]
-"""Called with (windows simulated so far, windows planned)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +101,16 @@ class Tuned:
 
 
 def tune(
-    workload: Workload, reference: str, sets: Sequence[str], *, gpus: int | None, bound: int | None, on_progress: Progress
+    workload: Workload,
+    reference: str,
+    sets: Sequence[str],
+    *,
+    gpus: int | None,
+    bound: int | None,
+    on_progress: Callable[[int, int], None],
 ) -> Tuned:
     """Search around the profile `reference` as the workload runs it; `bound` is S, by default the profile's own.
+    `on_progress(windows simulated so far, windows planned)`.
 
     Raises ConfigError where profile, workload and GPUs do not go together, AsyncrlError if no setting could be simulated.
     """
@@ -123,65 +128,6 @@ def tune(
         found = search(space, evaluate, long_windows)
     known = _known(workload, profile)
     return Tuned(workload=workload, profile=reference, sets=base, window_groups=window_groups, n=n, found=found, known=known)
-
-
-def starting_point(
-    workload: Workload, reference: str, sets: tuple[str, ...], gpus: int | None
-) -> tuple[tuple[str, ...], Profile, JobPlan]:
-    """The `--set`s that the search starts from, the profile that they make of `reference`, and its plan.
-
-    Raises ConfigError if it has no split, bounds no staleness, or cannot use `gpus` GPUs.
-    """
-    profile = profile_for(workload, reference, sets).profile
-    if profile.placement.colocate:
-        raise ConfigError(
-            f"{reference} is colocated: trainer and rollout share all GPUs, so there is no split to tune",
-            hint=f"--profile {DEFAULT_PROFILE}",
-        )
-    if (on_stale := profile.async_training.on_stale) != "wait":
-        raise ConfigError(
-            f'async_training.on_stale = "{on_stale}" bounds no staleness, and a search needs a bound',
-            hint="--set async_training.on_stale=wait",
-        )
-    if gpus is not None:
-        sets = scaled_sets(workload.name, profile, sets, gpus)
-        profile = profile_for(workload, reference, sets).profile
-    plan = compile_job(profile, virtual_cluster(profile))
-    if gpus not in (None, plan.gpus):
-        raise ConfigError(
-            f"--gpus {gpus}, but {' and '.join(SPLIT_KEYS)} come to {plan.gpus}",
-            hint=f"--gpus {plan.gpus}, or leave the counts to the search",
-        )
-    return sets, profile, plan
-
-
-def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus: int) -> tuple[str, ...]:
-    """The `--set`s of a search on `gpus` GPUs: the profile's own split in proportion, or the counts that the user set.
-
-    Raises ConfigError for a workload on CPUs, and for too few GPUs to split.
-    """
-    each = profile.placement.gpus_per_rollout_worker
-    if profile.placement.device == "cpu":
-        raise ConfigError(
-            f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
-            hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
-        )
-    if gpus < 1 + each:
-        own = profile.placement.gpus
-        raise ConfigError(
-            f"--gpus {gpus}: there is no split of fewer than {1 + each}, for a trainer rank and a rollout worker of {each}",
-            hint=f"--gpus {1 + each} or more, or no --gpus: then it is "
-            + ("what the profile says" if own is None else f"the workload's own {own}"),
-        )
-    base = (*sets, f"placement.gpus={gpus}")
-    if set_layer(sets).values.keys() & set(SPLIT_KEYS):
-        return base
-    left, right = (int(part) for part in profile.placement.ratio.split(":"))
-    if profile.placement.trainer_workers is not None and profile.rollout.workers is not None:
-        left, right = profile.placement.trainer_workers, profile.rollout.workers * each
-    ranks = min(max(round(gpus * left / (left + right)), 1), gpus - each)
-    ranks += (gpus - ranks) % each
-    return (*base, f"placement.trainer_workers={ranks}", f"rollout.workers={(gpus - ranks) // each}")
 
 
 def _known(workload: Workload, profile: Profile) -> Reference | None:
@@ -225,3 +171,59 @@ def _figures(profile: Profile, workload: Workload, window_groups: int) -> dict[s
     groups = int(run.lines[-1]["groups_trained"])
     figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
     return {name: figures.get(name, 0.0) for name in FIGURES}
+
+
+def check_new(path: Path) -> None:
+    """Before the search, so that it is not made for nothing. Raises ConfigError or RefusedError unless `path` can be written."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"--out {path}: a profile's file ends in .toml", hint=f"--out {path.with_suffix('.toml')}")
+    if path.exists():
+        raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {_free(path)}")
+    if not path.parent.is_dir():
+        raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
+
+
+def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> None:
+    """`command` is the search as it was typed; `is_run`: it was calibrated on a run, whose profile is extended.
+
+    Raises RefusedError if someone else has made the file meanwhile, OSError if it cannot be written.
+    """
+    best, current = tuned.found.best, tuned.found.current
+    before = "" if current is None else f" (before: {current.setting.split}, {current.window_time_s:.4g} s)"
+    lines = [
+        f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
+        f"#   {command}",
+        f"# {best.setting.split} trainer:rollout, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
+        *([] if is_run else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is no part of this file."]),
+        f"extends = {toml_value(_extended(tuned.profile, path))}",
+        f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",
+    ]
+    tables: dict[str, list[str]] = {}
+    for key, value in set_layer(tuned.recommended_sets).values.items():
+        section, _, name = key.partition(".")
+        if key.startswith(f"{PARAMS}."):
+            name = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}"
+        tables.setdefault(section, []).append(f"{name} = {toml_value(value)}")
+    for section, entries in tables.items():
+        lines += ["", f"[{section}]", *entries]
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    except FileExistsError:
+        raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {_free(path)}") from None
+
+
+def _extended(reference: str, path: Path) -> str:
+    """A name, or a file: relative where it lies below the new file's directory, so that both can be moved together."""
+    if not is_file_reference(reference):
+        return reference
+    above, here = locate(reference, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()
+    return f"./{above.relative_to(here)}" if above.is_relative_to(here) else str(above)
+
+
+def _free(path: Path) -> Path:
+    """`my.toml` -> `my-2.toml`."""
+    number = 2
+    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return free

@@ -75,8 +75,8 @@ def command(
     as_json: JsonOption = False,
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
-    from asyncrl_cli.bench.bars import Bars
     from asyncrl_cli.bench.compare import compare, contest_of
+    from asyncrl_cli.bench.real import Bars
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workload_files import load_workload
 
@@ -103,28 +103,22 @@ def command(
 
 def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
     """What was measured is on disk and on the screen before pictures are tried."""
-    from asyncrl_cli.bench.report import write_report, write_results
+    from asyncrl_cli.bench.report import short_notes, write_report, write_results
+    from asyncrl_cli.bench.table import heading_of, table_of
 
     results = write_results(comparison, directory)
     if as_json:
         print_json(comparison.to_json())
     else:
-        _print(comparison)
+        stdout().print(heading_of(comparison), style="italic", markup=False, soft_wrap=True)
+        stdout().print(table_of(comparison), crop=False)
+        for name in comparison.missing:
+            print_prose(f"not finished: {name}")
+        for lines in (tuple(short_notes(comparison)), comparison.remarks):
+            if lines:
+                print_prose("\n" + "\n".join(lines))
     written, failures = write_report(comparison, directory)
     for failure in failures:
         warn(failure)
     for path in (results, *written):
         say(f"wrote {path}")
-
-
-def _print(comparison: Comparison) -> None:
-    from asyncrl_cli.bench.report import short_notes
-    from asyncrl_cli.bench.table import heading_of, table_of
-
-    stdout().print(heading_of(comparison), style="italic", markup=False, soft_wrap=True)
-    stdout().print(table_of(comparison), crop=False)
-    for name in comparison.missing:
-        print_prose(f"not finished: {name}")
-    for lines in (tuple(short_notes(comparison)), comparison.remarks):
-        if lines:
-            print_prose("\n" + "\n".join(lines))

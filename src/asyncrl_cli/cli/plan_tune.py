@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.table import Table
 
 from asyncrl_cli.bench.search import SAME_TIME, Row, front
-from asyncrl_cli.bench.tune import DEFAULT_PROFILE, LIMITS, Tuned, tune
-from asyncrl_cli.bench.tuned_profile import check_new, write_profile
+from asyncrl_cli.bench.space import DEFAULT_PROFILE
+from asyncrl_cli.bench.tune import LIMITS, Tuned, check_new, tune, write_profile
 from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.cli.options import RUNS_DIR
 from asyncrl_cli.errors import ConfigError

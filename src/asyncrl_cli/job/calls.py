@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.lifeline import lost_session, session_wait
+from asyncrl_cli.job.session import lost_session, session_wait
 from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def answer(
     ref: Any, *, executor: str, call: str, limit: Limit, since: Callable[[], float] | None = None, patient: bool = False
 ) -> Any:
     """Await an ObjectRef. `since()`: when the limit began, on the event loop's clock, if that was later than the call.
-    `patient`: go on without a gcs_server for a while (lifeline.py).
+    `patient`: go on without a gcs_server for a while (session.py).
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine

@@ -1,5 +1,5 @@
-"""The loop of a run, put together and run to its end. Stops and failures become its result; only a cancellation from outside does
-not."""
+"""The loop of a run, put together and run to its end: its prompts, its checkpoints, its observers. Stops and failures become its
+result; only a cancellation from outside does not."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.sealed import Checkpoint, LoopStateFile, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, SessionLost, StorageError
-from asyncrl_cli.job.feed import PromptFeed
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, SessionLost, StorageError
 from asyncrl_cli.job.process import StopRequests, leave, tell
+from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Cut, Trainer
@@ -28,6 +29,7 @@ from asyncrl_cli.observe.wandb_sink import Wandb
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.storage import storage_error, telling_storage
+from asyncrl_cli.tasks.item import Item, fingerprint
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.versions import all_loads_s
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from asyncrl_cli.job.adapters import RayTrainer  # it needs Ray
 
 log = logging.getLogger("asyncrl")
+
+SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any]]
 """The trainer, the rollout workers, and the payloads of the finished groups in the checkpoint that a run goes on from."""
@@ -48,6 +52,80 @@ class RunResult:
     exit_code: int
     summary: Mapping[str, Any]
     error: AsyncrlError | None = None
+
+
+class PromptFeed:
+    """Implements `loop.ports.Feed` over a task's training items: shuffled per epoch, endless, resumable at any point.
+
+    An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
+    `{"seed", "epoch", "cursor", "num_items", "fingerprint"}`. The uids consumed so far are the first `cursor` of that order
+    and all items of every earlier epoch. The loop does not stop between epochs: the next prompt is simply one of the next epoch.
+    """
+
+    def __init__(self, items: Sequence[Item], *, seed: int) -> None:
+        if not items:
+            raise ValueError("a feed needs at least one item")
+        self._items = tuple(items)
+        self._index_of = {item["uid"]: index for index, item in enumerate(self._items)}
+        if len(self._index_of) != len(self._items):
+            raise ValueError(f"{len(self._items)} items have only {len(self._index_of)} different uids")
+        self._fingerprint = fingerprint(self._items)
+        self._seed = seed
+        self._enter(epoch=0, cursor=0)
+
+    def next(self) -> Prompt:
+        if self._cursor == len(self._items):
+            self._enter(epoch=self._epoch + 1, cursor=0)
+        item = self._items[self._order[self._cursor]]
+        self._cursor += 1
+        return Prompt(uid=item["uid"], epoch=self._epoch, item=item)
+
+    def find(self, uid: str, epoch: int) -> Prompt:
+        index = self._index_of.get(uid)
+        if index is None:
+            raise RefusedError(
+                f"the checkpoint names prompt {uid}, which is not among the {len(self._items)} of the task", hint=SAME_DATA
+            )
+        if epoch > self._epoch or (epoch == self._epoch and self._order.index(index) >= self._cursor):
+            raise RefusedError(f"the checkpoint names prompt {uid} of epoch {epoch}, which has not been given yet", hint=SAME_DATA)
+        return Prompt(uid=uid, epoch=epoch, item=self._items[index])
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "cursor": self._cursor,
+            "num_items": len(self._items),
+            "fingerprint": self._fingerprint,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
+        for key, kind in {"seed": int, "epoch": int, "cursor": int, "num_items": int, "fingerprint": str}.items():
+            if type(state.get(key)) is not kind:
+                raise RefusedError(f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}")
+        if state["fingerprint"] != self._fingerprint:
+            raise RefusedError(
+                f"the checkpoint was made with other prompts: {state['num_items']} items with fingerprint "
+                f"{state['fingerprint'][:8]}, now {len(self._items)} with {self._fingerprint[:8]}",
+                hint=SAME_DATA,
+            )
+        if state["seed"] != self._seed:
+            raise RefusedError(
+                f"the checkpoint's prompts were shuffled with seed {state['seed']}, now {self._seed}",
+                hint=f"resume with run.seed = {state['seed']}",
+            )
+        epoch, cursor = state["epoch"], state["cursor"]
+        if epoch < 0 or not 0 <= cursor <= len(self._items):
+            raise RefusedError(f"the prompt feed's state is damaged: epoch {epoch}, cursor {cursor} of {len(self._items)} items")
+        self._enter(epoch=epoch, cursor=cursor)
+
+    def _enter(self, *, epoch: int, cursor: int) -> None:
+        # Sorting by Random.random() and not Random.shuffle: only random() is promised to stay the same in every Python.
+        rng = Random(f"prompts {self._seed} {epoch}")
+        keys = [rng.random() for _ in self._items]
+        self._order = sorted(range(len(self._items)), key=keys.__getitem__)
+        self._epoch, self._cursor = epoch, cursor
 
 
 class RunCheckpoints:
@@ -104,9 +182,8 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
         StatusFile(directory.status),
     ]
     if profile.logging.wandb != "disabled":
-        config = profile.model_dump(mode="json")
         mode, project = profile.logging.wandb, profile.logging.wandb_project
-        sinks.append(Wandb(directory.path, mode=mode, project=project, name=directory.name, config=config))
+        sinks.append(Wandb(directory.path, mode=mode, project=project, name=directory.name, config=profile.model_dump(mode="json")))
     if (screen := make_ui(ui)) is not None:
         sinks.append(screen)
     return Observers(RunFacts.of(profile, directory.path, directory.attempts), sinks)
@@ -136,8 +213,7 @@ async def run_to_the_end(
         requests.mean(lambda: None)
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"
     summary = observers.close(phase, str(error) if phase == "failed" else "")
-    exit_code = 0 if error is None else error.exit_code
-    return RunResult(run_dir=directory.path, exit_code=exit_code, summary=summary, error=error)
+    return RunResult(run_dir=directory.path, exit_code=0 if error is None else error.exit_code, summary=summary, error=error)
 
 
 async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
@@ -169,6 +245,6 @@ def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
     elif isinstance(failure, Interrupted):
         failure.hint = failure.hint or f"asyncrl resume {name}"
     elif isinstance(failure, ExecutorFailed):
-        goes_on = f"`asyncrl resume {name}` goes on from the last checkpoint"
-        failure.hint = failure.hint or f"`asyncrl logs {name}` tells more, {goes_on}"
+        told = f"`asyncrl logs {name}` tells more, `asyncrl resume {name}` goes on from the last checkpoint"
+        failure.hint = failure.hint or told
     return failure

@@ -25,7 +25,7 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.job.lifeline import Daemons
+from asyncrl_cli.job.session import Daemons
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.tasks.child import how_it_ended
 
@@ -40,7 +40,7 @@ DEFAULT_VARIABLES: dict[str, str | None] = {
 }
 
 PATIENT = {
-    # Whether the daemons live is known from their pids (lifeline.py). To decide it by clocks as well is wrong on a busy laptop: at
+    # Whether the daemons live is known from their pids (session.py). To decide it by clocks as well is wrong on a busy laptop: at
     # load 16 on 2 cores Ray declared its only node dead.
     "health_check_failure_threshold": 1_000,
     "health_check_timeout_ms": 60_000,

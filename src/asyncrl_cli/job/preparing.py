@@ -16,7 +16,7 @@ from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.engines.port import check_engine
 from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
-from asyncrl_cli.job.feed import PromptFeed
+from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
@@ -43,36 +43,30 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
     With `address` the engine runs on the nodes of that cluster, where this process cannot look. `resumed`: the directory of the
     run that goes on.
     """
-    say("looking for the engine")
-    await interruptible(lambda look: check_surroundings(profile, address))
-    say("loading the task")
-    task = await interruptible(lambda look: load_task(profile, resumed))
-    say("preparing the model")
 
-    def resolve(look: Callable[[], None]) -> Path:
-        def progress(text: str, done: int, total: int, figures: str) -> None:
+    def work(look: Callable[[], None]) -> tuple[Task, Path]:
+        def progress(text: str, *how_far: Any) -> None:
             look()
-            say(text, done, total, figures)
+            say(text, *how_far)
 
+        progress("looking for the engine")
+        check_surroundings(profile, address)
+        progress("loading the task")
+        task = load_task(profile, resumed)
+        progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
         look()
-        if is_builtin(profile):
-            check_prompt_lengths(profile, task, characters)
-        else:
-            check_opened(profile, task, model_dir)
-        return model_dir
+        check_prompts(profile, task, model_dir)
+        return task, model_dir
 
-    return task, await interruptible(resolve)
+    return await interruptible(work)
 
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:
     """Raises what `prepare` would, as far as that can be told while no model is made or fetched."""
     check_surroundings(profile, address)
     task = load_task(profile)
-    if (directory := model_here(profile)) is not None:
-        check_opened(profile, task, directory)
-    elif is_builtin(profile):
-        check_prompt_lengths(profile, task, characters)
+    check_prompts(profile, task, model_here(profile))
     return task
 
 
@@ -88,6 +82,14 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     check_engine(profile, device_of(profile, local_cluster()), is_elsewhere=address is not None)
     if profile.logging.wandb == "online":
         check_login()
+
+
+def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
+    """Their lengths, and the model in whose tokens they are counted; without a directory only where it is the built-in one."""
+    if is_builtin(profile):
+        check_prompt_lengths(profile, task, characters)
+    elif model_dir is not None:
+        check_opened(profile, task, model_dir)
 
 
 def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:

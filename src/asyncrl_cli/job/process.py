@@ -123,11 +123,11 @@ class StopRequests:
         ending         nothing
 
     "Out" ends the process there and then. The reaper ends what it has started, and checkpoints are made to survive that.
-    `mean` sets what the next requests do.
+    `mean` sets what the next requests do; until then each raises KeyboardInterrupt, as a Ctrl-C does, unless others are given.
     """
 
     def __init__(self, *actions: Callable[[], None]) -> None:
-        self._actions = list(actions)
+        self._actions = list(actions or [_interrupt])
 
     def mean(self, *actions: Callable[[], None]) -> None:
         """From now on: one action per request, the last one again for every further request.
@@ -137,9 +137,8 @@ class StopRequests:
         self._actions = list(actions)
 
     def request(self, *of_a_signal: object) -> None:
-        if self._actions:
-            action = self._actions.pop(0) if len(self._actions) > 1 else self._actions[0]
-            action()
+        action = self._actions.pop(0) if len(self._actions) > 1 else self._actions[0]
+        action()
 
     def take_signals(self) -> dict[signal.Signals, Any]:
         """Take the signals over, and return the handlers that they had. To take them twice changes nothing.
@@ -178,6 +177,10 @@ class StopRequests:
                 self.request()
             seen = max(seen, total)
             await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Run:
     address: str | None = None
     ui: str = "auto"
     checkpoint: Checkpoint | None = None
-    requests: StopRequests = field(default_factory=lambda: StopRequests(_interrupt), init=False, repr=False)
+    requests: StopRequests = field(default_factory=StopRequests, init=False, repr=False)
     _is_ended: bool = field(default=False, init=False, repr=False)
     _unbegun: RunDirectory | None = field(default=None, init=False, repr=False)
     _start: StartStatus | None = field(default=None, init=False, repr=False)
@@ -165,10 +165,6 @@ class Run:
         logs = self._unbegun.remove(keep_logs=isinstance(error, ExecutorFailed))
         if logs is not None and isinstance(error, ExecutorFailed):
             error.hint = error.hint or f"the logs of this start are in {logs}"
-
-
-def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def _failure_before(cancelled: BaseException) -> AsyncrlError | None:
