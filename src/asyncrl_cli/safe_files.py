@@ -116,15 +116,13 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
     return value
 
 
-def load_json(
-    path: Path, kind: type[T], *, error: type[AsyncrlError] = RefusedError, hint: str = "", max_bytes: int = MAX_JSON_BYTES
-) -> T:
+def load_json(path: Path, kind: type[T], *, error: type[AsyncrlError] = RefusedError, hint: str = "") -> T:
     """Read a JSON file as the type that its writer declares.
 
     Raises `error` with path, key and reason, whatever is wrong.
     """
     try:
-        return parse_json(read_bytes(path, max_bytes=max_bytes), kind)
+        return parse_json(read_bytes(path, max_bytes=MAX_JSON_BYTES), kind)
     except (OSError, ValueError) as wrong:
         raise error(f"{path} cannot be read: {reason(wrong)}", hint=hint) from None
 

@@ -79,10 +79,10 @@ def closing(board: Board) -> tuple[str, str]:
             cause = _some(lags(board))
         case Closed.SLOTS:
             away = [worker for worker in admission.workers.values() if worker.loading]
-            cause = _some([_slots_in_use(board), *_lags_of(board, away)])
+            cause = _some([_slots_in_use(board), *lags(board, away)])
         case Closed.DEADLINES:
             # Only of a worker that lags: with the newest weights the window's budget closes first.
-            cause = _some(_lags_of(board, admission.fleet.candidates()))
+            cause = _some(lags(board, admission.fleet.candidates()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 
@@ -112,13 +112,10 @@ def window_wait(board: Board) -> str:
     return _some([*eval_holds(board), *lags(board)])
 
 
-def lags(board: Board) -> list[str]:
-    """Of every worker that cannot generate with the newest weights: why."""
-    return _lags_of(board, board.admission.workers.values())
-
-
-def _lags_of(board: Board, workers: Iterable[WorkerSlots]) -> list[str]:
-    return [lag for worker in workers if (lag := _lag(board, worker))]
+def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
+    """Of every worker, or of these, that cannot generate with the newest weights: why."""
+    asked = board.admission.workers.values() if workers is None else workers
+    return [lag for worker in asked if (lag := _lag(board, worker))]
 
 
 def _lag(board: Board, worker: WorkerSlots) -> str:
@@ -143,12 +140,12 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
 def older_loads(board: Board) -> str:
     """Of every worker that receives or loads a version."""
     begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
-    return ", ".join(_lags_of(board, begun))
+    return ", ".join(lags(board, begun))
 
 
 def restarts(board: Board) -> str:
     """Of every worker without a process."""
-    return _some(_lags_of(board, [worker for worker in board.admission.workers.values() if worker.down]))
+    return _some(lags(board, [worker for worker in board.admission.workers.values() if worker.down]))
 
 
 def eval_holds(board: Board) -> list[str]:

@@ -34,7 +34,10 @@ class _Executor:
     process: _Process = _Process.UP
 
     def update(self, report: ExecutorReport, arrived_s: float, from_s: float) -> None:
-        self.report = report if self.base is None else _on_top(self.base, report)
+        if self.base is not None:
+            sums = _sum(self.base.sums, report.sums)
+            report = replace(report, state_s=_sum(self.base.state_s, report.state_s), sums=sums)
+        self.report = report
         self.offset_s = min(arrived_s - report.now_s, self.offset_s)
         self.spans += _moved(report.spans, self.offset_s, from_s)
 
@@ -171,11 +174,6 @@ def _moved(spans: Iterable[Span], offset_s: float, from_s: float) -> list[Span]:
         for span in spans
         if span.end_s + offset_s > from_s
     ]
-
-
-def _on_top(base: ExecutorReport, report: ExecutorReport) -> ExecutorReport:
-    """The sums of `report` continue those of `base`."""
-    return replace(report, state_s=_sum(base.state_s, report.state_s), sums=_sum(base.sums, report.sums))
 
 
 def _sum(few: Mapping[K, float], many: Mapping[K, float]) -> dict[K, float]:
