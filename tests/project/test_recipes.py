@@ -25,7 +25,7 @@ from tests.trainers import trainer_parts
 
 LOSS = """
     import torch
-    from asyncrl_cli.train.losses.port import mean_of
+    from asyncrl_cli.train.losses import mean_of
 
     def sequence_ratio(batch, algorithm):
         '''One ratio per row: the geometric mean over its tokens (as in GSPO), which every one of them is weighed with.'''

@@ -11,8 +11,7 @@ import torch
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import AlgorithmSection
-from asyncrl_cli.train.losses import LOSSES, check_loss, find_loss
-from asyncrl_cli.train.losses.port import LossBatch, Metric, max_of, mean_of, sum_of
+from asyncrl_cli.train.losses import LOSSES, LossBatch, Metric, check_loss, find_loss, max_of, mean_of, sum_of
 from asyncrl_cli.train.losses.vanilla import vanilla
 from asyncrl_cli.train.policy_update import MetricSums
 

@@ -19,8 +19,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
-from asyncrl_cli.train.losses import find_loss
-from asyncrl_cli.train.losses.port import Loss, LossBatch, Metric, sum_of
+from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, sum_of
 from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 
@@ -34,7 +33,7 @@ class PolicyUpdate:
 
     def __init__(self, profile: Profile, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
         self.window_first: dict[str, torch.Tensor] | None = None
-        self._loss: Loss = find_loss(profile.algorithm.loss_mode)
+        self._loss = find_loss(profile.algorithm.loss_mode)
         self._profile = profile
         self._ranks = ranks
         self._model = model

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from asyncrl_cli.profile.schema import AlgorithmSection
-from asyncrl_cli.train.losses.port import LossBatch, Metric, max_of, mean_of
+from asyncrl_cli.train.losses import LossBatch, Metric, max_of, mean_of
 
 
 def vanilla(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
