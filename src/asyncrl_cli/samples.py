@@ -64,11 +64,8 @@ def is_dump_step(step: int, every_steps: int) -> bool:
     return every_steps > 0 and step % every_steps == 0
 
 
-def dump_samples(
-    directory: Path, step: int, payloads: Sequence[GroupPayload], *, window: int, decode: Decode | None = None
-) -> Path:
-    """Write one line per trajectory of `step`, whole or not at all. With `decode` it has the whole text, and what the policy itself
-    wrote of it.
+def dump_samples(directory: Path, step: int, payloads: Sequence[GroupPayload], *, window: int, decode: Decode) -> Path:
+    """Write one line per trajectory of `step`, whole or not at all: its whole text, and what the policy itself wrote of it.
 
     Arrays cover all tokens; several segments lie end to end, cut by `segment_lengths`.
     """
@@ -85,13 +82,10 @@ def dump_samples(
     return path
 
 
-def _line(group: GroupPayload, index: int, trajectory: Trajectory, decode: Decode | None) -> dict[str, Any]:
+def _line(group: GroupPayload, index: int, trajectory: Trajectory, decode: Decode) -> dict[str, Any]:
     segments = trajectory.segments
     tokens = [segment.tokens_T.tolist() for segment in segments]
-    texts = {}
-    if decode is not None:
-        sampled = [segment.tokens_T[np.asarray(segment.mask_T, dtype=bool)].tolist() for segment in segments]
-        texts = {"text": "".join(map(decode, tokens)), "sampled_text": "".join(map(decode, sampled))}
+    sampled = [segment.tokens_T[np.asarray(segment.mask_T, dtype=bool)].tolist() for segment in segments]
     return {
         "group": f"{group.uid}@{group.epoch}.{group.attempt}",
         "uid": group.uid,
@@ -100,7 +94,8 @@ def _line(group: GroupPayload, index: int, trajectory: Trajectory, decode: Decod
         "trajectory": index,
         "reward": trajectory.reward,
         "finish_reason": trajectory.finish_reason,
-        **texts,
+        "text": "".join(map(decode, tokens)),
+        "sampled_text": "".join(map(decode, sampled)),
         "tokens": list(chain.from_iterable(tokens)),
         "logprobs": [float(value) for segment in segments for value in segment.logprobs_T],
         "versions": [int(value) for segment in segments for value in segment.versions_T],
