@@ -227,8 +227,8 @@ class _Pair:
                 rollout_tokens_per_s=statistics.median(rollout),
                 trainer_tokens_per_s=statistics.median(trainer),
                 colocated=self.side.colocated,
-                rollout_beside_tokens_per_s=_median([_rollout_rate(generated) for generated, _ in both]),
-                trainer_beside_tokens_per_s=_median([_trainer_rate(trained) for _, trained in both]),
+                rollout_beside_tokens_per_s=statistics.median(_rollout_rate(generated) for generated, _ in both) if both else None,
+                trainer_beside_tokens_per_s=statistics.median(_trainer_rate(trained) for _, trained in both) if both else None,
             ),
             rollout_repeats=rollout,
             trainer_repeats=trainer,
@@ -244,7 +244,3 @@ def _rollout_rate(generated: Sequence[Worked]) -> float:
 def _trainer_rate(trained: Sequence[Worked]) -> float:
     """Each rank reports the tokens of all, and a step ends with the slowest."""
     return trained[0].tokens / max(one.seconds for one in trained)
-
-
-def _median(rates: Sequence[float]) -> float | None:
-    return statistics.median(rates) if rates else None

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,6 @@ POLL_S = 0.5
 STOP_EXTRA_S = 30.0
 """A stopped run has `run.stop_grace_s` for itself; ending Ray takes some more."""
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
-
-Interrupts = list[float]
-"""When we were asked to stop while a run is made."""
 
 
 class Bars(Progress):
@@ -130,7 +126,9 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
     """Run it to its end. Also says whether we were interrupted, and it is the last one; interrupted earlier, we end it and raise
     KeyboardInterrupt. Raises AsyncrlError with its own error if it fails."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
-    with run.output.open("wb") as output, run.log.open("wb") as log, counting_interrupts() as interrupts:
+    interrupts: list[float] = []  # signals are kept and raise nothing: whoever waits looks, and no run is left behind in between
+    requests = StopRequests(lambda: interrupts.append(time.monotonic()))
+    with run.output.open("wb") as output, run.log.open("wb") as log, requests.on_signals():
         # A session of its own: a Ctrl-C in the terminal reaches it through us alone.
         child = subprocess.Popen(run.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=log, start_new_session=True)
         try:
@@ -153,7 +151,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
     return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
 
 
-def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) -> None:
+def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float]) -> None:
     """Ask it to stop in order; then to end at once; then end it. A further interrupt goes on to the next of these."""
     for number, limit_s in ((signal.SIGINT, grace_s), (signal.SIGINT, STOP_EXTRA_S), (signal.SIGTERM, 5.0)):
         if child.poll() is not None:
@@ -165,15 +163,7 @@ def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Interrupts) ->
     child.wait()
 
 
-@contextmanager
-def counting_interrupts() -> Iterator[Interrupts]:
-    """Signals are kept and raise nothing: whoever waits looks, and no run is left behind in between."""
-    interrupts: Interrupts = []
-    with StopRequests(lambda: interrupts.append(time.monotonic())).on_signals():
-        yield interrupts
-
-
-def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Interrupts) -> int | None:
+def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[float]) -> int | None:
     """The exit code, or None if it still runs. Waits in slices, so that an interrupt is answered at once."""
     until_s, seen = time.monotonic() + limit_s, len(interrupts)
     while (code := child.poll()) is None and time.monotonic() < until_s and len(interrupts) == seen:

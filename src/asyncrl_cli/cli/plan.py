@@ -78,16 +78,13 @@ def command(
         asked = Asked(reference=tune, profile=profile, sets=given, gpus=gpus, bound=max_staleness, runs_dir=runs_dir, out=out)
         return print_tuned(asked, as_json=as_json)
     if out is not None:
-        raise _only_with_tune("--out writes what a search has found", f"asyncrl profiles show {named} > {out}")
+        what = "--out writes what a search has found and belongs to --tune"
+        raise ConfigError(what, hint=f"asyncrl profiles show {named} > {out}")
     if profile is None:
         raise ConfigError("a plan needs --profile, or --tune", hint="asyncrl plan --profile partial-rollout")
     if max_staleness is not None:
         hint = f"--tune WORKLOAD, or --set async_training.max_staleness={max_staleness}"
-        raise _only_with_tune("--max-staleness bounds a search", hint)
+        raise ConfigError("--max-staleness bounds a search and belongs to --tune", hint=hint)
     from asyncrl_cli.cli.plan_report import print_plan
 
     print_plan(load_profile(profile, sets), gpus=gpus, gpu_memory_gib=gpu_memory, as_json=as_json)
-
-
-def _only_with_tune(what: str, hint: str) -> ConfigError:
-    return ConfigError(f"{what} and belongs to --tune", hint=hint)

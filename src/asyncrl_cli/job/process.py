@@ -46,8 +46,16 @@ def set_up_process(*, threads: int, log_path: Path | None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keep_freed_memory()
     yield_to_computing()
-    if log_path is not None:
-        _log_to(log_path)
+    if log_path is None:
+        return
+    # Everything the process says, also from native code and in its last moments, goes to one file.
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr, force=True)
+    logging.captureWarnings(True)
 
 
 def keep_freed_memory() -> None:
@@ -80,17 +88,6 @@ def yield_to_computing() -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _log_to(path: Path) -> None:
-    """Everything the process says, also from native code and in its last moments, goes to one file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr, force=True)
-    logging.captureWarnings(True)
 
 
 class _LogFile(logging.FileHandler):
