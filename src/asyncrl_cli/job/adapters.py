@@ -163,8 +163,10 @@ class RayTrainer:
         if is_dump_step(batch.step, self._profile.logging.samples_every_steps):
             await self.begin_dump(batch.step, lambda: self._dump(batch))
         failed_dumps = {"samples/failed_dumps": Last(self.failed_dumps)} if self.failed_dumps else {}
-        slowest_s = {name: max(getattr(report, name) for report in reports) for name in ("train_s", "old_logprob_s")}
-        return replace(reports[0], metrics={**reports[0].metrics, **failed_dumps}, **slowest_s), answers[0][1]
+        slowest_s = max(report.train_s for report in reports)
+        old_logprob_s = max(report.old_logprob_s for report in reports)
+        metrics = {**reports[0].metrics, **failed_dumps}
+        return replace(reports[0], train_s=slowest_s, old_logprob_s=old_logprob_s, metrics=metrics), answers[0][1]
 
     async def begin_dump(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """`dump()` writes one, and has a time limit of its own."""
