@@ -27,10 +27,9 @@ from statistics import NormalDist, fmean
 
 from asyncrl_cli.plan.job_plan import TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.simulate.references import WINDOW, Residual, reference_sets, residuals
 from asyncrl_cli.simulate.responses import mean_tokens
 from asyncrl_cli.simulate.workload import Lengths, Workload
-from asyncrl_cli.simulate.workload_files import load_workload, profile_for
+from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, profile_for, reference_sets, residuals
 from asyncrl_cli.simulate.world import virtual_cluster
 
 WORKLOAD = "verl-7b-math-128"

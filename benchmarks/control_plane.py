@@ -40,12 +40,11 @@ from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.clock import VirtualTimeLoop
 from asyncrl_cli.simulate.responses import ResponseLengths
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding, Lengths
-from asyncrl_cli.simulate.world import NumberedFeed
+from asyncrl_cli.simulate.world import NumberedFeed, VirtualTimeLoop
 
 SLOTS, N, WINDOW_STEPS = 64, 16, 4
 LENGTHS = Lengths(distribution="lognormal", median_tokens=500.0, sigma=0.8, prompt_tokens=128)

@@ -9,7 +9,7 @@ import asyncio
 import statistics
 import time
 
-from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.world import run_virtual
 
 TASKS, SLEEPS, RUNS = 1000, 200, 5
 

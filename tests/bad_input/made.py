@@ -23,14 +23,13 @@ from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile, TimelineFile
+from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile, TimelineFile
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.loaded import Loaded, load, to_document, to_toml
 from asyncrl_cli.samples import GroupPayload, Segment, Trajectory
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from asyncrl_cli.simulate.world import run_virtual
 from asyncrl_cli.tasks.task import load_task
 from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.worlds import worker_times

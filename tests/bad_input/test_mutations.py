@@ -21,9 +21,9 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
+from asyncrl_cli.simulate.world import run_virtual
 from asyncrl_cli.tasks.task import load_task
 from tests.bad_input.made import NAME, Place, make_place, reseal
 from tests.loop.worlds import worker_times

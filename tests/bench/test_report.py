@@ -17,7 +17,7 @@ from asyncrl_cli.bench.report import output_directory, report_text, write_report
 from asyncrl_cli.bench.results import Comparison, Contestant, Result, Spread, Timeline
 from asyncrl_cli.bench.table import heading_of, table_of
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.simulate.kept_timeline import shown_workers
+from asyncrl_cli.simulate.world import shown_workers
 
 NAMES = ("colocate", "on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off")
 

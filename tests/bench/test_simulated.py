@@ -10,9 +10,8 @@ import pytest
 from asyncrl_cli.bench.compare import compare_simulated, contest_of, remarks_of
 from asyncrl_cli.bench.simulated import SimulatedJob, simulate_all
 from asyncrl_cli.errors import ConfigError, Interrupted
-from asyncrl_cli.simulate.references import residuals
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for, residuals
 
 PROFILE = {"placement": {"gpus": 4}, "trainer": {"ppo_mini_batch_size": 4}, "rollout": {"n": 4, "slots": 64}}
 WINDOW_GROUPS = 4

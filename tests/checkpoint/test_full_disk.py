@@ -17,7 +17,7 @@ from asyncrl_cli.checkpoint.sealed import LoopStateFile, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import StorageError
-from asyncrl_cli.observe.sinks import LineFile
+from asyncrl_cli.observe.observers import LineFile
 from asyncrl_cli.storage import naming, replace_text, storage_error, telling_storage
 
 MIB = 2**20

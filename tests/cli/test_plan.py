@@ -15,7 +15,7 @@ from asyncrl_cli.cli.app import run
 from asyncrl_cli.cli.plan_tune import LEGEND, _doubt
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.profile.loaded import load
-from asyncrl_cli.simulate.references import Residual
+from asyncrl_cli.simulate.workload_files import Residual
 from tests.llama import LLAMA_7B
 
 

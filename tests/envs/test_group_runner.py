@@ -15,10 +15,9 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.envs.episode import render_prompts
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.one_turn import OneTurn
-from asyncrl_cli.envs.port import End, Turn
-from asyncrl_cli.envs.rendering import render_prompts
+from asyncrl_cli.envs.port import End, OneTurn, Turn
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest

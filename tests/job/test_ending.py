@@ -14,7 +14,7 @@ from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
 from asyncrl_cli.job.driving import RunCheckpoints, RunResult, run_to_the_end
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.loop.ports import Cut
-from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.world import run_virtual
 
 DIRECTORY: Any = SimpleNamespace(name="otter", path=Path("otter"), stop_requests=lambda: 0)
 

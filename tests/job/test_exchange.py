@@ -23,7 +23,7 @@ from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.loop.ports import GroupRequest, Progress
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.world import run_virtual
 from tests.loop.proof.shuffled import loop_of
 
 from .crew import small_profile

@@ -8,7 +8,7 @@ import pytest
 
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.states import ExecutorReport, State
-from asyncrl_cli.simulate.clock import run_virtual
+from asyncrl_cli.simulate.world import run_virtual
 
 
 class HandClock:

@@ -16,9 +16,8 @@ from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
 from asyncrl_cli.loop.rollouts import Publishing
 from asyncrl_cli.loop.states import StateClock
 from asyncrl_cli.loop.worker_tasks import WorkerTasks
-from asyncrl_cli.simulate.clock import DeadlockError
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
-from asyncrl_cli.simulate.world import NumberedFeed
+from asyncrl_cli.simulate.world import DeadlockError, NumberedFeed
 from tests.loop.proof.books import in_time
 from tests.loop.proof.drawing import MODES, draw
 from tests.loop.proof.faults import FaultKind

@@ -16,11 +16,10 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding
-from asyncrl_cli.simulate.world import NumberedFeed
+from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import loop_settings
 from tests.loop.proof.faults import Faults, FaultyTrainer, FaultyWorker
 from tests.loop.proof.memory import MemoryCheckpoints

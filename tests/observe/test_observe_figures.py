@@ -13,14 +13,12 @@ import pytest
 from asyncrl_cli.errors import Interrupted
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.format import summary_rows
+from asyncrl_cli.observe.observers import Observers, Sink, to_json
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.sinks import Sink, to_json
 from asyncrl_cli.observe.status import parse_status
-from asyncrl_cli.observe.summary import summary_rows
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.world import NumberedFeed
+from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.faults import Fault, FaultKind, Faults, FaultyWorker
 from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.worlds import MODES, settings, worker_times

@@ -10,13 +10,11 @@ import pytest
 
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, StatusFile
 from asyncrl_cli.observe.render import render
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, StatusFile
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
-from asyncrl_cli.simulate.world import NumberedFeed
+from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.worlds import MODES, settings, worker_times
 
 GATHER_S = 0.1

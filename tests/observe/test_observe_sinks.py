@@ -13,8 +13,7 @@ import pytest
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.watching import Event
-from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile
+from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile
 
 
 def lines_of(path):
@@ -54,7 +53,7 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting_for_it(tmp_path):
 def test_a_killed_writer_has_handed_over_every_line(tmp_path):
     path = tmp_path / "events.jsonl"
     program = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.sinks import EventsFile\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom asyncrl_cli.observe.observers import EventsFile\n"
         "events = EventsFile(Path(sys.argv[1]))\n"
         "for i in range(50): events.event({'event': 'running', 'i': i})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -15,10 +15,9 @@ from rich.console import Console
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.observe import summary
-from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe import format
+from asyncrl_cli.observe.observers import Observers, StatusFile
 from asyncrl_cli.observe.screen import watch_status
-from asyncrl_cli.observe.sinks import StatusFile
 from asyncrl_cli.observe.status import StillStarting, newest_status, read_status
 
 DRIVER = """
@@ -27,7 +26,7 @@ from pathlib import Path
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import StatusFile
+from asyncrl_cli.observe.observers import StatusFile
 run = RunDirectory.create(Path(sys.argv[1]), "killed", profile_toml="", resolved={})
 facts = RunFacts(name="killed", profile="p", mode="m", run_dir=str(run.path), train_steps=9, step_groups=1,
                  window_groups=1, trigger_parameter_sync_step=1, max_staleness=1)
@@ -136,6 +135,6 @@ def test_a_status_of_another_schema_is_refused(tmp_path, facts):
 
 def test_a_single_eval_is_told_once() -> None:
     evals = [{"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)]
-    assert summary._evals(evals[:1]) == "0.300 (version 0), 512 prompts"
-    assert summary._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
-    assert summary._evals([]) == ""
+    assert format._evals(evals[:1]) == "0.300 (version 0), 512 prompts"
+    assert format._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
+    assert format._evals([]) == ""

@@ -9,8 +9,7 @@ import pytest
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.states import Span, State
 from asyncrl_cli.observe.lines import read_timeline
-from asyncrl_cli.observe.observers import Observers
-from asyncrl_cli.observe.sinks import TimelineFile
+from asyncrl_cli.observe.observers import Observers, TimelineFile
 from tests.observe.conftest import record
 
 

@@ -12,10 +12,9 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.watching import Event, Observer
 from asyncrl_cli.profile.loaded import load, to_document, to_toml
 from asyncrl_cli.simulate.calibrate import calibrate
-from asyncrl_cli.simulate.fit import Point, fit_line
-from asyncrl_cli.simulate.references import residuals
+from asyncrl_cli.simulate.observed import Point, fit_line
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for, residuals
 from asyncrl_cli.simulate.world import simulate
 
 PARAMETER_BYTES = 3e6

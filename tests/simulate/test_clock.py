@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from asyncrl_cli.simulate.clock import DeadlockError, VirtualTimeLoop, run_virtual
+from asyncrl_cli.simulate.world import DeadlockError, VirtualTimeLoop, run_virtual
 from tests.loop.proof.shuffled import loop_of
 
 SEEDS = [None, *range(20)]

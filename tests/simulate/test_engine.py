@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.decoding import SimulatedEngine, SimulatedSequence
 from asyncrl_cli.simulate.workload import Decoding
+from asyncrl_cli.simulate.world import run_virtual
 from tests.simulate.token_by_token import Seq, TokenByToken
 
 SLOTS = 4

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl_cli.profile.arithmetic import Schedule
-from asyncrl_cli.simulate.references import Residual, residuals
-from asyncrl_cli.simulate.workload_files import load_workload, profile_for
+from asyncrl_cli.simulate.workload_files import Residual, load_workload, profile_for, residuals
 
 
 def test_every_profile_consumes_512_prompts_per_window() -> None:

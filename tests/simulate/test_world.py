@@ -10,9 +10,8 @@ from asyncrl_cli.loop.states import Span, State
 from asyncrl_cli.loop.watching import Observer, StepRecord
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Spent
-from asyncrl_cli.simulate.references import residuals, window_parts
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for, residuals, window_parts
 from asyncrl_cli.simulate.world import simulate
 
 PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")

@@ -20,9 +20,8 @@ from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.observe.lines import spent_s
 from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.profile.loaded import Loaded, load
-from asyncrl_cli.simulate.references import Residual
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.workload_files import Residual, profile_for
 from asyncrl_cli.simulate.world import virtual_cluster
 
 REAL_GROUPS = 384

@@ -20,7 +20,7 @@ import numpy as np
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
-from asyncrl_cli.simulate.bound import Capacities, ideal_times
+from asyncrl_cli.simulate.costs import Capacities, ideal_times
 
 PARTS = {
     "wait": ("wait_data",),

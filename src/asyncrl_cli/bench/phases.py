@@ -35,7 +35,7 @@ from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work,
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import Place, Profile, RunSection
-from asyncrl_cli.simulate.bound import Capacities
+from asyncrl_cli.simulate.costs import Capacities
 from asyncrl_cli.simulate.observed import lengths_of
 
 REPEATS = 3

@@ -21,10 +21,9 @@ from asyncrl_cli.job.process import collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
-from asyncrl_cli.simulate.kept_timeline import KeptTimeline
-from asyncrl_cli.simulate.references import Residual, residuals
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.world import TrainedGroups, simulate
+from asyncrl_cli.simulate.workload_files import Residual, residuals
+from asyncrl_cli.simulate.world import KeptTimeline, TrainedGroups, simulate
 
 POLL_S = 0.1
 

@@ -28,9 +28,8 @@ from asyncrl_cli.profile.keys import PARAMS
 from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
-from asyncrl_cli.simulate.references import reference_sets
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workload_files import profile_for
+from asyncrl_cli.simulate.workload_files import profile_for, reference_sets
 from asyncrl_cli.simulate.world import simulate
 
 SCHEMA_VERSION = 1

@@ -18,8 +18,7 @@ from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
 from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
-from asyncrl_cli.cli.console import STDOUT, begin, in_our_words, open_streams, print_json_error, print_text, tell
-from asyncrl_cli.cli.options import epilog
+from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import print_json, print_prose, say, stderr, stdout, warn
-from asyncrl_cli.cli.options import JsonOption
+from asyncrl_cli.cli.console import JsonOption, print_json, print_prose, say, stderr, stdout, warn
 
 if TYPE_CHECKING:
     from asyncrl_cli.bench.results import Comparison

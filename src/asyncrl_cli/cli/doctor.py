@@ -12,8 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli.console import print_json, say, stdout
-from asyncrl_cli.cli.options import JsonOption
+from asyncrl_cli.cli.console import JsonOption, print_json, say, stdout
 from asyncrl_cli.errors import PreflightError
 
 EXAMPLES = """

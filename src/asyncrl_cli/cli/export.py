@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from asyncrl_cli.cli.console import print_json, print_text, say, warn
-from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_text, say, warn
 
 EXAMPLES = """
   asyncrl export first                                    the newest whole checkpoint of run "first"

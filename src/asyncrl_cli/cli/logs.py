@@ -11,8 +11,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from asyncrl_cli.cli.console import print_text
-from asyncrl_cli.cli.options import RUNS_DIR, RunsDirOption
+from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text
 from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.terminal import uncoloured
 from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason

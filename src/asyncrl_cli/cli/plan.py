@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """

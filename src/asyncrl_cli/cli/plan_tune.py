@@ -12,16 +12,14 @@ from rich.table import Table
 from asyncrl_cli.bench.search import SAME_TIME, Row, front
 from asyncrl_cli.bench.space import DEFAULT_PROFILE
 from asyncrl_cli.bench.tune import LIMITS, Tuned, check_new, tune, write_profile
-from asyncrl_cli.cli.console import print_json, print_prose, print_text, say, stderr, stdout, warn
-from asyncrl_cli.cli.options import RUNS_DIR
+from asyncrl_cli.cli.console import RUNS_DIR, print_json, print_prose, print_text, say, stderr, stdout, warn
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.simulate.calibrate import calibrate
-from asyncrl_cli.simulate.references import WINDOW, Residual, residuals
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import load_workload
+from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, residuals
 
 SHORTER = "where windows are shorter, versions follow faster: the same age of a token counts as more versions"
 HEADERS = ("split", "K", "batches", "eta", "slots", "bound", "stale", "seconds", "idle", "")

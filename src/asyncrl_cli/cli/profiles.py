@@ -7,8 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from asyncrl_cli.cli.console import print_json, print_text, stdout, warn
-from asyncrl_cli.cli.options import JsonOption, SetOption, epilog, load_profile
+from asyncrl_cli.cli.console import JsonOption, SetOption, epilog, load_profile, print_json, print_text, stdout, warn
 
 LIST_EXAMPLES = """
   asyncrl profiles

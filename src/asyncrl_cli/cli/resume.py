@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.options import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, UiOption, run_to_its_end
+from asyncrl_cli.cli.console import RUNS_DIR, AddressOption, JsonOption, RunsDirOption, UiOption, run_to_its_end
 
 EXAMPLES = """
   asyncrl resume first                                   the newest checkpoint of run "first"

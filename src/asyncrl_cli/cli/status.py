@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import print_json, stdout, warn
-from asyncrl_cli.cli.options import RUNS_DIR, JsonOption, RunsDirOption
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, stdout, warn
 from asyncrl_cli.errors import RefusedError
 
 EXAMPLES = """

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import say
-from asyncrl_cli.cli.options import RUNS_DIR, RunsDirOption
+from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, say
 from asyncrl_cli.errors import RefusedError
 
 EXAMPLES = """

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import warn
-from asyncrl_cli.cli.options import (
+from asyncrl_cli.cli.console import (
     RUNS_DIR,
     AddressOption,
     JsonOption,
@@ -17,6 +16,7 @@ from asyncrl_cli.cli.options import (
     UiOption,
     load_profile,
     run_to_its_end,
+    warn,
 )
 
 EXAMPLES = """

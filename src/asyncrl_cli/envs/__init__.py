@@ -1,9 +1,8 @@
 """Environments and the groups that run in them: prompts become rewarded trajectories. Knows nothing of Ray.
 
-    port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward
-    one_turn.py      today's tasks: a prompt, a response, a reward
-    rendering.py     messages -> tokens, for a first turn and for what later turns add
-    episode.py       one trajectory on its way, and the arrays that it becomes
+    port.py          what an environment is: one object per trajectory, asked for turns until it ends with a reward;
+                     today's tasks: a prompt, a response, a reward
+    episode.py       one trajectory on its way: messages -> tokens -> the arrays that it becomes
     group_runner.py  groups and evals: n trajectories at once on one engine
 
 `task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`, or an entry point `asyncrl.environments` of
@@ -16,7 +15,7 @@ from typing import Any
 
 from asyncrl_cli.plugins import find
 
-ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.one_turn:OneTurn"}
+ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.port:OneTurn"}
 
 
 def find_environment(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The environment port: who gives a model its prompts and judges its responses.
+"""The environment port: who gives a model its prompts and judges its responses. Today's tasks have one turn.
 
 item ─> start ─> Turn ─> render, generate ─> step ─> Turn ─> render, generate ─> step ─> End
 """
@@ -45,3 +45,21 @@ class Environment(Protocol):
 
     async def step(self, response: str) -> Turn | End:
         """`response`: the model's text, without special tokens."""
+
+
+class OneTurn:
+    """The environment of tasks with one prompt and one response: the task's reward ends it."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._rewards = rewards
+
+    async def start(self, item: Item) -> Turn:
+        self._item = item
+        return Turn(messages=prompt_of(item), is_last=True)
+
+    async def step(self, response: str) -> End:
+        return End(reward=await self._rewards.score(self._item, response))
+
+
+def prompt_of(item: Mapping[str, Any]) -> tuple[Message, ...]:
+    return ({"role": "user", "content": item["prompt"]},)

@@ -44,7 +44,7 @@ class Work:
     meeting: Path
 
     def prompts(self) -> list[list[int]]:
-        from asyncrl_cli.envs.rendering import load_tokenizer, render_prompts
+        from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
 
         tokenizer = load_tokenizer(self.place.model_dir, trust_remote_code=self.profile.model.trust_remote_code)
         return render_prompts(tokenizer, self.items)

@@ -22,9 +22,8 @@ from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Cut, Trainer
 from asyncrl_cli.observe.live_status import RunFacts
-from asyncrl_cli.observe.observers import Observers
+from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.observe.screen import make_ui
-from asyncrl_cli.observe.sinks import EventsFile, MetricsFile, Sink, StatusFile, TimelineFile
 from asyncrl_cli.observe.wandb_sink import Wandb
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile

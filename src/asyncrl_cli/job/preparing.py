@@ -94,7 +94,7 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
 
 def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
     """The model and its tokenizer, and the task's prompts in its tokens."""
-    from asyncrl_cli.envs.rendering import load_tokenizer, render_prompts
+    from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
 
     vocab_size = check_model(profile, model_dir)
     try:
@@ -109,7 +109,7 @@ def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
 
 def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
     """How many each prompt has."""
-    from asyncrl_cli.envs.rendering import render_prompts
+    from asyncrl_cli.envs.episode import render_prompts
 
     return list(map(len, render_prompts(tokenizer, items)))
 

@@ -74,8 +74,8 @@ class RolloutActor:
         logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
+        from asyncrl_cli.envs.episode import load_tokenizer
         from asyncrl_cli.envs.group_runner import GroupRunner
-        from asyncrl_cli.envs.rendering import load_tokenizer
 
         rollout = self._profile.rollout
         tokenizer = load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)

@@ -1,9 +1,12 @@
-"""Figures for people: durations, counts, shares, bars and sparklines as plain text."""
+"""Figures for people, as plain text: durations, counts, shares, bars and sparklines.
+
+And what the screen, plain lines and `asyncrl status` say in the same words: events, the ledger, the end of a run in a few lines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -74,3 +77,92 @@ def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, hi
         return SPARKS[3] * len(shown)
     steps = [(min(high, max(low, value)) - low) / (high - low) for value in shown]
     return "".join(SPARKS[round(step * (len(SPARKS) - 1))] for step in steps)
+
+
+LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
+    "rollouter/slot_utilization": ("slots used", share),
+    "rollouter/idle_ratio": ("rollouter idle", share),
+    "trainer/idle_ratio": ("trainer idle", share),
+    "overlap_ratio": ("overlap", share),
+    "rollouter/tokens_per_s": ("tokens/s rollouter", count),
+    "trainer/tokens_per_s": ("trainer", count),
+}
+"""The figures that lead in every view, with their words and their form."""
+_HEADLINES = {"done": "done", "stopped": "stopped on request", "failed": "failed"}
+_EVENTS = {
+    "warning": lambda event: str(event.get("message", "")),
+    "failed": lambda event: f"failed: {event.get('error', '')}",
+    "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
+    "resumed": lambda event: f"resumed from step {event.get('from_step')}",
+    "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
+    "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
+}
+
+
+def event_text(event: Mapping[str, Any]) -> str | None:
+    """None for an event that people are not told of."""
+    name = event["event"]
+    return _EVENTS[name](event) if name in _EVENTS else None
+
+
+def step_text(status: Mapping[str, Any]) -> str:
+    """The screen's leading figures, in its words and over the same time."""
+    progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
+    parts = [
+        f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
+        f"reward {number(status['reward'].get('mean'), 3)}",
+        f"{steps['words']}: staleness {number(staleness.get('mean'))}/{staleness.get('max', NOTHING)}",
+    ]
+    using = status["periods"]["utilization"]
+    if using != steps:
+        parts.append(f"{using['words']}:")
+    parts += [
+        f"slots used {share(use.get('rollouter_slot_utilization'))}",
+        f"trainer idle {share(use.get('trainer_idle_ratio'))}",
+        f"rollouter idle {share(use.get('rollouter_idle_ratio'))}",
+        f"tokens/s {count(use.get('rollouter_tokens_per_s'))}",
+    ]
+    return "  ".join(parts)
+
+
+def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(what, figures) of the whole run, in the words of the screen; rows of which nothing was measured are absent."""
+    progress, totals = status["progress"], status["totals"]
+    steps = f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
+    rows = [
+        ("run", f"{status['name']}: {_HEADLINES.get(status['phase'], status['phase'])} ({status['profile']})"),
+        ("trained", f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}"),
+        ("eval", _evals(status["eval"]["history"])),
+        ("whole run", ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items()) if totals else ""),
+        ("staleness", _staleness(status)),
+        ("ledger", ledger_line(status["ledger"])),
+        ("checkpoint", str(status["checkpoint"])),
+        ("warnings", str(status["num_warnings"]) if status["num_warnings"] else ""),
+        ("error", str(status["error"])),
+    ]
+    return [(what, figures) for what, figures in rows if figures]
+
+
+def ledger_line(ledger: Mapping[str, int]) -> str:
+    """`admitted 120 = running 8 + finished 4 + ...`."""
+    states = [f"{name} {count(number)}" for name, number in ledger.items() if name != "admitted_total"]
+    return f"admitted {count(ledger.get('admitted_total'))} = " + " + ".join(states) if ledger else ""
+
+
+def _evals(history: list[Mapping[str, Any]]) -> str:
+    if not history:
+        return ""
+    ends = [history[0], history[-1]] if len(history) > 1 else history
+    values = " -> ".join(f"{number(point['reward_mean'], 3)} (version {point['version']})" for point in ends)
+    return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
+
+
+def _staleness(status: Mapping[str, Any]) -> str:
+    totals = status["totals"]
+    if "staleness/mean" not in totals:
+        return ""
+    return (
+        f"mean {number(totals['staleness/mean'])}, max {totals.get('staleness/max')} of {status['max_staleness']} allowed; "
+        f"partial {share(totals.get('fully_async/partial/partial_ratio'))}, "
+        f"max span {totals.get('fully_async/partial/max_partial_span', NOTHING)}"
+    )

@@ -15,9 +15,21 @@ from rich.text import Text
 
 from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import NOTHING, bar, clock, count, duration, is_number, number, share, small, sparkline
-from asyncrl_cli.observe.layout import LABEL, beside, label, meter, prose, rule, strip, wrapped
-from asyncrl_cli.observe.summary import ledger_line, summary_rows
+from asyncrl_cli.observe.format import (
+    NOTHING,
+    bar,
+    clock,
+    count,
+    duration,
+    is_number,
+    ledger_line,
+    number,
+    share,
+    small,
+    sparkline,
+    summary_rows,
+)
+from asyncrl_cli.observe.terminal import LABEL, beside, label, meter, prose, rule, strip, wrapped
 
 WIDE = 84
 STATE_STYLES = {

@@ -13,11 +13,10 @@ from rich.live import Live
 from rich.text import Text
 
 from asyncrl_cli.loop.watching import ENDED
-from asyncrl_cli.observe.format import clock
+from asyncrl_cli.observe.format import clock, event_text, step_text, summary_rows
+from asyncrl_cli.observe.observers import Sink
 from asyncrl_cli.observe.render import render, render_summary
-from asyncrl_cli.observe.sinks import Sink
 from asyncrl_cli.observe.status import RunStatus, StillStarting
-from asyncrl_cli.observe.summary import event_text, step_text, summary_rows
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 REDRAWS_PER_S = 2

@@ -1,13 +1,21 @@
-"""The way to a terminal: what comes from files, names and errors may hold control sequences. They are shown, never obeyed."""
+"""The way to a terminal. What comes from files, names and errors may hold control sequences: they are shown, never obeyed.
+
+And pieces of the screen, as coloured text: labels, meters, lines that are broken, blocks side by side.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
+
+from asyncrl_cli.observe.format import is_number
 
 _BIDI_AND_BREAKS = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 _SHOWN = {
@@ -16,6 +24,8 @@ _SHOWN = {
 }
 _IN_ASCII = str.maketrans("━─│·…█▉▊▋▌▍▎▏▁▂▃▄▅▆▇", "=-|-.########_.-=+*#")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+LABEL = 11
+"""Width of the label that a line begins with, in cells."""
 
 
 def neutral(text: str) -> str:
@@ -39,3 +49,63 @@ class SafeConsole(Console):
         shapes = {} if "utf" in self.encoding.lower() else _IN_ASCII
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(neutral(segment.text.translate(shapes)), segment.style)
+
+
+def label(name: str) -> Text:
+    return Text().append(f"{name[: LABEL - 1]:<{LABEL}}", "dim bold")
+
+
+def rule(words: str, width: int) -> Text:
+    return Text(words + "─" * max(0, width - len(words)), "dim")
+
+
+def meter(fraction: object, width: int, style: str) -> Text:
+    width = max(4, width)
+    if not is_number(fraction):
+        return Text("·" * width, "dim")
+    filled = round(min(1.0, max(0.0, fraction)) * width)
+    return Text("━" * filled, style).append("─" * (width - filled), "dim")
+
+
+def strip(amounts: Mapping[str, float], styles: Mapping[str, str], width: int) -> Text:
+    """Shares of a whole as coloured cells, the largest first."""
+    total = sum(amounts.values())
+    if total <= 0:
+        return Text().append("·" * width, "dim")
+    cells, reached = Text(), 0.0
+    for name, amount in sorted(amounts.items(), key=lambda entry: -entry[1]):
+        reached += amount
+        cells.append("█" * (round(reached / total * width) - len(cells)), styles.get(name, ""))
+    return cells
+
+
+def beside(left: Sequence[Text], right: Sequence[Text], half: int) -> list[Text]:
+    """Two blocks; the right one begins at cell `half`."""
+    lines = []
+    for first, second in zip_longest(left, right, fillvalue=Text()):
+        line = first.copy()
+        line.truncate(half - 2, pad=True)
+        lines.append(line.append("  ").append_text(second))
+    return lines
+
+
+def wrapped(start: Text, parts: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
+    """Parts after `start`, broken between parts where the line is full; further lines are indented like the first."""
+    indent = " " * start.cell_len
+    lines = [start]
+    for index, part in enumerate(parts):
+        piece = part + (separator if index + 1 < len(parts) else "")
+        if lines[-1].cell_len + len(piece.rstrip()) > width and lines[-1].cell_len > len(indent):
+            lines.append(Text(indent))
+        lines[-1].append(piece, style)
+    return lines
+
+
+def prose(start: Text, text: str, width: int) -> list[Text]:
+    """A sentence after `start`, broken between words: on its line if that has room for it, else below, on two lines at most."""
+    if start.cell_len + len(text) <= width:
+        return [start.append(text, "dim")]
+    is_label = start.cell_len <= LABEL
+    lines = textwrap.wrap(text, max(12, width - LABEL), max_lines=3 if is_label else 2, placeholder=" ...")
+    first = start.append(lines.pop(0), "dim") if is_label else start
+    return [first, *(Text(" " * LABEL + line, "dim") for line in lines)]

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.observe.sinks import Sink
-from asyncrl_cli.observe.summary import LEADING
+from asyncrl_cli.observe.format import LEADING
+from asyncrl_cli.observe.observers import Sink
 from asyncrl_cli.storage import replace_text
 
 log = logging.getLogger("asyncrl")

@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan.cluster import ClusterResources, counted
-from asyncrl_cli.plan.counts import cpu_counts, cuda_counts
+from asyncrl_cli.plan.cluster import ClusterResources, counted, cpu_counts, cuda_counts
 from asyncrl_cli.profile.arithmetic import tensor_parallel_size
 from asyncrl_cli.profile.schema import Place, Profile
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from asyncrl_cli.engines.port import kind_of
 from asyncrl_cli.engines.vllm import kind as vllm_kind
 from asyncrl_cli.errors import PreflightError
-from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_facts, local_cluster, matrix_features, usable_cores
-from asyncrl_cli.plan.counts import cpu_counts
+from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_counts, cpu_facts, local_cluster, matrix_features, usable_cores
 from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning-gym": "", "numpy": "", "safetensors": ""}

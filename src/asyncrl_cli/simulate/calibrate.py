@@ -5,7 +5,7 @@
     old logprobs    timing/old_logprob_s              over train/old_logprob_tokens
     sync            medians of `published` and `loaded`                                                  -> [syncing]
 
-The first two are lines (`simulate/fit.py`), with the interference of a machine that both sides share. Prompts and prefills are not
+The first two are lines (`observed.py`), with the interference of a machine that both sides share. Prompts and prefills are not
 measured by themselves: they are in the constants. A load's pause is idle time of its worker, so no decode step contains it.
 Steps with an eval or a checkpoint are left out, as are the first ones. What one run cannot tell stands in the notes.
 """
@@ -26,8 +26,15 @@ from asyncrl_cli.profile.loaded import Layer, load, read_document
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import shipped_profiles
 from asyncrl_cli.safe_files import first_of
-from asyncrl_cli.simulate.fit import Fit, fit_line
-from asyncrl_cli.simulate.observed import decode_points, lengths_of, old_logprob_s_per_token, train_points, undisturbed
+from asyncrl_cli.simulate.observed import (
+    Fit,
+    decode_points,
+    fit_line,
+    lengths_of,
+    old_logprob_s_per_token,
+    train_points,
+    undisturbed,
+)
 from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 

@@ -2,30 +2,37 @@
 
     profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
-Nothing of a run is kept but its metrics lines (and, if asked, spans): a simulated run may be as long as it likes.
+The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Nothing of a run is kept but its metrics
+lines (and, if asked, what a picture of it needs): a simulated run may be as long as it likes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import math
+import selectors
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.observe.lines import Counts, Spans, add_span
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
-from asyncrl_cli.plan.job_plan import compile_job
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, compile_job
 from asyncrl_cli.profile.arithmetic import LoopSettings, Schedule
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.costs import Costs
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Workload
+
+T = TypeVar("T")
+MAX_SHOWN_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,3 +144,84 @@ class TrainedGroups(Observer):
 
     def step(self, record: StepRecord) -> None:
         self._tell(record.ledger["trained"])
+
+
+class KeptTimeline(Observer):
+    """Keeps what a picture of a simulated run needs, of `MAX_SHOWN_WORKERS` workers at most."""
+
+    def __init__(self) -> None:
+        self.spans: Spans = {}
+        self.running: Counts = {}
+        self.publishes_s: list[float] = []
+        self.roles: dict[str, str] = {}
+
+    def event(self, event: Event) -> None:
+        if event.name == "published":
+            self.publishes_s.append(event.time_s)
+
+    def step(self, record: StepRecord) -> None:
+        if not self.roles:
+            self.roles = {name: report.role for name, report in record.reports.items()}
+            self.spans = {name: [] for name in (*of_role(self.roles, TRAINER), *shown_workers(self.roles))}
+        for name in self.spans.keys() & record.spans.keys():
+            for span in record.spans[name]:
+                add_span(self.spans[name], str(span.state), span.start_s, span.end_s)
+
+    def tick(self, snapshot: Snapshot) -> None:
+        for name in self.spans.keys() & snapshot.reports.keys():
+            gauges = snapshot.reports[name].gauges
+            if "running_sequences" in gauges:
+                self.running.setdefault(name, []).append((snapshot.time_s, gauges["running_sequences"]))
+
+
+def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
+    """All of them, or `MAX_SHOWN_WORKERS` spread evenly from the first to the last."""
+    names = of_role(roles, ROLLOUT)
+    if len(names) <= MAX_SHOWN_WORKERS:
+        return tuple(names)
+    return tuple(names[round(index * (len(names) - 1) / (MAX_SHOWN_WORKERS - 1))] for index in range(MAX_SHOWN_WORKERS))
+
+
+def of_role(roles: Mapping[str, str], role: str) -> list[str]:
+    """In the order of their numbers: rollout-2 before rollout-10."""
+    return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))
+
+
+class DeadlockError(RuntimeError):
+    """Nothing is ready, no timer is left, and the work is not done."""
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    """Calls `wait(timeout)` instead of waiting."""
+
+    def __init__(self, wait: Callable[[float | None], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self._wait(timeout)
+        return []
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """For one thread: without sockets, executors and `call_soon_threadsafe`."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        super().__init__(_JumpingSelector(self._wait))
+
+    def time(self) -> float:
+        return self._now_s
+
+    def _wait(self, timeout: float | None) -> None:
+        if timeout is None:
+            raise DeadlockError(f"at {self._now_s:g} s nothing is scheduled and the work is not done")
+        if timeout:
+            self._now_s += timeout
+            self._clock_resolution = math.ulp(self._now_s)  # timers of this very moment are due: a nanosecond is none after a year
+
+
+def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop) -> T:
+    """Run `work` to its end on a fresh virtual clock. Raises DeadlockError if it cannot end."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(work)

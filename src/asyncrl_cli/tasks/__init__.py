@@ -2,9 +2,9 @@
 
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
         gym.py                             where items come from: a reasoning-gym dataset,
-        files.py, parquet.py               or a jsonl or parquet file
+        files.py                           or a jsonl or parquet file
         reward_choice.py                   which reward it is, tried in a child process; where a user's function lies
-        worked.py                          compact prompts with worked answers, for builtin:tiny
+        item.py                            what an item is; compact prompts with worked answers, for builtin:tiny
     rewards.RewardPool(task.reward, ...)   awaits rewards, beside the event loop:
         reward_process.py              a process that scores: started, asked, watched
         reward_worker.py               what runs in it, with scoring.py inside

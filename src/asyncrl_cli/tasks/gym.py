@@ -30,8 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.tasks.child import ChildFailed, call_once
-from asyncrl_cli.tasks.item import Item, make_item
-from asyncrl_cli.tasks.worked import WORKED, Entry
+from asyncrl_cli.tasks.item import WORKED, Entry, Item, make_item
 
 if TYPE_CHECKING:  # scoring.py makes datasets, too
     from asyncrl_cli.tasks.scoring import RewardSpec

@@ -1,19 +1,32 @@
-"""An item: one prompt of the dataset, with a uid made from its content."""
+"""An item: one prompt of a dataset, with a uid made from its content; and the worked form of prompts, for `builtin:tiny`.
+
+In its worked form a dataset has compact prompts whose answers are worked out in writing. A format turns an entry into such a
+prompt, knows how a correct response is worked out, and whether one is correct. Pure text: no model, no tensor.
+
+    entry     Sort these numbers in ascending order: 11.0, 5.0, 2.0
+    prompt    <b52=
+    response  5b2,52b,25b        every swap of neighbours writes the list again; the last list is the answer
+    right     25b                nothing else is correct
+    answer    [2, 5, 11]         what the dataset's own verifier is given, if task.reward = "dataset"
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time, timedelta
 from numbers import Number
+from random import Random
 from typing import Any
 from uuid import UUID
 
 Item = Mapping[str, Any]
 """`{"uid": str, "prompt": str, "answer": str | None, "metadata": {...}}`; metadata holds whatever Python values a source has."""
-
 PLAIN = (str, bytes, Number, type(None), date, time, timedelta, UUID)
 """Values that `repr` tells apart. A `datetime` is a `date`, a `Decimal` a `Number`."""
+DIGITS = "0123456789ab"
+Entry = Mapping[str, Any]
+"""An entry of a reasoning-gym dataset: `question`, `answer` and `metadata`."""
 
 
 def make_item(prompt: str, answer: str | None, metadata: Mapping[str, Any]) -> Item:
@@ -52,3 +65,87 @@ def _canonical(value: Any) -> str:
     if type(value) is int:
         return hex(value)  # decimal digits are limited in number
     return repr(value) if isinstance(value, PLAIN) else kind
+
+
+class NumberSortingFormat:
+    """Bubble sort in writing: `<` or `>`, one character per number; each swap of the first neighbours out of order is a new list.
+
+    The number of swaps grows with the square of the list's size and its text with the cube, so responses are
+    long-tailed although list sizes are uniform. Twelve values, because with ten there are too few short lists.
+    """
+
+    default_params: Mapping[str, Any] = {
+        "min_numbers": 2,
+        "max_numbers": 5,
+        "min_decimals": 0,
+        "max_decimals": 0,
+        "min_value": 0,
+        "max_value": 11,
+    }
+    """`task.params` overrides them one by one."""
+
+    def prompt(self, entry: Entry) -> str:
+        direction = "<" if _sign(entry) > 0 else ">"
+        return direction + _text(_numbers(entry)) + "="
+
+    def demonstration(self, item: Item, rng: Random) -> str:
+        """A correct response, working and answer."""
+        entry = item["metadata"]["entry"]
+        return _written(_bubble(_numbers(entry), sign=_sign(entry)))
+
+    def flawed_demonstration(self, item: Item, rng: Random) -> str:
+        """Stops before the list is sorted; one that is sorted already gets a wrong number in it."""
+        entry = item["metadata"]["entry"]
+        lists = _bubble(_numbers(entry), sign=_sign(entry))
+        if len(lists) > 1:
+            return _written(lists[: rng.randrange(1, len(lists))])
+        miscopied = list(lists[0])
+        miscopied[rng.randrange(len(miscopied))] = rng.randrange(len(DIGITS))
+        return _text(miscopied)
+
+    def answer(self, response: str) -> str:
+        """What the dataset's verifier is given for this response; it need not be well-formed."""
+        digits = response.rpartition(",")[2]
+        if not all(digit in DIGITS for digit in digits):
+            return digits
+        return "[" + ", ".join(str(DIGITS.index(digit)) for digit in digits) + "]"
+
+    def is_correct(self, response: str, entry: Entry) -> bool:
+        """Exactly the right list: number_sorting's own verifier also takes numbers that are 1 off."""
+        return response.rpartition(",")[2] == _text(sorted(_numbers(entry), reverse=_sign(entry) < 0))
+
+
+def _numbers(entry: Entry) -> list[int]:
+    numbers = [float(number) for number in entry["metadata"]["original_numbers"]]
+    if any(number != int(number) or not 0 <= number < len(DIGITS) for number in numbers):
+        limits = f"whole numbers from 0 to {len(DIGITS) - 1}"
+        raise ValueError(f'the worked form of number_sorting needs {limits}; task.adapter = "plain" takes others')
+    return [int(number) for number in numbers]
+
+
+def _sign(entry: Entry) -> int:
+    return 1 if entry["metadata"]["direction"] == "ascending" else -1
+
+
+def _text(numbers: Sequence[int]) -> str:
+    return "".join(DIGITS[number] for number in numbers)
+
+
+def _written(lists: Sequence[Sequence[int]]) -> str:
+    """All lists after the first, which stands in the prompt; that one if there is no other."""
+    return ",".join(_text(numbers) for numbers in (lists[1:] or lists))
+
+
+def _bubble(numbers: Sequence[int], *, sign: int) -> list[list[int]]:
+    """All lists on the way from `numbers` to sorted order, each with the first neighbours out of order swapped."""
+    lists = [list(numbers)]
+    while True:
+        last = lists[-1]
+        wrong = next((i for i in range(len(last) - 1) if sign * last[i] > sign * last[i + 1]), None)
+        if wrong is None:
+            return lists
+        lists.append([*last[:wrong], last[wrong + 1], last[wrong], *last[wrong + 2 :]])
+
+
+WORKED: Mapping[str, NumberSortingFormat] = {"number_sorting": NumberSortingFormat()}
+"""The datasets that have a worked form, by reasoning-gym's name."""

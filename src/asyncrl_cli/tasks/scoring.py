@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from typing import Any, Literal
 
-from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.worked import WORKED
+from asyncrl_cli.tasks.item import WORKED, Item
 
 Scorer = Callable[[Item, str], Any]
 Adapter = Literal["plain", "worked"]

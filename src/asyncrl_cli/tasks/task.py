@@ -15,10 +15,9 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.item import WORKED, Item
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
-from asyncrl_cli.tasks.worked import WORKED
 
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096

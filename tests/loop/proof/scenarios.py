@@ -17,11 +17,10 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.simulate.clock import run_virtual
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding
-from asyncrl_cli.simulate.world import NumberedFeed
+from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyTrainer, FaultyWorker
 from tests.loop.proof.invariants import InvariantError, Invariants

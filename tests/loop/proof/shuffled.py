@@ -12,7 +12,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.simulate.clock import VirtualTimeLoop
+from asyncrl_cli.simulate.world import VirtualTimeLoop
 
 
 class ShuffledLoop(VirtualTimeLoop):
