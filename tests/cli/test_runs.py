@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from asyncrl_cli.cli.runs import follow_lines
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.cli.app import run
+from asyncrl_cli.cli.runs import follow_lines
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import Observers
 

@@ -16,12 +16,12 @@ from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.loop.ports import Feed
 from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
+from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.keywords import loop_settings
-from tests.loop.proof.faults import Faults, FaultyTrainer, FaultyWorker
+from tests.loop.proof.faults import Faults, FaultyWorker, KeepingTrainer, KeepingWorker
 from tests.loop.proof.memory import MemoryCheckpoints
 
 MODES: dict[str, dict[str, Any]] = {
@@ -84,8 +84,8 @@ class Recorder:
 @dataclass
 class Ran:
     recorder: Recorder
-    trainer: SimulatedTrainer
-    workers: list[SimulatedWorker]
+    trainer: KeepingTrainer
+    workers: list[KeepingWorker]
     pipeline: Pipeline
     checkpoints: MemoryCheckpoints
     elapsed_s: float
@@ -128,14 +128,13 @@ def run_world(
         times_of_all, names = worker_times(**own), [f"rollout-{i}" for i in range(workers)]
         step_times = {"train_s": lambda batch: 0.7, "gather_s": 0.1, "publish_s": 0.05} | (trainer_times or {})
         recorder, checkpoints = Recorder(), MemoryCheckpoints(write_s=0.4)
-        team: list[SimulatedWorker]
+        team: list[KeepingWorker]
         if faults is None:
-            team = [SimulatedWorker(name, slots, times_of_all, seed) for name in names]
-            trainer = SimulatedTrainer(TrainerTimes(**step_times), keep_batches=True)
+            team = [KeepingWorker(name, slots, times_of_all, seed) for name in names]
         else:
             shared: dict[str, Any] = {"faults": faults, "call_timeout_s": call_timeout_s}
             team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
-            trainer = FaultyTrainer(TrainerTimes(**step_times), faults=faults, keep_batches=True)
+        trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
         world = World(
             feed=feed or NumberedFeed(),
             trainer=trainer,

@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import bench, doctor, export, init, logs, plan, profiles, resume, status, stop, train
+from asyncrl_cli.cli import bench, export, plan, profiles, runs, setup
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
@@ -33,8 +33,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (train, resume, status, stop, logs, export, bench, plan, doctor, init):
-    app.command(module.__name__.rpartition(".")[2], epilog=epilog(module.EXAMPLES))(module.command)
+for command, examples in (
+    (runs.train, runs.TRAIN_EXAMPLES),
+    (runs.resume, runs.RESUME_EXAMPLES),
+    (runs.status, runs.STATUS_EXAMPLES),
+    (runs.stop, runs.STOP_EXAMPLES),
+    (runs.logs, runs.LOGS_EXAMPLES),
+    (export.export, export.EXAMPLES),
+    (bench.bench, bench.EXAMPLES),
+    (plan.plan, plan.EXAMPLES),
+    (setup.doctor, setup.DOCTOR_EXAMPLES),
+    (setup.init, setup.INIT_EXAMPLES),
+):
+    app.command(epilog=epilog(examples))(command)
 app.add_typer(profiles.app, name="profiles")
 
 

@@ -61,7 +61,7 @@ OutOption = Annotated[
 ]
 
 
-def command(
+def bench(
     baseline: BaselineOption = "colocate",
     profiles: ProfilesOption = None,
     simulate: WorkloadOption = None,

@@ -16,7 +16,7 @@ EXAMPLES = """
 GB = 10**9
 
 
-def command(
+def export(
     source: Annotated[
         str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or directory, or a checkpoint's directory.")
     ],
@@ -46,9 +46,9 @@ def command(
     resolve(source, runs_dir)  # a wrong name is told before torch is imported
     with Starting("auto") as progress:
         progress("looking for the weights")
-        from asyncrl_cli.export.export import export
+        from asyncrl_cli.export.export import export as export_weights
 
-        exported = export(
+        exported = export_weights(
             source,
             runs_dir=runs_dir,
             version=version,

@@ -51,7 +51,7 @@ OutOption = Annotated[
 ]
 
 
-def command(
+def plan(
     profile: ProfileOrOwn = None,
     sets: SetOption = None,
     gpus: GpusOption = None,

@@ -90,13 +90,10 @@ class TrainerTimes:
 
 
 class SimulatedTrainer:
-    """Implements `loop.ports.Trainer`. `batches` holds what it was given, if `keep_batches`; `gathered` the versions."""
+    """Implements `loop.ports.Trainer`."""
 
-    def __init__(self, times: TrainerTimes, *, keep_batches: bool = False, machine: SharedMachine | None = None) -> None:
-        self.batches: list[TrainBatch] = []
-        self.gathered: list[int] = []
+    def __init__(self, times: TrainerTimes, machine: SharedMachine | None = None) -> None:
         self._times = times
-        self._keep_batches = keep_batches
         self._machine = machine or SharedMachine()
         self._loop = asyncio.get_running_loop()
         self._clock = StateClock(NAME, "trainer", self._loop.time)
@@ -109,8 +106,6 @@ class SimulatedTrainer:
         old_logprob_s = await self._machine.compute(self._times.old_logprob_s(batch))
         train_s = await self._machine.compute(self._times.train_s(batch))
         self._clock.enter(State.STARVED, "groups")
-        if self._keep_batches:
-            self.batches.append(batch)
         tokens = sum(meta.response_tokens for group in batch.groups for meta in group.trajectories)
         self._clock.add("busy_s", self._loop.time() - began_s)
         self._clock.add("trained_tokens", tokens)
@@ -123,7 +118,6 @@ class SimulatedTrainer:
         self._clock.enter(State.SYNCING, "weights to be gathered")
         await asyncio.sleep(self._times.gather_s)
         self._clock.enter(State.STARVED, "groups")
-        self.gathered.append(version)
         return self._times.gather_s, self._clock.report()
 
     async def publish(self, version: int) -> Published:

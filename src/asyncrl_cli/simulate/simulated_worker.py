@@ -54,12 +54,11 @@ class WorkerTimes:
 
 
 class SimulatedWorker:
-    """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock. `loads` keeps the versions it has loaded."""
+    """Implements `loop.ports.RolloutWorker` on the running (virtual) loop's clock."""
 
     def __init__(self, name: str, slots: int, times: WorkerTimes, seed: int, machine: SharedMachine | None = None) -> None:
         self.name = name
         self.slots = slots
-        self.loads: list[int] = []
         self._times = times
         self._rng = random.Random(f"{seed}/{name}")
         self.speed = 1 + times.decoding.speed_spread * self._rng.uniform(-1, 1)
@@ -129,7 +128,6 @@ class SimulatedWorker:
         await self._take(stopped_s, f"the load of version {version} ({interrupt})")
         self._engine.thaw(version, recompute=interrupt == "recompute-kv")
         self._meter.load_ended()
-        self.loads.append(version)
         return LoadReport(version=version, send_s=times.fetch_s, load_s=load_s, pause_s=stopped_s, logprob_abs_diff=0.0)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:

@@ -19,7 +19,7 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
 from asyncrl_cli.observe.lines import Counts, Spans, add_span
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
@@ -102,7 +102,7 @@ def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWork
     generation_ratio, training_ratio = workload.decoding.interference_ratio, workload.training.interference_ratio
     machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
     workers = [SimulatedWorker(f"rollout-{index}", slots, times, seed, machine) for index in range(costs.workers)]
-    return SimulatedTrainer(costs.trainer_times(), machine=machine), workers
+    return SimulatedTrainer(costs.trainer_times(), machine), workers
 
 
 class NumberedFeed:

@@ -99,22 +99,42 @@ class Faults:
         self.happened[fault.kind] += 1
 
 
-class FaultyTrainer(SimulatedTrainer):
-    """Fails in the steps that `faults` names."""
+class KeepingTrainer(SimulatedTrainer):
+    """Keeps the batches that it has trained and the versions that it has gathered. Fails in the steps that `faults` names."""
 
-    def __init__(self, times: TrainerTimes, *, faults: Faults, keep_batches: bool = False) -> None:
-        super().__init__(times, keep_batches=keep_batches)
-        self._faults = faults
+    def __init__(self, times: TrainerTimes, faults: Faults | None = None) -> None:
+        super().__init__(times)
+        self.batches: list[TrainBatch] = []
+        self.gathered: list[int] = []
+        self._faults = faults or Faults([])
 
     async def train(self, batch: TrainBatch) -> tuple[TrainReport, ExecutorReport]:
         report = await super().train(batch)
         if self._faults.of_call(FaultKind.STEP_FAILS, TRAINER, batch.step) is not None:
-            self.batches = [kept for kept in self.batches if kept is not batch]
             raise ExecutorFailed(f"simulated failure in step {batch.step}", executor=TRAINER)
+        self.batches.append(batch)
+        return report
+
+    async def gather(self, version: int) -> tuple[float, ExecutorReport]:
+        gathered = await super().gather(version)
+        self.gathered.append(version)
+        return gathered
+
+
+class KeepingWorker(SimulatedWorker):
+    """Keeps the versions that it has loaded."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.loads: list[int] = []
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
+        report = await super().load(version, interrupt)
+        self.loads.append(version)
         return report
 
 
-class FaultyWorker(SimulatedWorker):
+class FaultyWorker(KeepingWorker):
     """Meets faults: its calls fail when it dies, and when it hangs only their limits end them, as those of the adapters on Ray.
 
     Faults with a time set in on its own clock, the others are met by its calls. What is still to happen when it is restarted

@@ -22,7 +22,7 @@ from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
-from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyTrainer, FaultyWorker
+from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, KeepingTrainer
 from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.memory import MemoryCheckpoints
 from tests.loop.proof.shuffled import loop_of
@@ -181,7 +181,7 @@ def _world(
         FaultyWorker(name, scenario.slots, times, seed, faults=faults, call_timeout_s=_CALL_TIMEOUT_S)
         for name in worker_names(scenario.num_workers)
     ]
-    trainer = FaultyTrainer(_trainer_times(scenario), faults=faults)
+    trainer = KeepingTrainer(_trainer_times(scenario), faults)
     return World(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
