@@ -40,9 +40,9 @@ from asyncrl_cli.loop.watching import Event, Snapshot, StepRecord
 from asyncrl_cli.observe.metrics import StepMetrics
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.responses import ResponseLengths
+from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Decoding, Lengths
 from asyncrl_cli.simulate.world import NumberedFeed, VirtualTimeLoop
 

@@ -33,13 +33,13 @@ def test_the_help_of_every_command_has_examples(command: str, capsys: pytest.Cap
 def test_examples_are_not_folded_on_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from asyncrl_cli.cli import bench, plan, profiles
+    from asyncrl_cli.cli import bench, plan, setup
 
     examples = {
         "plan": plan.EXAMPLES,
         "bench": bench.EXAMPLES,
-        "profiles": profiles.LIST_EXAMPLES,
-        "profiles show": profiles.SHOW_EXAMPLES,
+        "profiles": setup.PROFILES_EXAMPLES,
+        "profiles show": setup.SHOW_EXAMPLES,
     }
     monkeypatch.setenv("COLUMNS", "80")
     assert run([*command.split(), "--help"]) == 0

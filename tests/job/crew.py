@@ -74,7 +74,7 @@ def witnesses(plan: JobPlan, options: Any) -> dict[str, list[tuple[str, str]]]:
     import ray
 
     actors = {
-        role.name: [ray.remote(Witness).options(**options(role.name, index)).remote() for index in range(role.workers)]
+        role.role: [ray.remote(Witness).options(**options(role.role, index)).remote() for index in range(role.workers)]
         for role in plan.roles
     }
     seen = {name: ray.get([actor.seen.remote() for actor in made], timeout=60) for name, made in actors.items()}

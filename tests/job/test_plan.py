@@ -38,7 +38,7 @@ def profile(*, workers: int | None = None, **placement: Any) -> Profile:
 
 
 def shape(plan: JobPlan) -> dict[str, tuple[int, float, int, int]]:
-    return {role.name: (role.workers, role.gpus, role.cpus, role.threads) for role in plan.roles}
+    return {role.role: (role.workers, role.gpus_per_worker, role.cpus_per_worker, role.threads) for role in plan.roles}
 
 
 def test_a_laptop_gets_one_rank_and_one_worker_with_one_core_each() -> None:
@@ -53,7 +53,7 @@ def test_colocated_sides_have_a_rank_and_a_worker_on_every_core_that_they_would_
     plan = job(colocate=True)
     assert [(name, len(bundles)) for name, bundles in plan.groups.items()] == [("colocated", 2)]
     assert shape(plan) == {"trainer": (2, 0, 1, 1), "rollout": (2, 0, 0, 1)}
-    assert {(role.group, role.workers) for role in plan.roles} == {("colocated", 2)}
+    assert {(role.placement_group, role.workers) for role in plan.roles} == {("colocated", 2)}
     assert plan.cpus == job().cpus
 
 
@@ -87,7 +87,7 @@ def test_explicit_counts_win_and_the_other_side_gets_the_rest(asked: dict[str, i
 def test_colocated_gpus_are_shared_by_halves() -> None:
     plan = job(nodes((16, 4)), colocate=True)
     assert shape(plan) == {"trainer": (4, 0.5, 1, 2), "rollout": (4, 0.5, 1, 2)}
-    assert {(role.group, role.workers) for role in plan.roles} == {("colocated", 4)}
+    assert {(role.placement_group, role.workers) for role in plan.roles} == {("colocated", 4)}
 
 
 def test_colocated_places_on_cpus_have_as_many_threads_as_cores() -> None:

@@ -10,8 +10,9 @@ import pytest
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.ports import EvalRequest, GroupRequest, Published
+from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
-from asyncrl_cli.simulate.simulated_worker import SimulatedWorker, WorkerTimes
+from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import run_virtual
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, draw_faults

@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli import bench, export, plan, profiles, runs, setup
+from asyncrl_cli.cli import bench, export, plan, runs, setup
 from asyncrl_cli.cli.console import STDOUT, begin, epilog, in_our_words, open_streams, print_json_error, print_text, tell
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES, is_path
@@ -46,7 +46,7 @@ for command, examples in (
     (setup.init, setup.INIT_EXAMPLES),
 ):
     app.command(epilog=epilog(examples))(command)
-app.add_typer(profiles.app, name="profiles")
+app.add_typer(setup.profiles, name="profiles")
 
 
 def _print_version(asked: bool) -> None:

@@ -134,8 +134,8 @@ async def placed(plan: JobPlan, *, timeout_s: float) -> AsyncIterator[Options]:
     def options(role_name: str, index: int) -> dict[str, Any]:
         """GPUs are named on the actor, or CUDA_VISIBLE_DEVICES stays empty in a bundle."""
         role = plan.role(role_name)
-        bundle = PlacementGroupSchedulingStrategy(placement_group=groups[role.group], placement_group_bundle_index=index)
-        return {"num_cpus": role.cpus, "num_gpus": role.gpus, "scheduling_strategy": bundle}
+        bundle = PlacementGroupSchedulingStrategy(placement_group=groups[role.placement_group], placement_group_bundle_index=index)
+        return {"num_cpus": role.cpus_per_worker, "num_gpus": role.gpus_per_worker, "scheduling_strategy": bundle}
 
     try:
         try:

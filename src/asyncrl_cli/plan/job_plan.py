@@ -12,7 +12,7 @@ share its GPU by halves, and each computes with all of its cores, because the ot
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from asyncrl_cli.errors import PreflightError
@@ -33,14 +33,15 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """One role's workers, worker i in bundle i of placement group `group`; the rest is per worker."""
+    """One role's workers, worker i in bundle i of the placement group. `threads` are per worker, too."""
 
-    name: str
-    group: str
+    role: str
     workers: int
-    cpus: int
-    gpus: float
+    device: str
+    gpus_per_worker: float
+    cpus_per_worker: int
     threads: int
+    placement_group: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +93,13 @@ class JobPlan:
         # What a rank has reserved on shared cores, its worker cannot reserve again.
         shares_cores = self.colocate and not self.gpus and name == ROLLOUT
         return RolePlan(
-            name=name,
-            group=group,
+            role=name,
             workers=self.trainer_workers if name == TRAINER else self.rollout_workers,
-            cpus=0 if shares_cores else self.cpus_per_worker,
-            gpus=bundle.gpus / 2 if self.colocate else bundle.gpus,
+            device=self.device,
+            gpus_per_worker=bundle.gpus / 2 if self.colocate else bundle.gpus,
+            cpus_per_worker=0 if shares_cores else self.cpus_per_worker,
             threads=bundle.cpus,
+            placement_group=group,
         )
 
     def __str__(self) -> str:
@@ -125,19 +127,7 @@ def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
 
 def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
     """One row per role, for `asyncrl plan`: plain values, ready for a table or for JSON."""
-    return [
-        {
-            "role": role.name,
-            "workers": role.workers,
-            "device": plan.device,
-            "gpus_per_worker": role.gpus,
-            "cpus_per_worker": role.cpus,
-            "threads": role.threads,
-            "placement_group": role.group,
-            "bundles": " ".join(map(str, range(role.workers))),
-        }
-        for role in plan.roles
-    ]
+    return [asdict(role) | {"bundles": " ".join(map(str, range(role.workers)))} for role in plan.roles]
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:

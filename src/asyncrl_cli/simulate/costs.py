@@ -30,9 +30,8 @@ from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.responses import ResponseLengths, mean_tokens
+from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
-from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 _PROGRESS_RATIO = 0.5

@@ -15,21 +15,47 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist, fmean
-from typing import TYPE_CHECKING
 
 from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
 from asyncrl_cli.simulate.decoding import SimulatedEngine, SimulatedSequence
-from asyncrl_cli.simulate.workload import Lengths
-
-if TYPE_CHECKING:
-    from asyncrl_cli.simulate.simulated_worker import WorkerTimes
+from asyncrl_cli.simulate.workload import Decoding, Lengths
 
 STANDARD = NormalDist()
 RAISED = "the reward raised"
 Fate = tuple[int, float, float]
 """Of one response: its length, how long its reward takes, and a uniform number that decides on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerTimes:
+    """How long things take, and how long responses are.
+
+    `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
+    from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
+    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load
+    itself; `fetch_s`: receiving weights within the interrupt, where there is no second buffer. Progress is reported `progress_s`
+    after the last report at the earliest, after `poll_s` even if nothing has changed: long runs of many workers want both longer
+    than the real worker's.
+    """
+
+    decoding: Decoding
+    response_tokens: Callable[[random.Random, int], Sequence[int]]
+    prompt_tokens: int = 4
+    max_response_tokens: int | None = None
+    reward_s: Callable[[random.Random], float] = lambda rng: 0.0
+    failure_ratio: float = 0.0
+    prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
+    restart_s: Callable[[random.Random], float] = lambda rng: 0.0
+    load_s: Callable[[random.Random], float] = lambda rng: 0.0
+    pause_s: float = 0.0
+    fetch_s: float = 0.0
+    progress_s: float = DEBOUNCE_S
+    poll_s: float = POLL_S
+    weights_timeout_s: float = 300.0
 
 
 class ResponseLengths:

@@ -17,8 +17,8 @@ from typing import Any
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
+from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
-from asyncrl_cli.simulate.simulated_worker import WorkerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
 from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
