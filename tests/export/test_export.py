@@ -18,7 +18,6 @@ from asyncrl_cli.export import export as export_module
 from asyncrl_cli.export.export import export
 from asyncrl_cli.weights.disk import keep_version, version_directory
 from tests.export.conftest import SEQUENCE, K, MadeRun, checkpoint, model_with_tokenizer, open_run, profile_of
-from tests.train.test_ranks_and_resume import run_ranks
 
 GB = 10**9
 
@@ -268,11 +267,11 @@ def test_json_says_what_was_written(make_run, capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_two_ranks_is_exported_without_ranks(tmp_path):
+def test_a_checkpoint_of_two_ranks_is_exported_without_ranks(tmp_path, run_ranks):
     model_dir = model_with_tokenizer(tmp_path / "original")
     directory = open_run(tmp_path / "runs", "otter", profile_of(model_dir))
     state = tmp_path / "state"
-    weights = run_ranks(tmp_path, model_dir, world_size=2, last_step=2, save=state)
+    weights = run_ranks(model_dir, world_size=2, last_step=2, save=state)
     assert len(list(state.glob("*.distcp"))) == 2
     checkpoint(directory, 2, lambda working: shutil.copytree(state, working, dirs_exist_ok=True))
     result = export("otter", runs_dir=tmp_path / "runs", max_file_bytes=500_000)

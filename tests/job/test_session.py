@@ -44,9 +44,14 @@ class Driver:
         word, self.directory, cpus = self.process.stdout.readline().split()
         assert (word, cpus) == ("ready", "2")
         self.started: dict[int, int] = {}
+        deadline_s = time.monotonic() + LONGEST_S
+        while not {"raylet", "gcs_server", "sleep"} <= (names := self._look()):  # a child has its parent's name until it is itself
+            assert time.monotonic() < deadline_s, names
+            time.sleep(0.05)
+
+    def _look(self) -> set[str]:
         look(self.process.pid, self.started)
-        names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in self.started if Path(f"/proc/{pid}").exists()}
-        assert {"raylet", "gcs_server", "sleep"} <= names, names
+        return {psutil.Process(pid).name() for pid in self.started if psutil.pid_exists(pid)}
 
     def all_gone_after_s(self) -> float:
         began_s = time.monotonic()

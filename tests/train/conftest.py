@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
+
+from tests.train.rank_program import main
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +40,40 @@ def make_trainer(tmp_path: Path) -> Iterator[Callable]:
     yield make
     if made:
         made.pop().close()
+
+
+@pytest.fixture(scope="module")
+def run_ranks(tmp_path_factory):
+    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`.
+
+    The processes are forks of one that has imported torch and transformers, and done nothing else: the imports are most of a test.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.train.rank_program"])
+    directory = tmp_path_factory.mktemp("ranks")
+    numbers = itertools.count()
+
+    def run(model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None, spoiled_step=0):
+        number = next(numbers)
+        job = {
+            "model_dir": str(model_dir),
+            "settings": settings or {},
+            "world_size": world_size,
+            "init_method": f"file://{directory}/rendezvous-{number}",
+            "first_step": first_step,
+            "last_step": last_step,
+            "num_groups": 4,
+            "spoiled_step": spoiled_step,
+            "load": str(load),
+            "save": str(save),
+            "weights": str(directory / f"weights-{number}.safetensors"),
+        }
+        with ProcessPoolExecutor(world_size, mp_context=context, max_tasks_per_child=1) as ranks:
+            running = [ranks.submit(main, job | {"rank": rank}) for rank in range(world_size)]
+            for future in running:
+                future.result(timeout=120)
+        return load_file(job["weights"])
+
+    with pytest.MonkeyPatch.context() as patch:  # read when the first rank starts the process that is forked
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]))
+        yield run

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
-import os
-import sys
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,48 +9,8 @@ from safetensors.torch import load_file
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.weights.buckets import verified
-from tests.train.rank_program import main
 from tests.train.train_samples import make_step
 from tests.trainers import trainer_parts
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def run_ranks(tmp_path_factory):
-    """Runs ranks to their end, each in a process of its own; returns rank 0's full weights after `last_step`.
-
-    The processes are forks of one that has imported torch and transformers, and done nothing else: the imports are most of a test.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.rank_program"])
-    directory = tmp_path_factory.mktemp("ranks")
-    numbers = itertools.count()
-
-    def run(model_dir, *, world_size=1, first_step=1, last_step=4, load="", save="", settings=None, spoiled_step=0):
-        number = next(numbers)
-        job = {
-            "model_dir": str(model_dir),
-            "settings": settings or {},
-            "world_size": world_size,
-            "init_method": f"file://{directory}/rendezvous-{number}",
-            "first_step": first_step,
-            "last_step": last_step,
-            "num_groups": 4,
-            "spoiled_step": spoiled_step,
-            "load": str(load),
-            "save": str(save),
-            "weights": str(directory / f"weights-{number}.safetensors"),
-        }
-        with ProcessPoolExecutor(world_size, mp_context=context, max_tasks_per_child=1) as ranks:
-            running = [ranks.submit(main, job | {"rank": rank}) for rank in range(world_size)]
-            for future in running:
-                future.result(timeout=120)
-        return load_file(job["weights"])
-
-    with pytest.MonkeyPatch.context() as patch:  # read when the first rank starts the process that is forked
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)]))
-        yield run
 
 
 def assert_equal(ours, theirs):

@@ -19,6 +19,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -134,7 +135,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             self._raise_failure()
             self._form.check(weights, version)
             converted = await asyncio.to_thread(self._form.to_memory, weights)
-            return await self._load(lambda: converted, version, interrupt)
+            return replace(await self._load(lambda: converted, version, interrupt), fetch_s=0.0)
 
     async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
         def fetched() -> Weights:
