@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import SessionLost
-from asyncrl_cli.job import session as module
+from asyncrl_cli.job import lifeline as module
 from asyncrl_cli.job.calls import Limit, answer
+from asyncrl_cli.job.lifeline import lifeline, lost_session
 from asyncrl_cli.job.local_ray import ending
-from asyncrl_cli.job.session import lifeline, lost_session
 
 SOON_S = 10 * module.LOOK_EVERY_S
 
@@ -85,21 +85,21 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
 
 DRIVER = """
 import asyncio, sys, time
-from asyncrl_cli.job import session
+from asyncrl_cli.job import lifeline
 
-session.LOOK_EVERY_S, session.CHECKPOINT_S, session.DEAF_S = 0.05, 0.1, 0.2
+lifeline.LOOK_EVERY_S, lifeline.CHECKPOINT_S, lifeline.DEAF_S = 0.05, 0.1, 0.2
 is_dead = []
-with session.lifeline({"gcs_server": lambda: "SIGKILL" if is_dead else None}, lambda: None):
+with lifeline.lifeline({"gcs_server": lambda: "SIGKILL" if is_dead else None}, lambda: None):
     async def wait():
         async with asyncio.timeout(5) as limit:
-            with session.session_wait(limit):
+            with lifeline.session_wait(limit):
                 is_dead.append(True)
                 await asyncio.sleep(10)
 
     if sys.argv[1] == "awake":
         try:
             asyncio.run(wait())
-        except (TimeoutError, session.SessionLost):
+        except (TimeoutError, lifeline.SessionLost):
             pass
     is_dead.append(True)
     time.sleep(2)

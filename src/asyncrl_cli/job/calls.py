@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
-from asyncrl_cli.job.session import lost_session, session_wait
+from asyncrl_cli.job.lifeline import lost_session, session_wait
 from asyncrl_cli.weights.versions import AT_ONCE_S, CALL_MARGIN_S, TIMEOUT_KEY, RankZero, turn_s
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from ray._private.parameter import RayParams
 from ray._private.resource_isolation_config import ResourceIsolationConfig
 from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
-from asyncrl_cli.job.session import Daemons
+from asyncrl_cli.job.lifeline import Daemons
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.tasks.child import how_it_ended
 

@@ -18,8 +18,8 @@ from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.errors import AsyncrlError, PreflightError
 from asyncrl_cli.job.adapters import RayRolloutWorker, RayTrainer
 from asyncrl_cli.job.calls import all_of
+from asyncrl_cli.job.lifeline import lost_session
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.job.session import lost_session
 from asyncrl_cli.job.trainer_actor import CONCURRENCY_GROUPS, WEIGHTS_DIR, TrainerActor
 from asyncrl_cli.job.transports import clear
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
