@@ -12,10 +12,10 @@ import pytest
 
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
-from asyncrl_cli.simulate.simulated_trainer import SimulatedTrainer
 from tests.loop import worlds
 from tests.loop.proof import scenarios
 from tests.loop.proof.drawing import draw
+from tests.loop.proof.faults import KeepingTrainer
 from tests.loop.proof.invariants import Invariants
 from tests.loop.worlds import MODES, chunks, run_world, settings
 
@@ -135,7 +135,7 @@ def test_the_end_of_a_run_waits_for_its_last_version_and_says_so(mode):
     assert any("eval of version" in tick.reports["trainer-0"].waiting_for for tick in ending)
 
 
-class SilentTrainer(SimulatedTrainer):
+class SilentTrainer(KeepingTrainer):
     """Its process computes and answers nothing meanwhile: a report that is asked for in a step comes after it."""
 
     def __init__(self, *args, **kwargs) -> None:
@@ -152,7 +152,7 @@ class SilentTrainer(SimulatedTrainer):
 
 
 def test_a_trainer_that_does_not_report_within_a_step_is_busy_all_the_same(monkeypatch):
-    monkeypatch.setattr(worlds, "SimulatedTrainer", SilentTrainer)
+    monkeypatch.setattr(worlds, "KeepingTrainer", SilentTrainer)
     ran = run_world(settings("partial-rollout"), trainer_times={"train_s": lambda batch: 5.0})
     ticks = [tick for tick in ran.recorder.ticks if "trainer-0" in tick.reports and tick.phase == "running"]
     assert Counter(tick.reports["trainer-0"].state is State.BUSY for tick in ticks)[True] > 40
