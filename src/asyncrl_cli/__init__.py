@@ -1,7 +1,7 @@
 """asyncrl: asynchronous reinforcement learning of language models, from a TOML profile to a Ray job.
 
-`asyncrl_cli.Run` is the Python API: `await Run(profile, origins=..., runs_dir=...).run()`. It is imported when it is
-asked for, so that `asyncrl --help` stays fast.
+`asyncrl_cli.Run` is the Python API: `await Run(profile, origins=..., runs_dir=...).run()`. It is imported on
+first use, so that `asyncrl --help` stays fast.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ def __getattr__(name: str) -> Any:
     if name == "Run":
         import importlib
 
-        # By name: a plain import would tie every room that imports the package to Ray, in import-linter's eyes.
+        # By name: import-linter would count a plain import as a dependency on Ray of every module in the package.
         return importlib.import_module("asyncrl_cli.job.run").Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

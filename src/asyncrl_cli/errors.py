@@ -1,4 +1,4 @@
-"""Everything asyncrl raises for a reason a user can act on.
+"""The errors whose cause a user can act on, and the exit code of each.
 
 AsyncrlError             exit 1   the run failed
 ├── ConfigError          exit 2   a key, a flag or a file of the profile is wrong
@@ -6,9 +6,9 @@ AsyncrlError             exit 1   the run failed
 ├── RefusedError         exit 4   run directory in use; foreign or damaged checkpoint
 ├── ExecutorFailed       exit 1   a trainer or a rollout worker failed; carries its own error
 │   └── ExecutorLost     exit 1   ... because its process or its engine is gone, or gave no answer in time
-├── SessionLost          exit 1   a daemon of the local Ray session has died, and nothing of Ray answers any more
+├── SessionLost          exit 1   a daemon of the local Ray session has died, so Ray no longer answers
 ├── StallError           exit 1   nobody made progress; names who waits for whom
-├── StorageError         exit 1   a file of ours cannot be written or read: full disk, quota, rights, a failing disk
+├── StorageError         exit 1   a file of the run cannot be written or read: full disk, quota, permissions, a failing disk
 ├── DamagedWeights       exit 1   received weights are not the published ones (weights/buckets.py)
 └── Interrupted          exit 130 stopped on request, after a checkpoint
 """
@@ -24,9 +24,9 @@ if typing.TYPE_CHECKING:
 
 E = typing.TypeVar("E", bound=BaseException)
 LONGEST_NAME = 100
-"""Of names that are compared with others."""
+"""Longer names get no suggestion from `nearest`."""
 MOST_PROBLEMS = 20
-"""Told in one error."""
+"""At most this many problems are listed in one error."""
 
 
 class AsyncrlError(Exception):
@@ -44,18 +44,18 @@ class AsyncrlError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, without the rest of it; its type if it says nothing."""
+    """The first line of an error's text, at most 300 characters; the name of its type if the text is empty."""
     return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
 def first_names(names: Sequence[str], shown: int = 3) -> str:
-    """The first few, and how many more there are."""
+    """The first `shown` names, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return f"{', '.join(names[:shown])}{more}"
 
 
 def first_error(error: BaseException, kind: type[E]) -> E | None:
-    """The first exception of that kind that is no group: `error` itself, or one inside it. None if there is none."""
+    """The first exception of type `kind` that is not a group: `error` itself or one nested in it. None if there is none."""
     if not isinstance(error, BaseExceptionGroup):
         return error if isinstance(error, kind) else None
     found = (first_error(inner, kind) for inner in error.exceptions)
@@ -63,7 +63,8 @@ def first_error(error: BaseException, kind: type[E]) -> E | None:
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The known name that was probably meant. Of dotted ones the closest in its section, then by its last part, then as a whole."""
+    """The known name that was probably meant, or None. A dotted name is compared by its last part with the names of its section,
+    then by its last part with all names, then as a whole."""
     if len(name) > LONGEST_NAME:
         return None
     section, _, last = name.rpartition(".")
@@ -105,8 +106,8 @@ class RefusedError(AsyncrlError):
 
 
 class ExecutorFailed(AsyncrlError):
-    """An error of `executor`, as `rollout-1`, which the message begins with. Raised inside an executor it has no name yet: the
-    caller of the executor adds it."""
+    """A failure of `executor`, such as `rollout-1`, whose name begins the message. Inside the executor the error is raised without
+    the name; the caller adds it."""
 
     def __init__(self, message: str, *, hint: str = "", executor: str = "") -> None:
         super().__init__(f"{executor} failed: {message}" if executor else message, hint=hint)
@@ -118,7 +119,7 @@ class ExecutorFailed(AsyncrlError):
 
 
 class ExecutorLost(ExecutorFailed):
-    """A fresh process in its place may do what this one could not (`rollout.max_restarts`)."""
+    """The executor's process or engine is gone, or silent for too long; a new process may succeed (`rollout.max_restarts`)."""
 
 
 class SessionLost(AsyncrlError):

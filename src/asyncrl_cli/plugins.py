@@ -1,4 +1,4 @@
-"""Implementations by name: ours from a table in the code, anybody's from the entry points of installed packages."""
+"""Look up implementations by name: built-in ones in a table, others in the entry points of installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENGINES = {
     "transformers": "asyncrl_cli.engines.transformers.kind:KIND",
     "vllm": "asyncrl_cli.engines.vllm.kind:KIND",
 }
-"""Our values of `rollout.engine`."""
+"""The built-in values of `rollout.engine`."""
 
 
 def engine_kind(name: str) -> Any:
@@ -22,9 +22,9 @@ def engine_kind(name: str) -> Any:
 
 
 def find(key: str, name: str, ours: Mapping[str, str], group: str) -> Any:
-    """What `key = name` in a profile stands for. `ours`: "module:attribute" by name; `group`: of the entry points.
+    """The object that `key = name` in a profile refers to. `ours`: "module:attribute" by name; `group`: of the entry points.
 
-    Raises ConfigError for a name that nobody has, and for one whose package cannot be imported.
+    Raises ConfigError if the name is unknown or its package cannot be imported.
     """
     if name in ours:
         return resolve_name(ours[name])
@@ -34,5 +34,5 @@ def find(key: str, name: str, ours: Mapping[str, str], group: str) -> Any:
         raise ConfigError(f'{key} = "{name}" is not known', hint=f"known: {known}; packages add theirs as entry points of {group}")
     try:
         return others[name].load()
-    except Exception as error:  # a package of the user's: whatever it raises on import
+    except Exception as error:  # a user's package may raise anything on import
         raise ConfigError(f'{key} = "{name}" cannot be imported: {first_line(error)}', hint=f"see {others[name].value}") from error

@@ -1,8 +1,8 @@
-"""Reading files that anybody may have written: only regular files, only so many bytes, only UTF-8, and JSON only of the type that
-its writer declares.
+"""Read files that anybody may have written: regular files only, up to a size limit, text in UTF-8 only, and JSON only of a
+declared type.
 
-Opening a pipe waits until somebody writes into it, a device may never end, and a number or a nesting may be longer than
-Python takes. Here all of that is an error with a reason.
+Opening a pipe blocks until somebody writes into it, a device may never end, and JSON may hold numbers or nesting that Python
+cannot parse. Here each of these is an error that says why.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 T = TypeVar("T")
 MIB = 2**20
 Count = Annotated[int, Interval(ge=0, le=2**53)]
-"""Steps, versions, tokens: what JSON readers everywhere hold exactly."""
+"""A number of steps, versions or tokens. Every JSON reader holds integers up to 2**53 exactly."""
 Finite = IsFinite[float]
-"""Rewards and the like. Python writes and reads NaN and Infinity in JSON; here they are refused."""
+"""A reward or the like. Python accepts NaN and Infinity in JSON; here they are refused."""
 MAX_JSON_BYTES = 256 * MIB
 MAX_LINE_BYTES = 16 * MIB
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095
-"""What Linux takes as the name of a file, and as a path."""
+"""The longest file name and path that Linux accepts."""
 VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _KINDS = {"d": "a directory", "p": "a pipe", "s": "a socket", "c": "a device", "b": "a device"}
-"""By the first letter of their mode as `ls -l` writes it."""
+"""Kinds of file by the first letter of the mode that `ls -l` shows."""
 
 
 class UnsafeFile(ValueError):
-    """The file is of a kind or a size that is not read; the text says which, without the path."""
+    """The file's name, kind or size makes it unreadable here; the message says why, without the path."""
 
 
 def expand(text: str | Path) -> Path:
-    """`~` and `~user` written out. Where there is no such user they stay, unlike with `Path.expanduser`, which raises."""
+    """Expand `~` and `~user`. The name of an unknown user stays as it is, where `Path.expanduser` would raise."""
     return Path(os.path.expanduser(text))
 
 
 def is_path(text: str) -> bool:
-    """Whether the file system takes `text` as a path at all."""
+    """Whether `text` is a possible path: within Linux's limits and without NUL bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
     is_short = len(encoded) <= MAX_PATH_BYTES and all(len(part) <= MAX_NAME_BYTES for part in encoded.split(b"/"))
     return is_short and b"\0" not in encoded
@@ -61,7 +61,7 @@ def check_name(name: str) -> None:
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> BufferedReader:
-    """Open a regular file for reading, without waiting. Raises UnsafeFile for anything else and OSError as `open` does."""
+    """Open a regular file for reading, without blocking. Raises UnsafeFile for anything else and OSError as `open` does."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL byte, or a name that no file system takes
@@ -82,18 +82,18 @@ def read_bytes(path: Path, *, max_bytes: int) -> bytes:
     """The whole file. Raises UnsafeFile or OSError."""
     with open_regular(path, max_bytes=max_bytes) as file:
         content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:  # it grows while it is read, or is of a file system that gives no sizes
+    if len(content) > max_bytes:  # the file grew while it was read, or its file system reports no sizes
         raise UnsafeFile(f"it has more than {max_bytes:,} bytes")
     return content
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """The whole file in UTF-8. Raises UnsafeFile, UnicodeDecodeError (both are ValueErrors) or OSError."""
+    """The whole file, decoded as UTF-8. Raises UnsafeFile, UnicodeDecodeError (both are ValueErrors) or OSError."""
     return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
 
 
 def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Line by line, without the line's end; the last one may lack it. Raises UnsafeFile or OSError."""
+    """The file's lines without their line endings, which the last line may lack. Raises UnsafeFile or OSError."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(max_line_bytes + 1):
@@ -104,8 +104,8 @@ def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[
 
 
 def parse_json(content: bytes | str, kind: type[T]) -> T:
-    """JSON as the type that its writer declares: a dataclass, a TypedDict, `dict[str, Any]`, ... Raises ValueError whose text
-    names the first key that is wrong, also for a nesting or a number that is too long and for half a surrogate pair."""
+    """Parse JSON as `kind`: a dataclass, a TypedDict, `dict[str, Any]`, ... Raises ValueError that names the first wrong key, or
+    that reports nesting that is too deep, a number that is too long or a lone surrogate."""
     from pydantic import ValidationError
 
     declared: Any = kind
@@ -117,9 +117,9 @@ def parse_json(content: bytes | str, kind: type[T]) -> T:
 
 
 def load_json(path: Path, kind: type[T], *, error: type[AsyncrlError] = RefusedError, hint: str = "") -> T:
-    """Read a JSON file as the type that its writer declares.
+    """Read a JSON file as `kind` (see `parse_json`).
 
-    Raises `error` with path, key and reason, whatever is wrong.
+    Raises `error` with path, key and reason if the file cannot be read or parsed.
     """
     try:
         return parse_json(read_bytes(path, max_bytes=MAX_JSON_BYTES), kind)
@@ -132,7 +132,7 @@ def decapitalized(text: str) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read, without the path that the message has already."""
+    """Why a file cannot be read, without the path, which the caller's message has already."""
     if isinstance(error, OSError) and error.strerror:
         return decapitalized(error.strerror)
     if isinstance(error, UnicodeDecodeError):

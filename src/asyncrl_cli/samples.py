@@ -1,5 +1,5 @@
 """What a rollout produces: trajectories. They travel from a rollout worker to the trainer ranks, never through the driver, and a
-run may write those of a train step as text lines (`samples/step-000040.jsonl`).
+run may dump those of a train step as JSON lines (`samples/step-000040.jsonl`).
 
 Legend: T = all tokens of a segment, prompt and response together.
 """
@@ -65,14 +65,14 @@ def is_dump_step(step: int, every_steps: int) -> bool:
 
 
 def dump_samples(directory: Path, step: int, payloads: Sequence[GroupPayload], *, window: int, decode: Decode) -> Path:
-    """Write one line per trajectory of `step`, whole or not at all: its whole text, and what the policy itself wrote of it.
+    """Write one JSON line per trajectory of `step`, atomically: its whole text, and the part that the policy sampled.
 
-    Arrays cover all tokens; several segments lie end to end, cut by `segment_lengths`.
+    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
     temporary = path.with_name(f".{path.name}.tmp")
-    # Half a surrogate pair, as some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
+    # A lone surrogate, which some tokenizers decode to, becomes \\udxxx: JSON's own way to write it.
     with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for group in payloads:
             for index, trajectory in enumerate(group.trajectories):

@@ -1,6 +1,6 @@
-"""Files and links that appear whole or not at all, and append-only lines after a crash.
+"""Write files, directories and links atomically, and repair append-only files after a crash.
 
-Also the error that people see when the system refuses a file: its path, the reason, how much space is left, what to do.
+Also turn an OSError into the error that users see: path, reason, free space, and what to do.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ HINTS = {
     errno.ENOTDIR: "something else is there: name another place",
     errno.ENAMETOOLONG: "give a shorter name or path",
 }
-"""By errno: what a person can do."""
+"""What the user can do, by errno."""
 
 _unfinished: set[Path] = set()
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Every OSError of the block gets `path` as its file name if it has none (those of open files have none). Errors that a library
-    (safetensors) raises in place of an OSError become one."""
+    """Add `path` to every OSError in the block that names no file (errors from open files name none). An error that a library such
+    as safetensors raises in place of an OSError becomes one."""
     try:
         yield
     except Exception as error:
@@ -54,11 +54,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The OSError behind `error`; None if there is none. Libraries raise errors of their own, with the errno in their text."""
+    """The OSError behind `error`; None if there is none. Some libraries raise errors of their own, with the errno in the text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error
     path = None
-    if isinstance(error, shutil.Error):  # of a tree: (from, to, why) for each file
+    if isinstance(error, shutil.Error):  # from copying a tree: (source, destination, reason) for each file
         _, path, error = error.args[0][0]
     number = re.search(r"\(os error (\d+)\)|^\[Errno (\d+)\]", str(error))
     if number is None:
@@ -68,7 +68,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def storage_error(error: OSError) -> StorageError:
-    """The error for people: path, reason and, where it matters, the space that is left."""
+    """The error that users see: path, reason and, where it matters, the free space."""
     why, hint = error.strerror or str(error), HINTS.get(error.errno or 0, "")
     path = error.filename2 or error.filename
     if not isinstance(path, str):  # not every OSError is about a file
@@ -79,7 +79,7 @@ def storage_error(error: OSError) -> StorageError:
 
 @contextlib.contextmanager
 def telling_storage() -> Iterator[None]:
-    """An OSError within the block becomes a StorageError: for where it would travel between processes."""
+    """Turn an OSError in the block into a StorageError, for errors that travel between processes."""
     try:
         yield
     except OSError as error:
@@ -88,9 +88,9 @@ def telling_storage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def appearing_directory(target: Path) -> Iterator[Path]:
-    """A hidden neighbour that takes the name `target` after the block, with all its files on the disk.
+    """A hidden directory beside `target`, which is synced to disk and renamed to `target` when the block ends.
 
-    Until then there is nothing of that name, or an empty directory. If the block fails the neighbour is deleted.
+    Until then `target` does not exist or is an empty directory. If the block fails, the hidden directory is deleted.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     working = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
@@ -107,13 +107,13 @@ def appearing_directory(target: Path) -> Iterator[Path]:
 
 
 def remove_unfinished() -> None:
-    """Delete what is half written, for a process that ends while one of its threads is within `appearing_directory`."""
+    """Delete half-written directories, for a process that ends while one of its threads is within `appearing_directory`."""
     for directory in list(_unfinished):
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write `text` to a temporary neighbour and rename it over `path`. `durable` waits for the disk (checkpoints do;
+    """Write `text` to a temporary file beside `path` and rename it over `path`. `durable` waits for the disk (checkpoints do;
     a status file that is rewritten every second does not)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -149,15 +149,15 @@ def fsync(path: Path) -> None:
 
 
 def sync_files(directory: Path) -> None:
-    """`fsync` of every file of a directory, and of the directory itself."""
+    """`fsync` every file in a directory, then the directory itself."""
     for path in (*sorted(path for path in directory.iterdir() if path.is_file()), directory):
         fsync(path)
 
 
 def remove_tree(directory: Path) -> None:
-    """Delete a directory under a hidden name, so that a half-deleted one is never taken for a damaged one.
+    """Rename a directory to a hidden name and delete it, so that a half-deleted directory is never mistaken for a damaged one.
 
-    Nothing there is fine. What cannot be deleted, because somebody still writes into it, stays hidden.
+    A missing directory is fine. What cannot be deleted, because somebody still writes there, stays under the hidden name.
     """
     hidden = directory.with_name(f".deleting-{directory.name}")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -167,7 +167,7 @@ def remove_tree(directory: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete whatever has that name: a directory with all below it, or a file, link or pipe itself. Nothing there is fine."""
+    """Delete whatever is at `path`: a directory with its contents, or a file, link or pipe itself. A missing path is fine."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -175,7 +175,7 @@ def remove(path: Path) -> None:
 
 
 def repair_lines(path: Path) -> None:
-    """Cut a half last line (a writer was killed) off a jsonl file. Raises RefusedError if it is no file."""
+    """Cut off the incomplete last line that a killed writer left in a JSONL file. RefusedError if `path` is no regular file."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -195,7 +195,7 @@ def _verb(error: OSError) -> str:
 
 
 def _space(path: Path) -> str:
-    """Of the file system that would hold `path`."""
+    """Free and total space, in words, of the file system that would hold `path`."""
     existing = next((parent for parent in (path, *path.parents) if parent.exists()), None)
     if existing is None:
         return ""

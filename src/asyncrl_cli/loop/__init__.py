@@ -1,1 +1,1 @@
-"""The asynchronous RL loop: admission, ledger, batching, sync. Knows no hardware: Ray, torch and engines come in by ports."""
+"""The asynchronous RL loop: admission, ledger, batching, sync. Knows no hardware: Ray, torch and engines are behind ports."""

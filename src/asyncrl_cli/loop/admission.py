@@ -1,6 +1,6 @@
-"""Who may start, and who may be trained next: one pure state machine, no I/O (docs/admission.md).
+"""Which group may start, and which may be trained next: one pure state machine, no I/O (docs/admission.md).
 
-Three layers have to agree before a group starts:
+Three rules have to agree before a group starts:
 
     slots       a worker has room for the group's n sequences                  protects the KV cache
     window      running + finished + taken_in_window < floor((1 + eta) * W)    bounds the work ahead
@@ -13,13 +13,13 @@ can be served in time exactly if (earliest deadline first) for every d >= 0
     number of untaken groups with a deadline <= version + d   <=   takes_left + d * W        (*)
 
 Admission checks (*) with the candidate, a take checks (*) without the taken group. Both are needed: checking takes
-alone lets admission fill the future with groups that cannot all be served, and the trainer waits for ever.
+alone lets admission fill the future with groups that cannot all be served, and the trainer waits forever.
 
 Beyond what (*) demands, no group starts on a lagging worker if it would be due in the window that has begun already.
 
-Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group of deadline 6 may be taken:
-what is left, [5, 6], has one group due now for one take left. A second one of deadline 6 may not: [5] would be due with
-no take left. So the trainer waits for the urgent group, and only for that one.
+Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group with deadline 6 may be
+taken: [5, 6] remain, with one group due now and one take left. A second group with deadline 6 may not: [5] would be due with no
+take left. So the trainer waits for the urgent group, and only for that one.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Asks who has room (fleet.py) and what is under way (the ledger), and makes every transition on both; nothing here waits.
+    """Decides from the fleet (which worker has room) and the ledger (what is under way), and updates both; nothing here waits.
 
-    With `async_training.on_stale` other than "wait" inequality (*) is off; `publish` then tells who is late. Colocated, nothing
-    starts before all workers hold the newest version: the first one to load would get all groups.
+    If `async_training.on_stale` is not "wait", inequality (*) is off, and `publish` returns the late groups. In colocate mode no
+    group starts before all workers hold the newest version: otherwise the first worker to load would get all groups.
     """
 
     def __init__(self, settings: LoopSettings, workers: Iterable[WorkerSlots]) -> None:
@@ -121,7 +121,7 @@ class Admission:
         return slots.room > before
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
-        """A running group finishes, or a running or finished one ends untrained: its place in the window is free again then."""
+        """A running group finishes, or a running or finished group ends untrained, which frees its place in the window."""
         if attempt.stage is Stage.RUNNING:
             self.workers[attempt.worker].release(attempt.key)
         self.ledger.move(attempt, to, reason)
@@ -129,7 +129,7 @@ class Admission:
     def takeable(self, num_groups: int) -> list[Attempt]:
         """Up to `num_groups` finished groups that may be taken together now, in finish order where (*) allows.
 
-        One pass is enough: the slack of (*) at any deadline never grows by a take, so what was refused stays refused.
+        One pass is enough: a take never increases the slack of (*) at any deadline, so a refused deadline stays refused.
         """
         takes_left, chosen = self.takes_left, list[Attempt]()
         if takes_left <= 0:
@@ -156,7 +156,7 @@ class Admission:
         assert self.taken_in_window <= self.window_size
 
     def publish(self) -> list[Attempt]:
-        """The version rises and a window begins. Returns untaken groups whose deadline has passed (never under "wait")."""
+        """Raise the version and begin a window. Returns untaken groups whose deadline has passed (none under "wait")."""
         self.version += 1
         self.taken_in_window = 0
         untaken = [*self.ledger.finished.values(), *self.ledger.running.values()]
@@ -165,10 +165,10 @@ class Admission:
         return late
 
     def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
-        """The worker lags, and what starts there would be due in the window that has begun already, or late.
+        """Whether the worker lags and a group that starts there would be due in the window that has already begun, or late.
 
-        At the window's end the trainer would wait for such a group's longest response. The worker loads soon; then the
-        same group is due a window later.
+        At the window's end the trainer would wait for that group's longest response. If the group starts after the worker's
+        next load instead, it is due a window later.
         """
         return self._on_stale != "accept" and worker.version < self.version and deadline <= self.version
 

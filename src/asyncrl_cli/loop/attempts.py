@@ -4,9 +4,9 @@
 (new) -------> running -------> finished -------> training -------> trained
                   |                 |
                   +--> dropped <----+    for good: failed, stale
-                  +--> requeued <---+    ends this attempt; the prompt starts again as the next one
+                  +--> requeued <---+    ends this attempt; the prompt starts again as a new one
 
-Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum of the six.
+Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum over the six stages.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Prompt:
 class TrajectoryMeta:
     """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
 
-    A checkpoint has it as it is. `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
+    Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
     """
 
     prompt_tokens: Count
@@ -91,7 +91,7 @@ class TrajectoryMeta:
 class GroupResult:
     """A finished group. Failed trajectories are not in `trajectories`; `failures` says why, one string each.
 
-    A checkpoint has it as it is, without the payload, which it keeps apart.
+    Checkpoints hold it unchanged, but for the payload, which they store separately.
     """
 
     key: AttemptKey
@@ -107,10 +107,10 @@ class GroupResult:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """All that the loop knows of a try. The ledger alone moves it to another stage.
+    """All that the loop knows about one try. Only the ledger changes its stage.
 
-    `requeues`: how often staleness has sent its prompt back. `deadline`: the last version that it may be trained in. `worker`:
-    where it was started. `result`: what came of it, from `finished` on.
+    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `worker`:
+    the worker that it started on. `result`: set from the stage `finished` on.
     """
 
     prompt: Prompt
@@ -135,7 +135,7 @@ class Attempt:
 
 
 class LedgerState(TypedDict):
-    """As a checkpoint has it; the live attempts are with their groups."""
+    """The ledger's part of a checkpoint. Live attempts are stored with their groups (`GroupsState`)."""
 
     admitted_total: Count
     ended: dict[Stage, Count]
@@ -143,7 +143,7 @@ class LedgerState(TypedDict):
 
 
 class Ledger:
-    """Live attempts by stage, in the order in which they came there; ended ones as totals (and the reasons of the untrained)."""
+    """Live attempts by stage, in order of arrival; ended attempts only as totals, and reasons for the untrained ones."""
 
     def __init__(self) -> None:
         self.admitted_total = 0
@@ -153,7 +153,7 @@ class Ledger:
         self.finished: dict[AttemptKey, Attempt] = {}
         self.training: dict[AttemptKey, Attempt] = {}
         self.deadlines: Counter[int] = Counter()
-        """Of the attempts that no train step has taken yet: how many have which."""
+        """The number of attempts per deadline, among those that no train step has taken yet."""
         self._live = {Stage.RUNNING: self.running, Stage.FINISHED: self.finished, Stage.TRAINING: self.training}
 
     def admit(self, attempt: Attempt) -> None:
@@ -163,7 +163,7 @@ class Ledger:
         self.check()
 
     def move(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
-        """One transition of one live attempt; `reason` for dropped and requeued."""
+        """Move one live attempt to another stage; `reason` says why one is dropped or requeued."""
         assert to in _ALLOWED.get(attempt.stage, ()), f"{attempt.key} cannot go from {attempt.stage} to {to}"
         del self._live[attempt.stage][attempt.key]
         if attempt.stage is not Stage.TRAINING and to is not Stage.FINISHED:
@@ -200,7 +200,7 @@ class Ledger:
         self.check()
 
     def _enter(self, attempt: Attempt, stage: Stage) -> None:
-        """A live attempt that the ledger has not had before."""
+        """Add a live attempt that is new to the ledger."""
         attempt.stage = stage
         self._live[stage][attempt.key] = attempt
         self.deadlines[attempt.deadline] += 1

@@ -1,4 +1,4 @@
-"""What the parts of the loop share: settings, ports, state machines, and who watches."""
+"""The state that all parts of the loop share: settings, ports, state machines and observers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class World:
 
 
 class Board:
-    """One per run. Only the event loop's thread touches it."""
+    """The shared state of one run. Only the event loop's thread touches it."""
 
     def __init__(self, settings: LoopSettings, world: World) -> None:
         """Call inside the running event loop: its clock is the run's."""
@@ -68,11 +68,11 @@ class Board:
         self.failure: AsyncrlError | None = None
         self.restarts = 0
         self.restarting: dict[str, str] = {}
-        """Workers without a process, and which of their restarts it is: "1 of 3"."""
+        """Workers without a process, by name, and the number of the restart under way: "1 of 3"."""
         self.trainer_call: tuple[State, str] | None = None
         """What the loop has asked the trainer to do, as a state and its reason; None while it asks for nothing."""
         self.is_lent = False
-        """Colocate: the trainer has the resources, or they change hands."""
+        """Colocate: the trainer has the resources, or they are being handed over."""
 
     @property
     def version(self) -> int:
@@ -108,7 +108,7 @@ class Board:
     async def guarded(self, work: Callable[[], Awaitable[None]], on_lost: Callable[[ExecutorLost], None] | None = None) -> None:
         """Run a part of the loop. An AsyncrlError stops the run in good order, unless it is a worker's loss that `on_lost` handles.
 
-        `work` is called when the task begins: one that is cancelled before leaves no coroutine behind.
+        `work` is a function and is called only here: a task that is cancelled before it begins leaves no coroutine unawaited.
         """
         try:
             await work()
@@ -122,7 +122,7 @@ class Board:
                 self.stop(found)
 
     def stop(self, failure: AsyncrlError | None = None) -> None:
-        """Close admission and let the trainer finish its step; the first failure is the run's."""
+        """Close admission and let the trainer finish its step. The first `failure` given becomes the run's."""
         if failure is not None and self.failure is None:
             self.failure = failure
             self.event("failed", error=str(failure))
@@ -131,7 +131,7 @@ class Board:
         self.changes.notify()
 
     def end(self, phase: str, error: BaseException | None = None) -> None:
-        """The run is over: every executor is done, or failed if the error is its own."""
+        """The run is over: every executor counts as done, or as failed if it raised `error`."""
         self.phase = phase
         if error is not None and self.failure is None:
             self.event("failed", error=str(error))
@@ -139,7 +139,7 @@ class Board:
 
     @contextmanager
     def calling_trainer(self, state: State, why: str = "") -> Iterator[None]:
-        """The trainer does what puts it into `state` while the block runs."""
+        """While the block runs, the trainer counts as being in `state`, for the reason `why`."""
         self.trainer_call = state, why
         try:
             yield

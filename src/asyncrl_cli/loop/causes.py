@@ -1,8 +1,8 @@
-"""The run at a moment, and why somebody waits, in words: what keeps admission closed, a worker from the newest weights, the
-trainer from its groups.
+"""Snapshots of the run, and the causes of its waits in words: why admission is closed, why a worker lacks the newest weights, and
+which groups the trainer waits for.
 
-Admission knows the rule that closes it (`Closed`). Behind a rule stands an executor that does something: these functions look
-for it in the state that the loop itself acts on, so that they name what is really waited for.
+Admission knows only the rule that closes it (`Closed`). The cause is what some executor is doing at the moment: these functions
+find it in the state that the loop itself acts on.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.loop.watching import ENDED, Snapshot
 
 _SHOWN_WORKERS = 2
-"""How many workers are named where hundreds wait for the same thing."""
+"""How many reasons are listed: hundreds of workers may each have one."""
 
 
 def snapshot(board: Board) -> Snapshot:
-    """The run now. Executors report late, or not at all during a long step: where the loop itself knows an executor's state,
-    and what it waits for, that replaces the reported one. Times in states are always the executor's own."""
+    """The run now. Executors report late, or not at all during a long step: where the loop itself knows an executor's state and
+    wait, these replace the reported ones. Times in states are always the executor's own."""
     admission, running_eval, has_ended = board.admission, board.evaluator.running, board.phase in ENDED
     closed, cause = closing(board)
     return Snapshot(
@@ -60,9 +60,9 @@ def _as_known(board: Board, report: ExecutorReport, closed: str) -> ExecutorRepo
 
 
 def closing(board: Board) -> tuple[str, str]:
-    """The rule that keeps admission closed, and what stands behind it now; both "" if it is open.
+    """The rule that keeps admission closed, and its cause now, in words; both "" if admission is open.
 
-    The rule is admission's own, except where no worker has a process: admission counts those as loading.
+    The rule is admission's own, but "restart" if no worker has a process: admission counts such workers as loading.
     """
     admission = board.admission
     closed = admission.closed()
@@ -81,19 +81,19 @@ def closing(board: Board) -> tuple[str, str]:
             away = [worker for worker in admission.workers.values() if worker.loading]
             cause = _some([_slots_in_use(board), *lags(board, away)])
         case Closed.DEADLINES:
-            # Only of a worker that lags: with the newest weights the window's budget closes first.
+            # Only lagging workers can be the cause: for one with the newest weights the window's budget closes first.
             cause = _some(lags(board, admission.fleet.candidates()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 
 def admission_wait(board: Board) -> str:
-    """`slots (64 of 64 in use)`; "" if admission is open."""
+    """Rule and cause as one text, like `slots (64 of 64 in use)`; "" if admission is open."""
     closed, cause = closing(board)
     return closed and f"{closed} ({cause})"
 
 
 def groups_wait(board: Board) -> str:
-    """What the trainer waits for when it waits for a step's groups."""
+    """What is missing while the trainer waits for the groups of a step."""
     ledger, needed = board.ledger, board.schedule.step_groups
     finished, running = len(ledger.finished), len(ledger.running)
     takeable = (
@@ -104,7 +104,7 @@ def groups_wait(board: Board) -> str:
 
 
 def window_wait(board: Board) -> str:
-    """Colocated: the trainer gets the resources once the whole window has finished and nothing else runs."""
+    """Colocate: what is missing before the trainer gets the resources: the whole window's groups, evals to end, workers to load."""
     ledger, needed = board.ledger, board.admission.window_size
     finished = len(ledger.finished)
     if finished < needed:
@@ -113,7 +113,7 @@ def window_wait(board: Board) -> str:
 
 
 def lags(board: Board, workers: Iterable[WorkerSlots] | None = None) -> list[str]:
-    """Of every worker, or of these, that cannot generate with the newest weights: why."""
+    """Why each of `workers` (default: all) cannot generate with the newest weights; those that can are left out."""
     asked = board.admission.workers.values() if workers is None else workers
     return [lag for worker in asked if (lag := _lag(board, worker))]
 
@@ -138,18 +138,18 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
 
 
 def older_loads(board: Board) -> str:
-    """Of every worker that receives or loads a version."""
+    """What every worker that receives or loads a version is doing."""
     begun = [worker for worker in board.admission.workers.values() if worker.begun is not None]
     return ", ".join(lags(board, begun))
 
 
 def restarts(board: Board) -> str:
-    """Of every worker without a process."""
+    """Which workers have no process and are being restarted."""
     return _some(lags(board, [worker for worker in board.admission.workers.values() if worker.down]))
 
 
 def eval_holds(board: Board) -> list[str]:
-    """Of every worker that an eval runs on."""
+    """For every worker that an eval runs on: which eval holds it, and for how long so far."""
     return [_hold(board, name) for name in board.evaluator.held_s]
 
 
@@ -169,13 +169,13 @@ def _slots_in_use(board: Board) -> str:
 
 
 def _with_admission(board: Board, text: str) -> str:
-    """The text, then the rule that keeps admission closed (the feed's own wait says why), and who is busy with an eval."""
+    """`text`, then the rule that keeps admission closed (the feed's wait has its cause), and the workers that an eval holds."""
     closed, holds = closing(board)[0], eval_holds(board)
     return "; ".join([text, *([f"admission waits: {closed}"] if closed else []), *([_some(holds)] if holds else [])])
 
 
 def _some(reasons: Iterable[str]) -> str:
-    """The first few reasons. One that several workers share is told once."""
+    """The first few different reasons, and how many more there are."""
     different = list(dict.fromkeys(reasons))
     more = [f"{len(different) - _SHOWN_WORKERS} more"] if len(different) > _SHOWN_WORKERS else []
     return ", ".join([*different[:_SHOWN_WORKERS], *more])

@@ -1,4 +1,4 @@
-"""Waiting, named and bounded: the one way in which parts of the loop wait for each other."""
+"""The one way in which parts of the loop wait for each other: every wait has a name and is bounded."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from asyncrl_cli.errors import StallError
 
 
 class Change(Enum):
-    """What changed, so that only those who wait for such a change look again."""
+    """Kinds of change. Only waits that depend on the changed kind check their condition again."""
 
     SLOTS = "slots"
-    """Sequences ended, of running groups or of an eval, and left room."""
+    """Sequences of running groups or of an eval ended and freed slots."""
     GROUPS = "groups"
     """A group finished or was dropped."""
     PUBLISHED = "published"
-    """A version waits for the workers."""
+    """A new version is ready for the workers."""
     LOADED = "loaded"
     """A worker has loaded a version, or has ended its part of that version's eval."""
     RUN = "run"
-    """Anything else, such as a stop: wakes everybody."""
+    """Anything else, such as a stop: every wait checks its condition."""
 
 
 class _Sleeper(NamedTuple):
@@ -32,7 +32,7 @@ class _Sleeper(NamedTuple):
 
 
 class Changes:
-    """Wakes whoever waits for the run's state to change, and knows who waits for what.
+    """Wakes the tasks that wait for the run's state to change, and knows what each one waits for.
 
     `progress` counts real progress (a sequence, a step, a load), so that a watchdog can tell waiting from a stall.
     """
@@ -40,12 +40,12 @@ class Changes:
     def __init__(self) -> None:
         self.waits: dict[str, str | Callable[[], str]] = {}
         self.progress = 0
-        """Rises with every `notify`, and with every report of a worker that has computed."""
+        """Rises with every `notify`, and with every report of a worker that has made tokens."""
         self._sleepers: dict[Change, dict[int, _Sleeper]] = {change: {} for change in Change}
         self._num_waits = 0
 
     def notify(self, changed: Change = Change.RUN) -> None:
-        """The state changed: wakes those who wait for such a change and whose condition holds, in the order in which they began."""
+        """The state has changed: wake the tasks whose condition depends on this kind of change and now holds, oldest wait first."""
         self.progress += 1
         for sleeper in list(self._sleepers[changed].values()):
             if not sleeper.future.done() and sleeper.condition():
@@ -59,9 +59,9 @@ class Changes:
         concerned: tuple[Change, ...] = tuple(Change),
         still_s: float | None = None,
     ) -> None:
-        """Wait until `condition()` holds, which is looked at after every `notify` of `Change.RUN` or one of `concerned`.
+        """Wait until `condition()` holds; it is checked after every `notify` of `Change.RUN` or of one of `concerned`.
 
-        Raises StallError once nothing in the whole run has moved for `still_s` seconds.
+        `who` and `what` name the wait. Raises StallError once nothing in the whole run has moved for `still_s` seconds.
         """
         while not condition():
             progress = self.progress

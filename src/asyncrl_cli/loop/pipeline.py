@@ -9,11 +9,11 @@
 
     part (task)        consumes              waits for                              unblocked by
     -----------------  --------------------  -------------------------------------  -----------------------------------
-    admit              prompts (feed, again) admission open                         follow (slots), group (a drop),
-                                                                                    sync (a load; the slots that an eval,
-                                                                                    which it runs, gives back),
+    admit              prompts               admission open                         follow (slots), group (a drop),
+                                                                                    sync (a load, or the end of an eval,
+                                                                                    which runs there and frees slots),
                                                                                     training (a publish)
-    group (one each)   a request             its worker's engine and rewards        the worker; follow, if that stands still
+    group (one each)   a request             its worker's engine and rewards        the worker; follow, if it stands still
     follow (a worker)  progress reports      the worker's next change               the worker, one second at most. One that has
                        -                                                            work and makes no token for
                        -                                                            rollout.call_timeout_s is lost
@@ -30,11 +30,12 @@
     checkpoint         a cut                 the writer                             disk, weights.timeout_s
     tick               -                     one second                             the clock
 
-Why nothing waits in a circle: training waits for groups and loads; groups run on workers whatever training does; admission is
+Why there is no deadlock: training waits for groups and loads; groups run on workers whatever training does; admission is
 closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
 needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
-load, which waits for a publish and, under `drain`, for running groups). A worker's failure is mended by a restart (worker_tasks.py)
-while it has any left, else it stops the run in good order; the trainer's fails it at once.
+load, which waits for a publish and, under `drain`, for running groups). A worker that fails is restarted
+(worker_tasks.py) while it has restarts left; without any, the failure stops the run in good order. A failed trainer fails the run
+at once.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Pipeline:
             self._resumed_at = self.board.step
 
     async def run(self) -> None:
-        """Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
+        """Run to the end. Raises `Interrupted` after a stop, the failed executor's own error, or `StallError`."""
         board = self.board
         board.reports.began_s = board.now_s()
         try:
@@ -95,7 +96,7 @@ class Pipeline:
                 task.cancel()
 
     def request_stop(self) -> None:
-        """Finish the train step, checkpoint, end: all within `stop_grace_s`."""
+        """Ask the run to finish its train step, write a checkpoint and end, all within `run.stop_grace_s`."""
         self.board.stop()
 
     def _end(self, phase: str, error: BaseException | None = None) -> None:
@@ -103,14 +104,14 @@ class Pipeline:
         self.board.tick(snapshot(self.board))
 
     async def _follow_trainer(self) -> None:
-        """Once a second, beside the tick: a trainer that does not answer must not silence the watchdog."""
+        """Fetch the trainer's report once a second, beside `_tick`: a trainer that hangs must not block the watchdog."""
         board = self.board
         while True:
             board.reports.add(await board.trainer.report(), board.now_s())
             await asyncio.sleep(_TICK_S)
 
     async def _tick(self) -> None:
-        """Once a second: a snapshot for the observers, and a look at whether anything moves."""
+        """Once a second: send the observers a snapshot, and stop the run if nothing has moved for too long."""
         board, settings = self.board, self._settings
         progress, moved_s, stop_s = -1, board.now_s(), None
         while True:
@@ -129,7 +130,7 @@ class Pipeline:
             await asyncio.sleep(_TICK_S)
 
     def _stall(self) -> StallError:
-        """Names every executor with its state, and every part of the loop that waits, with what for."""
+        """The watchdog's error: what each part of the loop waits for, and the state of every executor."""
         board = self.board
         waits = [f"{who} waits for {what}" for who, what in board.changes.named().items()]
         states = [f"{name} is {report.state}" for name, report in board.reports.latest.items()]

@@ -1,4 +1,4 @@
-"""Where time goes: what an executor is doing, integrated where it runs; and the parts of a train step."""
+"""Where time goes: how long an executor is in each state, integrated where it runs, and the parts of a train step."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorReport:
-    """What an executor says of itself. All sums are cumulative since it started, so a lost report loses nothing.
+    """An executor's report on itself. All sums are cumulative since the executor started, so a lost report loses nothing.
 
-    `now_s` is the executor's clock when the report was made: the driver maps spans to its own clock with it.
+    `now_s` is the executor's clock when the report was made: from it the driver maps spans to its own clock.
     `spans` are the stays that ended since the previous report, plus the current one up to `now_s`.
     `sums` are role-specific cumulative figures, e.g. `running_sequence_s`, `idle_s`, `sampled_tokens`, `trained_tokens`.
     `gauges` are momentary figures, e.g. `running_sequences`, `slots`, `version`.
@@ -73,7 +73,7 @@ class StateClock:
         self._spans: list[Span] = []
 
     def enter(self, state: State, waiting_for: str = "") -> None:
-        """Leave the current state and enter `state`; `waiting_for` says on what (or whom) it waits."""
+        """Leave the current state and enter `state`; `waiting_for` says what or whom the executor waits for."""
         if state is not self.state:
             self._close(self._now())
             self.state = state
@@ -106,7 +106,7 @@ class StateClock:
 
 
 class StepTimes:
-    """Where the time of a train step goes. `eval_s()`: seconds during which an eval ran, so far."""
+    """Divides the time of a train step into parts. `eval_s()`: seconds during which an eval ran, so far."""
 
     def __init__(self, now: Callable[[], float], eval_s: Callable[[], float]) -> None:
         self._now = now
@@ -115,7 +115,7 @@ class StepTimes:
         self._spent_s: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
-        """The first step begins now; what was spent before is part of it."""
+        """Begin the first step now. Parts that were added before count towards it."""
         self._began_s = self._now()
 
     def add(self, part: str, seconds: float) -> None:
@@ -131,7 +131,7 @@ class StepTimes:
 
     @contextmanager
     def waiting(self, part: str) -> Iterator[None]:
-        """As `spending`, without the time in which an eval ran: that is its own part."""
+        """Like `spending`, but time in which an eval ran counts as the part `eval`."""
         eval_began_s, began_s = self._eval_s(), self._now()
         try:
             yield
@@ -141,7 +141,7 @@ class StepTimes:
             self.add(part, self._now() - began_s - eval_s)
 
     def close(self) -> dict[str, float]:
-        """The parts of the step that ends now, by name; the next one begins."""
+        """End the step and begin the next one. Returns the ended step's parts in seconds, by name."""
         now_s = self._now()
         step_s = now_s - self._began_s
         timing_s = {part: self._spent_s[part] for part in _STEP_PARTS}

@@ -1,7 +1,7 @@
-"""Measured values that know how they add up, so that nothing guesses a reduction from a metric's name.
+"""Measured values, each with its own way to merge, so that no code guesses a reduction from a metric's name.
 
-A value is made from one train step. `merge` joins it with the next one's: over a window, or over the run. `value` is
-what a line shows; None means that nothing was measured, and the key stays absent.
+A value is measured in one train step. `merge` joins it with the next step's, over a window or over the run. `value` is
+what a metrics line shows; None means that nothing was measured, and the key stays absent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Value(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """The newest figure counts: versions, totals that somebody else keeps."""
+    """The newest figure replaces older ones: versions, and totals that are added up elsewhere."""
 
     value: float | int | None
 
@@ -88,7 +88,7 @@ class Spread(_Added):
 
 @dataclass(frozen=True, slots=True)
 class Overlap(_Added):
-    """Time both sides are busy / the smaller busy time. Absent while one side was never busy."""
+    """Time when both sides are busy / busy time of the side that was busy for less. Absent while one side was never busy."""
 
     both_s: float
     trainer_s: float
@@ -116,7 +116,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """A step's own distribution: entry i of m has the share i / (m - 1) of the step's values at or below it."""
+    """The distribution within one step: of m entries, entry i has the share i / (m - 1) of the step's values at or below it."""
 
     points: tuple[int, ...]
 
@@ -137,13 +137,13 @@ KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in (Last, Sum, Ma
 
 
 def merge_into(totals: dict[str, Value], values: Mapping[str, Value]) -> None:
-    """Join `values` to `totals`, key by key. A total of another kind, from a wrong checkpoint, is replaced."""
+    """Join `values` to `totals`, key by key. A total of another kind, from a checkpoint that does not fit, is replaced."""
     for key, value in values.items():
         totals[key] = totals[key].merge(value) if type(totals.get(key)) is type(value) else value
 
 
 def shown(values: Mapping[str, Value]) -> dict[str, Scalar]:
-    """What a line shows: every measured value."""
+    """The figure of every measured value by key, as a metrics line shows it."""
     return {key: shown for key, value in values.items() if (shown := value.value) is not None}
 
 
