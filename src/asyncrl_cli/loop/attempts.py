@@ -6,7 +6,8 @@
                   +--> dropped <----+    for good: failed, stale
                   +--> requeued <---+    ends this attempt; the prompt starts again as a new one
 
-Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum over the six stages.
+Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum over the
+six stages.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Checkpoints of the loop: a cut between an optimizer step and the next take, written beside training.
 
-The trainer's state is copied to the host (that stalls it), the loop's state is frozen in one turn of the event loop, and
+The trainer's state is copied to the host (which stalls training), the loop's state is frozen in one turn of the event loop, and
 a background task writes both. One write at a time: the next cut waits for the last.
 
-What follows from the rest is not written. A checkpoint can be whole and still not be what a loop has written: whatever could
-break a run hours later is refused here.
+What can be derived from the rest is not written. A checkpoint's files can be undamaged and still hold a state that no loop has
+written: contradictions that could break the resumed run hours later are refused here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.safe_files import Count, parse_json
 
 SCHEMA_VERSION: Final = 2
-"""2 names prompts by uid and epoch; 1 held their items, which do not survive JSON."""
+"""Version 2 names prompts by uid and epoch; version 1 held the prompts' items, which do not survive JSON."""
 
 
 class LoopState(TypedDict):
@@ -46,7 +46,7 @@ class LoopState(TypedDict):
 
 
 class Checkpointer:
-    """`resumed_at`: the step at which the run was resumed, which has its checkpoint already."""
+    """Makes checkpoints of the loop. `resumed_at`: the step from which the run was resumed, which has its checkpoint already."""
 
     def __init__(self, board: Board, tasks: asyncio.TaskGroup, writer: CheckpointWriter | None, resumed_at: int | None) -> None:
         self._board = board
@@ -56,7 +56,7 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self) -> None:
-        """Make a checkpoint of this moment (nothing is in training), unless this step has one."""
+        """Freeze a checkpoint and begin to write it, unless this step has one. Nothing may be in training."""
         board = self._board
         if self._writer is None or self._last_step == board.step:
             return
@@ -68,7 +68,7 @@ class Checkpointer:
         self._writing = self._tasks.create_task(self._write(self._writer, cut), name=f"checkpoint {board.step}")
 
     async def finish(self) -> None:
-        """Waits for the write in progress, bounded by the port's own timeout."""
+        """Wait for the write in progress, if any; the port's own timeout bounds it."""
         if self._writing is not None:
             with self._board.changes.waiting("trainer (checkpoint)", f"the checkpoint of step {self._last_step} to be written"):
                 await self._writing
@@ -80,7 +80,7 @@ class Checkpointer:
 
 
 def freeze(board: Board) -> Cut:
-    """The loop's state as JSON, and the payloads that have to be kept. Nothing may be in training."""
+    """The loop's state as JSON, and the payloads of its finished groups. Nothing may be in training."""
     assert not board.ledger.training, "a cut lies between two train steps"
     evals_ended: list[Any] = [asdict(summary) for summary in board.evaluator.ended]
     state: LoopState = {
@@ -104,7 +104,7 @@ def freeze(board: Board) -> Cut:
 
 
 def thaw(board: Board, resumed: ResumeFrom) -> None:
-    """Continue where `freeze` was called. Raises RefusedError for a state that no `freeze` of such a run writes."""
+    """Restore what `freeze` saved. Raises RefusedError for a state that `freeze` cannot have saved under these settings."""
     state = read_state(resumed.loop_state, board.settings)
     board.step = state["step"]
     board.time_before_s = state["time_s"] - board.now_s()
@@ -121,7 +121,7 @@ def thaw(board: Board, resumed: ResumeFrom) -> None:
 
 
 def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:
-    """Raises RefusedError unless it is the state of a run with these settings."""
+    """Validate `content`. Raises RefusedError unless it is the state of a run with these settings."""
     if content.get("schema_version") != SCHEMA_VERSION:
         raise RefusedError(
             f"the checkpoint's loop state has schema_version {content.get('schema_version')!r:.40}; "
@@ -139,7 +139,8 @@ def read_state(content: Mapping[str, Any], settings: LoopSettings) -> LoopState:
 
 
 def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
-    """A cut lies between two train steps: version, window and trained groups follow from the step."""
+    """What contradicts the settings or the step: a cut lies between two train steps, so version, window and trained groups follow
+    from the step."""
     step, groups, schedule = state["step"], state["groups"], settings.schedule
     version, taken = settings.window_after(step)
     if step > schedule.train_steps:
@@ -165,7 +166,7 @@ def _contradictions(state: LoopState, settings: LoopSettings) -> Iterator[str]:
 
 
 def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
-    """Every prompt is there once."""
+    """Names a prompt that occurs more than once."""
     tries = [*groups["running"], *groups["again"], *(entry["try"] for entry in groups["finished"])]
     prompts = Counter(entry["key"][:2] for entry in tries)
     if prompts.total() != len(prompts):
@@ -173,7 +174,7 @@ def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
 
 
 def _wrong_group(entry: FinishedState, version: int, n: int) -> Iterator[str]:
-    """What has finished can be trained."""
+    """What would keep a finished group from being trained."""
     result = entry["result"]
     prompt, trajectories = f"prompt {result.key.uid:.40}", result.trajectories
     if entry["try"]["key"] != result.key:

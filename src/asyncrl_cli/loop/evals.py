@@ -1,7 +1,7 @@
-"""Evals: one version, held-out prompts, on the workers that hold it.
+"""Evals: each scores one version on held-out prompts, on the workers that hold that version.
 
-A worker that has loaded a version whose eval is due helps until its prompts are gone; its next load waits meanwhile. Evals
-take slots but no window budget. Prompts of a worker whose process dies go back to the queue.
+A worker that has loaded a version whose eval is due helps until no prompts are left; its next load waits until then. Evals
+take slots but no window budget. If a worker's process dies, its eval prompts go back to the queue.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
 _CALLS_IN_FLIGHT = 4
-"""Calls per worker at once, each of an eighth of its slots (a quarter when nothing else will run), so that a chunk's
-long tail does not leave the eval's share of the slots empty."""
+"""Eval calls per worker at once. Each takes an eighth of the worker's slots (a quarter when nothing else will run), so that one
+call's longest responses do not leave the eval's share of the slots empty."""
 
 
 class Evaluator:
@@ -32,7 +32,7 @@ class Evaluator:
         self.last_version: int | None = None
         self.running: _Eval | None = None
         self.ended: list[EvalSummary] = []
-        """Results that no step's record has yet."""
+        """Results that are in no step's record yet."""
         self._profile = profile
         self._changes = changes
         self._event = event
@@ -42,7 +42,7 @@ class Evaluator:
 
     @property
     def held_s(self) -> dict[str, float]:
-        """The workers that the running eval holds, and for how long it has: their next load waits."""
+        """Seconds for which the running eval has held each of its workers, whose next load waits."""
         return {} if self.running is None else {name: self._now() - since_s for name, since_s in self.running.helpers.items()}
 
     @property
@@ -57,7 +57,7 @@ class Evaluator:
         return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)
 
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
-        """Called by a worker's sync loop when the worker holds `slots.version`: run or help its eval."""
+        """Start or help the eval of `slots.version`, if it is due. Called by a worker's sync loop after each load."""
         if self.running is None and self.due(slots.version, is_last):
             self.running = _Eval(slots.version, self.items, self._now())
             self._version_before, self.last_version = self.last_version, slots.version
@@ -79,9 +79,10 @@ class Evaluator:
             self._end(current)
 
     def worker_lost(self) -> int | None:
-        """A worker's process is gone, and its calls have ended: their prompts are back in the queue, for the other helpers.
+        """Call when a worker's process is gone and its eval calls have ended, which puts their prompts back into the queue.
 
-        If there are none, the eval is given up, and due again on the next version that a worker loads. Returns its version then.
+        If no other worker helps, the eval is given up, and due again on the next version that a worker loads. Returns the version
+        of an eval that is given up, else None.
         """
         current = self.running
         if current is None or current.helpers:
@@ -125,7 +126,7 @@ class _Eval:
         self.queue = deque(items)
         self.started_s = started_s
         self.helpers: dict[str, float] = {}
-        """Workers that it runs on, and since when."""
+        """The workers that the eval runs on, and since when."""
         self.timed_out = False
         self.results: list[EvalResult] = []
 
@@ -134,7 +135,7 @@ class _Eval:
         return f"version {self.version}: {scored} of {self.num_prompts} prompts"
 
     def summary(self, eval_s: float) -> EvalSummary | None:
-        """None if it timed out or scored nothing."""
+        """The eval's result; None if it timed out or scored nothing."""
         rewards = [reward for result in self.results for reward in result.rewards]
         lengths = [tokens for result in self.results for tokens in result.response_tokens]
         if self.timed_out or not rewards:

@@ -1,10 +1,10 @@
-"""What the loop knows of each rollout worker: its sequence slots, whether it has room for one more group, its weights, and the
-versions on their way to it: sent beside generation, loaded worker by worker.
+"""What the loop knows about each rollout worker: its sequence slots, whether it has room for one more group, its weights, and the
+versions on their way to it. They are sent while the worker generates, and loaded worker by worker.
 
     trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
 
-At most two published versions exist: the one being loaded and the newest. A newer one replaces one that no worker has
-begun; where two are begun, the next gather waits (`room`).
+At most two published versions exist: the one being loaded and the newest. A newer version replaces one that no
+worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.room`).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Room(IntEnum):
 class WorkerSlots:
     """One worker. `unfinished` counts sequences per running group; evals take slots too.
 
-    `version`: what it holds, -1 if nothing that was published; `begun`: the version that it receives or loads, `received` once
-    that has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room either. `room`: as
-    its fleet has counted it.
+    `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
+    whether that one has arrived. `loading`: no group may start on it now; `down`: its process is gone, so it has no room. `room`:
+    kept up to date by its fleet.
     """
 
     name: str
@@ -53,27 +53,27 @@ class WorkerSlots:
 
     @property
     def free(self) -> int:
-        """Less than 0 with a queue."""
+        """Free slots; negative while sequences queue."""
         return self.slots - self.used
 
     def set_unfinished(self, key: AttemptKey, unfinished: int) -> None:
-        """A running group has so many unfinished sequences."""
+        """Set how many sequences of a running group are unfinished."""
         self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
         self.unfinished[key] = unfinished
         self._changed()
 
     def release(self, key: AttemptKey) -> None:
-        """A group has left, if it was here."""
+        """Remove a group, if it is on this worker."""
         self.unfinished_sequences -= self.unfinished.pop(key, 0)
         self._changed()
 
     def change_evals(self, sequences: int) -> None:
-        """An eval began so many sequences (or ended them: negative)."""
+        """Count sequences that an eval began (or, negative, ended)."""
         self.eval_sequences += sequences
         self._changed()
 
     def begin_load(self) -> None:
-        """The version that it has begun has arrived. Nothing starts on it from now on."""
+        """The version `begun` has arrived: no group starts on the worker until the load has ended."""
         self.received = self.loading = True
 
     def end_load(self, version: int) -> None:
@@ -81,11 +81,11 @@ class WorkerSlots:
         self.loading = False
 
     def forget_weights(self, version: int = -1) -> None:
-        """It holds that version, and has begun no other."""
+        """The worker holds `version` (default: none) and has begun no other."""
         self.version, self.begun, self.received = version, None, False
 
     def set_down(self, is_down: bool) -> None:
-        """Its process is gone, or (false) another has taken its place: that one loads before anything starts on it."""
+        """The worker's process is gone, or (false) a new one has replaced it, which loads before any group starts on it."""
         self.down, self.loading = is_down, True
         self._changed()
 
@@ -95,7 +95,7 @@ class WorkerSlots:
 
 
 class Fleet:
-    """All workers, and who has room. While a run is busy few of hundreds have any: those are kept apart."""
+    """All workers, with an index of those that have room: in a busy run these are few among hundreds."""
 
     def __init__(self, workers: Iterable[WorkerSlots], *, n: int, prefetch_groups: int) -> None:
         self.by_name = {worker.name: worker for worker in workers}
@@ -108,7 +108,7 @@ class Fleet:
             self.place(worker)
 
     def place(self, worker: WorkerSlots) -> None:
-        """The worker's sequences have changed, or its process."""
+        """Update the index: the worker's sequences have changed, or its process."""
         missing = self._n - worker.free
         room = Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
         if worker.down:
@@ -119,7 +119,7 @@ class Fleet:
             worker.room = room
 
     def is_awake(self) -> bool:
-        """Whether any worker does not load."""
+        """Whether at least one worker is not loading."""
         return not all(worker.loading for worker in self.by_name.values())
 
     def is_whole(self) -> bool:
@@ -135,9 +135,9 @@ class Fleet:
         return all(worker.version == version and not worker.loading for worker in self.by_name.values())
 
     def candidates(self) -> list[WorkerSlots]:
-        """Who may start a group: of each version the first worker with most room, newest weights first.
+        """The workers that may start a group: for each version the first worker with the most room, newest version first.
 
-        Room means free slots for the whole group; only if no worker has these, not even one that loads, room in a queue will do.
+        Room means free slots for the whole group; room in a queue counts only if no worker, not even a loading one, has such slots.
         Whether a group may start depends on the version that it starts with, so one worker per version is enough.
         """
         best: dict[int, tuple[int, int, WorkerSlots]] = {}
@@ -154,9 +154,9 @@ class WeightSync:
     def __init__(self, workers: Collection[WorkerSlots]) -> None:
         self.newest: Published | None = None
         self.summary: dict[str, float | int | None] = {}
-        """The last version that every worker loaded or skipped, and maxima over the workers that loaded it. `gather_s` is None if
-        it came from a checkpoint, `loaded_share` is the one farthest from 1, and `unclear_loads` are those whose probes could not
-        tell the version from the one before. Empty before the first."""
+        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `gather_s` is None
+        if the version came from a checkpoint, `loaded_share` is the share farthest from 1, and `unclear_loads` counts loads whose
+        probes could not tell the version from the one before. Empty before the first such version."""
         self._summarised = -1
         self._workers = workers
         self._gather_s: dict[int, float] = {}
@@ -164,7 +164,7 @@ class WeightSync:
 
     @property
     def begun(self) -> dict[str, int]:
-        """What each worker that receives or loads a version has begun."""
+        """The version that each worker receives or loads, by worker; idle workers are left out."""
         return {worker.name: worker.begun for worker in self._workers if worker.begun is not None}
 
     @property
@@ -173,8 +173,8 @@ class WeightSync:
         return len(set(self.begun.values())) < 2
 
     def reserve(self) -> None:
-        """A newer version is about to be gathered. If an older one is being loaded, nobody may begin the one in between any
-        more: that would make three."""
+        """Call before a newer version is gathered. While an older version is being loaded, no worker may begin the one in between:
+        that would make three versions."""
         begun = self.begun.values()
         if begun and self.newest is not None and self.newest.version not in begun:
             self.newest = None
@@ -187,12 +187,12 @@ class WeightSync:
         self.newest = published
 
     def wanted(self, worker: WorkerSlots) -> Published | None:
-        """What the worker should begin now. After a restart that is the newest version again, whose handle is kept here, or a
-        newer one that is about to be offered (`reserve`)."""
+        """The version that the worker should begin now, if any. After a restart it loads the newest version again, whose handle is
+        kept here, or waits for the one that is about to be offered (`reserve`)."""
         return self.newest if self.newest is not None and self.newest.version > worker.version else None
 
     def loaded(self, report: LoadReport) -> None:
-        """A worker has loaded a version, and holds it by now."""
+        """Take in the report of a load. The worker's `version` must already be the loaded one."""
         self._reports.setdefault(report.version, []).append(report)
         held_by_all = min([worker.version for worker in self._workers])
         version = max([version for version in self._reports if version <= held_by_all], default=-1)

@@ -21,7 +21,7 @@ from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.safe_files import Count
 
 _FAILED_RATIO_FROM_TRAJECTORIES = 64
-"""The share of failed trajectories is judged from this many on."""
+"""`task.max_failed_ratio` is checked from this many trajectories on."""
 
 
 class TryState(TypedDict):
@@ -33,7 +33,7 @@ FinishedState = TypedDict("FinishedState", {"deadline": Count, "try": TryState, 
 
 
 class GroupsState(TypedDict):
-    """As a checkpoint has it. `trajectories`: all, and the failed ones."""
+    """The groups' part of a checkpoint. `trajectories`: how many in all, and how many failed; `again`: requeued, not started."""
 
     tokens_discarded: Count
     tokens_trained: Count
@@ -71,7 +71,7 @@ class Groups:
         return worker.name, GroupRequest(key=attempt.key, item=attempt.prompt.item, n=n, seed=seed)
 
     def finish(self, result: GroupResult) -> None:
-        """A group came back. If it was given up in the meantime, its tokens are waste."""
+        """Take in a worker's result. If its group was given up in the meantime, the tokens count as discarded."""
         self.tokens_discarded += result.failed_tokens
         attempt = self.ledger.running.get(result.key)
         if attempt is None:
@@ -106,7 +106,7 @@ class Groups:
             self._tell(attempt, tokens=tokens)
 
     def publish(self) -> list[tuple[str, AttemptKey]]:
-        """A new version: give up what has passed its deadline, if the policy says so. Returns (worker, group) to abort."""
+        """Raise the version, and give up groups past their deadline if `on_stale` says so. Returns (worker, group) to abort."""
         late, training = self.admission.publish(), self._profile.async_training
         if training.on_stale not in ("drop", "requeue"):
             return []
@@ -130,7 +130,7 @@ class Groups:
             self._requeue(attempt, "worker lost", attempt.requeues)
 
     def state(self) -> GroupsState:
-        """JSON of everything but payloads and the prompts' items; what follows from the run's step is not in it."""
+        """Everything as JSON, except payloads, the prompts' items and what follows from the run's step."""
         return {
             "tokens_discarded": self.tokens_discarded,
             "tokens_trained": self.tokens_trained,
@@ -143,7 +143,7 @@ class Groups:
         }
 
     def restore(self, state: GroupsState, payloads: Sequence[Any], running_tokens: int) -> None:
-        """Continue from `state`. Groups that were running start again: a new attempt, their tokens are waste."""
+        """Continue from `state`. Groups that were running start again as new attempts, and their tokens count as discarded."""
         self.tokens_discarded = state["tokens_discarded"] + running_tokens
         self.tokens_trained = state["tokens_trained"]
         self._trajectories, self._failed_trajectories = state["trajectories"]
@@ -184,7 +184,7 @@ class Groups:
         self._tell(attempt, reason=reason)
 
     def _tell(self, attempt: Attempt, **fields: Any) -> None:
-        """The attempt has come to another stage."""
+        """Tell the observers that the attempt is in another stage."""
         self._event(attempt.stage.value, key=attempt.key, **fields)
 
     def _count_failures(self, result: GroupResult) -> None:

@@ -1,4 +1,4 @@
-"""Meters of a rollout worker, real or simulated: they integrate states and running sequences where the work is done."""
+"""Meters of a rollout worker, real or simulated: they integrate states and running sequences in the worker itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POLL_S = 1.0
 
 
 class RolloutMeter:
-    """One rollout worker's time. Call it from the event loop, at every change.
+    """How one rollout worker spends its time. Call it from the event loop, at every change.
 
     busy      at least one sequence runs (also those that a drain waits for)
     starved   none runs
@@ -70,7 +70,7 @@ class RolloutMeter:
         sums: Mapping[str, float] | None = None,
         gauges: Mapping[str, float] | None = None,
     ) -> ExecutorReport:
-        """`sums` and `gauges`: what the engine counts beyond that, by name."""
+        """The worker's report. `sums` and `gauges`: further figures that the engine counts, by name."""
         self._advance()
         self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps, **(sums or {})}
         self._clock.gauges |= {
@@ -82,7 +82,7 @@ class RolloutMeter:
         return self._clock.report()
 
     def _advance(self) -> None:
-        """Integrate up to now what has held since the last change."""
+        """Add the time since the last change to the sums, under what held during it."""
         now_s = self._now()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         is_busy = self._clock.state is State.BUSY
@@ -107,7 +107,7 @@ class RolloutMeter:
 
 
 class MeteredRewards:
-    """`score`, with a clock of its own: busy while at least one reward is being computed. Passes errors through."""
+    """Wraps `score` with a state clock: busy while at least one reward is being computed. Passes errors through."""
 
     def __init__(self, name: str, score: Callable[[Any, str], Awaitable[float]], now: Callable[[], float]) -> None:
         self._score = score
@@ -136,8 +136,8 @@ class MeteredRewards:
 
 
 class LongPoll:
-    """Counts changes, and answers a poll at the next one: `rest_s` after the last answer at the earliest, `poll_s` after the
-    question at the latest. One caller at a time."""
+    """Counts changes, and answers a poll at the next change: at the earliest `rest_s` after the last answer, at the latest `poll_s`
+    after the poll began. One caller at a time."""
 
     def __init__(self, rest_s: float = DEBOUNCE_S, poll_s: float = POLL_S) -> None:
         self.count = 0
@@ -149,14 +149,14 @@ class LongPoll:
         self._sleeper: asyncio.Future[None] | None = None
 
     def note(self, *, is_urgent: bool = False) -> None:
-        """`is_urgent` ends the rest: nothing else will change soon that could go into the same answer."""
+        """Count a change. `is_urgent` ends the rest: nothing else will change soon that could share the answer."""
         self.count += 1
         self._is_urgent |= is_urgent
         if is_urgent or not self._is_resting:
             self._wake()
 
     async def after(self, seen: int) -> int:
-        """The count, once there is something to say."""
+        """Wait for a change since `seen` or the end of the poll, then for the rest. Returns the count."""
         loop = asyncio.get_running_loop()
         if self.count == seen:
             await self._sleep(self._poll_s, is_rest=False)
@@ -167,7 +167,7 @@ class LongPoll:
         return self.count
 
     async def _sleep(self, at_most_s: float, *, is_rest: bool) -> None:
-        """Until something is noted; a rest is over only for what is urgent."""
+        """Sleep until a change is noted, `at_most_s` seconds; only an urgent change ends a rest."""
         loop = asyncio.get_running_loop()
         self._is_resting, self._sleeper = is_rest, loop.create_future()
         timer = loop.call_later(at_most_s, self._wake)

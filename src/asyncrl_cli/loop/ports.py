@@ -1,9 +1,10 @@
-"""The ports of the loop: what it asks of the world, and the values that cross.
+"""The ports of the loop: what the loop asks of the outside world, and the values that are exchanged.
 
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
-`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (Not on `generate`, `evaluate` and
-the drain of a `load`, which take as long as responses are: the loop sees by `progress` whether the worker still works.) Values are
-small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
+`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (There is none on `generate`,
+`evaluate` and the drain of a `load`, which take as long as the responses: the loop sees from `progress` whether the worker still
+works.) Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never
+opens.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ class Published:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
     """One worker's load. `pause_s`: how long no sequence ran; `send_s`: the part of it in which weights were fetched (0 with a
-    second buffer, filled before); `logprob_abs_diff`: of the probe sequences, if scored; `verdict` and `loaded_share`: where they
-    lie between those of the version before and of this one, if both were known (weights/versions.py)."""
+    second buffer, which is filled before); `logprob_abs_diff`: trainer against worker on the probe sequences, if scored; `verdict`
+    and `loaded_share`: where the worker's logprobs lie between those of the version before and of this one, if both were known
+    (weights/versions.py)."""
 
     version: int
     send_s: float
@@ -94,11 +96,11 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """What a train step says. Seconds are the trainer's, or one rank's. `tokens` (sampled tokens trained, also by skipped steps)
-    and `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line as they are.
+    """What a train step reports. Seconds are the trainer's, or one rank's. `tokens` (sampled tokens trained, also by skipped steps)
+    and `metrics` are of all ranks; `metrics` are typed and finite, and go into the step's line unchanged.
 
-    `skipped_steps`: its optimizer steps that were not made, for want of a finite gradient, which spoils some metrics: those are
-    absent; `skipped_in_a_row`: the last ones of the run until now, over train steps."""
+    `skipped_steps`: its optimizer steps that were skipped because the gradient was not finite; metrics that this spoils are
+    absent. `skipped_in_a_row`: how many of the run's latest optimizer steps in a row were skipped, across train steps."""
 
     train_s: float
     old_logprob_s: float
@@ -115,7 +117,7 @@ class RolloutWorker(Protocol):
     slots: int
 
     async def generate(self, request: GroupRequest) -> GroupResult:
-        """Run a group to its end (through any number of weight loads). An aborted group returns what it has: no trajectories."""
+        """Run a group to its end (through any number of weight loads). An aborted group returns a result without trajectories."""
 
     async def abort(self, key: AttemptKey) -> None:
         """Stop a running group; its `generate` returns soon after. Unknown keys are ignored."""
@@ -123,7 +125,7 @@ class RolloutWorker(Protocol):
     async def progress(self, seen: int) -> Progress:
         """Return when something changed since `seen` (at most every 100 ms), or after one second at the latest.
 
-        The loop always has one of these calls under way, so an adapter may let groups travel with it.
+        The loop always has one of these calls under way, so an adapter may send requests and results of groups along with it.
         """
 
     async def prefetch(self, published: Published) -> float:
@@ -134,7 +136,7 @@ class RolloutWorker(Protocol):
         """
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """Interrupt, copy the prefetched weights in, resume, score the probes. The old version stays on failure."""
+        """Interrupt, copy the prefetched weights in, resume, score the probes. If it fails, the old version stays."""
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         """Generate one answer per item beside the running groups and reward it."""
@@ -151,7 +153,7 @@ class RolloutWorker(Protocol):
     async def restart(self) -> None:
         """End this worker for good and start another in its place: same name and slots, nothing runs, nothing is paused.
 
-        Calls to the old one fail. The new one holds weights of its start, which the loop replaces before it asks for anything.
+        Calls to the old worker fail. The new one holds initial weights, which the loop replaces before it asks for anything.
         """
 
 
@@ -178,21 +180,21 @@ class Trainer(Protocol):
 
 
 class Feed(Protocol):
-    """Prompts in the order of training: shuffled per epoch, endless, never repeating or skipping one on resume."""
+    """An endless supply of prompts, shuffled per epoch. A resumed run neither repeats nor skips a prompt."""
 
     def next(self) -> Prompt: ...
 
     def find(self, uid: str, epoch: int) -> Prompt:
-        """A prompt that `next` gave before, here or in the run that is resumed. RefusedError if there is none of that uid."""
+        """A prompt that `next` returned earlier, in this run or in the one resumed. Raises RefusedError for an unknown uid."""
 
     def state(self) -> dict[str, Any]:
-        """JSON; `restore` of it continues after exactly the prompts that `next` has returned."""
+        """The feed's position as JSON: `restore` continues after exactly the prompts that `next` has returned."""
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
 
 class CheckpointWriter(Protocol):
-    """Makes a directory of a cut. Called once at a time, beside training; raises on failure."""
+    """Writes a cut as a directory. Called once at a time, beside training; raises on failure."""
 
     async def write(self, cut: Cut) -> Path: ...
 

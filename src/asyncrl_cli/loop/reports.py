@@ -1,4 +1,4 @@
-"""The newest report of every executor, and their spans on the driver's clock."""
+"""The newest report of every executor, and the executors' spans on the driver's clock."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Process(Enum):
 @dataclass(slots=True, kw_only=True)
 class _Executor:
     """`report` is the newest, with the sums of `base` added: what earlier processes counted, minus what should not count. `spans`
-    are those that nobody has taken yet, on the driver's clock, which is `offset_s` ahead of the executor's."""
+    have not been taken yet (`take_spans`) and are on the driver's clock, which is `offset_s` ahead of the executor's."""
 
     report: ExecutorReport
     worker: str
@@ -42,7 +42,7 @@ class _Executor:
         self.spans += _moved(report.spans, self.offset_s, from_s)
 
     def fail_until(self, now_s: float) -> None:
-        """Counts the time without a process up to now."""
+        """Count the time without a process, up to now, as failed."""
         report, ended_s = self.report, self.report.now_s + self.offset_s
         down_s = now_s - ended_s
         if down_s <= 0:
@@ -54,9 +54,10 @@ class _Executor:
         self.report = replace(_plus(report, State.FAILED, down_s), now_s=report.now_s + down_s)
 
     def begin_anew(self, report: ExecutorReport, arrived_s: float) -> float:
-        """The first report of the next process. That counts its start as idle, which counted as failed here: once is enough.
+        """Prepare for the first report of a new process. It counts its start as idle time, which was already counted as failed
+        here, so that time is subtracted.
 
-        Returns the time (on the driver's clock) from which on its spans count.
+        Returns the time (on the driver's clock) from which its spans count.
         """
         ended_s = self.report.now_s + self.offset_s
         counted_s = max(0.0, ended_s - (arrived_s - sum(report.state_s.values())))
@@ -66,14 +67,14 @@ class _Executor:
 
 
 class ReportBook:
-    """Collects reports and hands out spans that everybody has reported up to.
+    """Collects reports, and hands out spans up to the moment that every executor has reported.
 
     Executors have clocks of their own. A report made at `now_s` arrives later, so `arrival - now_s` bounds the difference of the
-    clocks from above; the least of them seen so far is the best estimate (Cristian's algorithm, one way).
+    clocks from above; the smallest one seen so far is the best estimate (Cristian's algorithm, one way).
 
     Executors start before the loop does, and wait for each other: their time before `began_s` is not counted.
 
-    A restarted worker counts from zero again. Here its sums go on and never fall: what the old process counted, plus the time
+    A restarted worker counts from zero. Here its sums continue and never fall: what the old process counted, plus the time
     without a process (state `failed`, idle), plus what the new one counts.
     """
 
@@ -86,7 +87,7 @@ class ReportBook:
         return {name: executor.report for name, executor in self._executors.items()}
 
     def add(self, report: ExecutorReport, arrived_s: float, worker: str = "") -> bool:
-        """Take in a report; true if the executor has made tokens since the last one. It runs in the process of `worker`."""
+        """Take in a report of an executor in the process of `worker`; true if it has made tokens since its last report."""
         executor, from_s = self._executors.get(report.name), self.began_s
         if executor is None:
             base = _before(report, arrived_s, self.began_s)
@@ -97,7 +98,7 @@ class ReportBook:
         if executor.process is _Process.NEW:
             from_s = executor.begin_anew(report, arrived_s)
         elif report.now_s < previous.now_s:
-            # A later report has arrived first. Its sums include those of this one, its spans do not.
+            # A later report has arrived first. Its sums include those of this report, its spans do not.
             executor.spans += _moved(report.spans, executor.offset_s, from_s)
             executor.spans.sort(key=lambda span: span.start_s)
             return False
@@ -128,7 +129,7 @@ class ReportBook:
             executor.process = _Process.NEW
 
     def end(self, culprit: str) -> None:
-        """The run is over: every executor is done, but the one whose failure ended it."""
+        """The run is over: every executor is done, except `culprit`, whose failure ended it."""
         for name, executor in self._executors.items():
             state = State.FAILED if name == culprit else State.DONE
             executor.report = replace(executor.report, state=state, waiting_for="")
@@ -151,7 +152,7 @@ class ReportBook:
 
 
 def _before(report: ExecutorReport, arrived_s: float, began_s: float) -> ExecutorReport | None:
-    """What an executor counted before the loop began, negative. Its first report has the spans of its whole life."""
+    """The base that subtracts what an executor counted before the loop began. Its first report has all of its spans so far."""
     offset_s = arrived_s - report.now_s
     base = replace(report, state_s={}, sums={"idle_s": 0.0} if "idle_s" in report.sums else {})
     for span in report.spans:
@@ -162,13 +163,13 @@ def _before(report: ExecutorReport, arrived_s: float, began_s: float) -> Executo
 
 
 def _plus(report: ExecutorReport, state: State, seconds: float, *, is_idle: bool = True) -> ExecutorReport:
-    """With more time in a state. It is idle time too, for executors that count that."""
+    """`report` with more time in `state`, which is idle time too for executors that count it."""
     sums = _sum({"idle_s": seconds}, report.sums) if is_idle and "idle_s" in report.sums else report.sums
     return replace(report, state_s=_sum({state: seconds}, report.state_s), sums=sums)
 
 
 def _moved(spans: Iterable[Span], offset_s: float, from_s: float) -> list[Span]:
-    """On the driver's clock, from `from_s` on."""
+    """The spans on the driver's clock, without the time before `from_s`."""
     return [
         Span(state=span.state, start_s=max(span.start_s + offset_s, from_s), end_s=span.end_s + offset_s)
         for span in spans
@@ -184,5 +185,5 @@ def _sum(few: Mapping[K, float], many: Mapping[K, float]) -> dict[K, float]:
 
 
 def _has_made_tokens(previous: ExecutorReport, report: ExecutorReport) -> bool:
-    """Only sums of tokens tell work from waiting: sums of seconds grow while it waits, too."""
+    """Compares only sums of tokens: sums of seconds also grow while the executor waits."""
     return any(amount != previous.sums.get(name) for name, amount in report.sums.items() if name.endswith("_tokens"))

@@ -42,9 +42,9 @@ class Rollouts:
                 tasks.spawn(partial(tasks.worker.abort, key), f"abort of {key}")
 
     async def hand_over(self, *, to_trainer: bool) -> None:
-        """Colocate: the resources change hands. A worker that is down is not asked; it is restarted when it may have them.
+        """Colocate: hand the resources to the trainer or back. A worker that is down is not asked; it restarts later.
 
-        A stop ends the wait: no step follows that needs the resources, and a worker that hangs must not hold it up.
+        A stop ends the wait: no step follows that needs the resources, and a worker that hangs must not delay the stop.
         """
         board = self._board
         board.is_lent = True
@@ -66,7 +66,7 @@ class Rollouts:
         board.changes.notify()
 
     async def _admit(self) -> None:
-        """Consumes prompts; waits for admission, which groups, loads and publishes reopen."""
+        """Start groups while admission is open, and wait while it is closed; groups, loads and publishes reopen it."""
         board, clock = self._board, self._board.feed_clock
         while True:
             clock.enter(State.BUSY)
@@ -86,7 +86,7 @@ class Publishing:
         self._publishing: asyncio.Task[None] | None = None
 
     async def first(self) -> None:
-        """The first version for the workers: 0 in a fresh run, in a resumed one the version that it was at."""
+        """Publish the first version for the workers: 0 in a fresh run, the checkpoint's version in a resumed one."""
         board = self._board
         if board.step == 0 or board.settings.ends_window(board.step):
             await self._gather(board.version)
@@ -94,7 +94,7 @@ class Publishing:
         await self._held_by_all()
 
     async def end_window(self) -> None:
-        """Gather; the version rises; workers get it beside the next step."""
+        """Gather the weights and raise the version; workers receive it beside the next step."""
         board = self._board
         if board.step == board.schedule.train_steps:
             board.last_version = board.version + 1
@@ -108,16 +108,16 @@ class Publishing:
             self._rollouts.abort(board.groups.publish())
         except AsyncrlError as error:
             board.stop(error)
-        if board.profile.placement.colocate and not board.stopping:  # at a stop nothing starts, and a hung worker would hold it up
+        if board.profile.placement.colocate and not board.stopping:  # after a stop nothing starts, and a hung worker would delay it
             await self._rollouts.hand_over(to_trainer=False)
-        if board.sync.room:  # a stop does not wait for room: the workers end with what they have, a resume publishes first
+        if board.sync.room:  # without room at a stop, workers keep their version: a resume publishes first
             self._publish_beside()
         board.changes.notify()
         with self._times.waiting("gather"):
             await self._held_by_all()
 
     async def finish(self) -> None:
-        """The run ends when every worker holds the last version and its eval has ended (also in a run resumed there)."""
+        """Wait until every worker holds the last version and its eval has ended (also in a run resumed at its last step)."""
         board = self._board
         board.phase, board.last_version = "evaluating", board.version
         evaluator = board.evaluator
@@ -141,7 +141,7 @@ class Publishing:
         return gather_s, report
 
     async def _room_to_publish(self) -> None:
-        """At most two published versions exist: waits for the last publish, and for a load of the one before it."""
+        """Keep at most two published versions: wait for the last publish, and for loads while workers have begun two."""
         board, who = self._board, "trainer (gather)"
         if self._publishing is not None:
             with board.changes.waiting(who, f"version {board.version} to be published"):
@@ -174,8 +174,8 @@ class Publishing:
         return self._board.admission.fleet.are_current(self._board.version)
 
     async def _until(self, condition: Callable[[], bool], who: str, what: Callable[[], str], still_s: float) -> None:
-        """Waits for something that every worker has to do, or a stop. StallError when nothing has moved for `still_s` with all of
-        them up; a restart has a limit of its own."""
+        """Wait for a condition on all workers, or for a stop. Raises StallError when nothing has moved for `still_s` while all of
+        them were up; a restart has a limit of its own."""
         board, fleet = self._board, self._board.admission.fleet
 
         def ended() -> bool:

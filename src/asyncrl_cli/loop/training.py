@@ -1,4 +1,4 @@
-"""The training side of the loop: wait, take, train, publish (rollouts.py), checkpoint, and a record of every step."""
+"""The training side of the loop: wait for groups, take and train them, publish (rollouts.py), checkpoint, record every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Training:
     async def run(self) -> None:
         """Train until the last step or a stop; ends with the weights published and every checkpoint written."""
         board, train_steps = self._board, self._board.schedule.train_steps
-        if board.step == train_steps:  # resumed at the end: who loads this version scores it, too
+        if board.step == train_steps:  # resumed at the end: workers that load this version score it, too
             board.last_version = board.version
         await self._publishing.first()
         board.phase = "running"
@@ -48,7 +48,7 @@ class Training:
         await self._checkpointer.finish()
 
     async def _next_groups(self) -> tuple[GroupResult, ...] | None:
-        """Waits for R takeable groups, which workers finish; None on a stop."""
+        """Wait for R takeable groups and take them; None on a stop."""
         board, may_take = self._board, (Change.GROUPS, Change.LOADED)
         with self._times.waiting("wait_data"):
             await board.changes.until(lambda: board.stopping or self._may_take(), "trainer", self._missing, may_take)
@@ -62,7 +62,7 @@ class Training:
 
     @property
     def _needs_resources(self) -> bool:
-        """Colocated, at the beginning of a window."""
+        """Whether the trainer has yet to get the resources: colocate, at the beginning of a window."""
         return self._board.profile.placement.colocate and self._step_in_window == 0
 
     @property
@@ -104,7 +104,7 @@ class Training:
 
     def _warn_of_skipped(self, report: TrainReport) -> None:
         """A step without a finite gradient leaves weights and optimizer as they were. Its groups count as trained all the same:
-        they were consumed, and would very likely do the same again."""
+        they were consumed, and training them again would very likely fail the same way."""
         board, limit = self._board, self._board.profile.trainer.max_skipped_steps
         if report.skipped_steps:
             skipped = f"{report.skipped_steps} optimizer step{'s' if report.skipped_steps > 1 else ''} of step {board.step} skipped"
@@ -121,7 +121,7 @@ class Training:
     async def _close_step(self, groups: tuple[GroupResult, ...], report: TrainReport) -> None:
         """Publish where a window ends, write the step's line, then checkpoint where it is due.
 
-        In this order the checkpoint holds the counters of the line; the stall that it causes is part of the next step's time.
+        In this order the checkpoint's counters include this step's; the stall that it causes is part of the next step's time.
         """
         board, window = self._board, self._board.version
         if board.settings.ends_window(board.step):

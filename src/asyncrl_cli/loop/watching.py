@@ -1,4 +1,4 @@
-"""What the loop tells those who watch it: events as they happen, a record per train step, a snapshot per second."""
+"""What the loop tells its observers: events as they happen, a record per train step, a snapshot per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.safe_files import Count
 
 ENDED = ("done", "failed", "stopped")
-"""Phases in which nothing moves any more, for status and screen too."""
+"""The phases of a run that is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """One eval's result. A checkpoint has it as it is."""
+    """One eval's result. Checkpoints hold it unchanged."""
 
     version: Count
     reward_mean: float
@@ -42,11 +42,11 @@ class EvalSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """All facts of one train step, for whoever turns them into metrics (docs/metrics.md).
+    """All facts of one train step, from which observers make metrics (docs/metrics.md).
 
-    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: newest report of each
-    executor, by name, with the spans of *all* reports since the previous step joined in `spans`, already mapped to
-    the driver's clock. `ended_s` is the driver's clock. `sync`: `WeightSync.summary`.
+    `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: the newest report of
+    each executor, by name. `spans`: the spans of *all* reports since the previous step, by executor, already mapped to the
+    driver's clock. `ended_s` is the driver's clock. `sync`: `WeightSync.summary`.
     `restarts` of workers count from the run's beginning.
     """
 
@@ -72,10 +72,10 @@ class Snapshot:
     """The run right now, made once a second: all that `status.json` and the screen need beside the last metrics line.
 
     `phase`: starting, running, evaluating, stopping, done, stopped, failed. `admission`: why nothing more is admitted
-    ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: what stands behind that, in words.
+    ("" if open): stopping, end, window, restart, loading, slots, deadlines; `admission_cause`: the cause, in words.
     `window_taken`, `window_groups` (W) and `window_budget` are numbers of groups. `reports`: states and waits as the loop knows
     them now (causes.py). `worker_versions`: by worker name, -1 for none yet. `restarting`: workers that have no
-    process at the moment, by name, with "1 of 3": the first of three restarts that each may have.
+    process at the moment, by name, with "1 of 3": the first of the three restarts that each worker may have.
     """
 
     phase: str
@@ -96,7 +96,7 @@ class Snapshot:
 
 
 class Observer:
-    """Someone who watches the run. Called from the event loop, so it must return at once. Subclasses override what they need."""
+    """Watches the run. Its methods run in the event loop, so they must return at once. Subclasses override what they need."""
 
     def event(self, event: Event) -> None:
         """Something has happened."""

@@ -1,13 +1,14 @@
-"""All that waits for one rollout worker: its groups, its progress, its weights; and its restart.
+"""The tasks that wait for one rollout worker: for its groups, its progress, its weights and its restart.
 
 A failure of the worker restarts it, or ends the run in good order (`Board.stop`): the trainer finishes its step and checkpoints.
 
-    failed ──> down: admission closed to it, all that waits for it is cancelled ──> its prompts are requeued, its eval's too
+    failed ──> down: admission closed to it, tasks that wait for it are cancelled ──> its prompts are requeued, its eval's too
         ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> groups
 
-However many of its calls fail at once, that is one failure: the first one makes the worker `down`, and a worker that is down
-cannot fail. Nothing is trained twice, because the calls of the old process are cancelled before its prompts start again; what had
-come back by then stays finished. Nothing starts on the next process before it has loaded: until then the worker is `loading`.
+However many of its calls fail at once, that is one failure: the first one makes the worker `down`, and while it is down further
+failures are ignored. Nothing is trained twice, because the calls to the old process are cancelled before its prompts start again;
+groups that had come back by then stay finished. No group starts on the new process before it has loaded weights: until then the
+worker is `loading`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class WorkerTasks:
         self._restarts_left = board.profile.rollout.max_restarts
 
     def begin(self) -> None:
-        """Start what goes on beside the groups of the worker's process."""
+        """Start the tasks that follow the worker's process for as long as it lives."""
         self.spawn(self._follow, f"progress of {self.worker.name}")
         self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
 
@@ -45,7 +46,7 @@ class WorkerTasks:
         self.spawn(partial(self._run_group, request), f"group {request.key}")
 
     def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-        """A task that waits for the worker, and ends when its process does."""
+        """Start a task that waits for the worker; the loss of the worker's process cancels it."""
         task = self._tasks.create_task(self._board.guarded(work, self._lost), name=name)
         self._running[task] = None
         task.add_done_callback(self._running.pop)
@@ -56,7 +57,7 @@ class WorkerTasks:
             task.cancel()
 
     async def _run_group(self, request: GroupRequest) -> None:
-        """Consumes a request; waits for the worker's engine and rewards, however long they take: `_follow` sees them work."""
+        """Run one group. There is no time limit on engine and rewards: `_follow` notices a worker that stands still."""
         self._board.groups.finish(await self.worker.generate(request))
         self._board.changes.notify(Change.GROUPS)
 
@@ -81,7 +82,7 @@ class WorkerTasks:
                 raise self._stands_still()
 
     def _may_rest(self, progress: Progress) -> bool:
-        """Nothing runs there, or what runs waits for rewards or is frozen by a load, which have limits of their own."""
+        """Whether silence is fine: nothing runs, or it waits for rewards or is frozen by a load, which have limits of their own."""
         is_frozen = self.slots.loading and self._board.settings.interrupt != "drain"
         is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
         return is_frozen or is_scoring or not (self.slots.unfinished or self.slots.eval_sequences)
@@ -106,7 +107,7 @@ class WorkerTasks:
         return False
 
     async def _keep_in_sync(self) -> None:
-        """Consumes published versions: prefetch beside generation, then load; then the version's eval, if one is due."""
+        """For each published version: prefetch it beside generation, load it, and run its eval if one is due."""
         board, slots, who = self._board, self.slots, f"{self.worker.name} (weights)"
 
         def is_wanted() -> bool:
@@ -130,7 +131,7 @@ class WorkerTasks:
         self.slots.begin_load()
         report = await self.worker.load(published.version, board.settings.interrupt)
         self.slots.end_load(published.version)
-        report = replace(report, send_s=send_s + report.send_s)  # and what was fetched within the load
+        report = replace(report, send_s=send_s + report.send_s)  # plus what was fetched within the load
         board.sync.loaded(report)
         board.event("loaded", worker=name, **asdict(report))
         if doubt := self._doubt(report):
@@ -138,7 +139,7 @@ class WorkerTasks:
         board.changes.notify(Change.LOADED)
 
     def _doubt(self, report: LoadReport) -> str:
-        """Why the probes say that the worker does not compute with the version; "" if they do not."""
+        """Why the probes suggest that the worker does not compute with the loaded version; "" without such a sign."""
         diff, limit = report.logprob_abs_diff, self._board.settings.max_logprob_diff
         if diff is not None and not diff <= limit:
             return f"mean logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
@@ -147,7 +148,7 @@ class WorkerTasks:
         return f"its logprobs have gone {report.loaded_share:.0%} of the way from the version before (docs/weights.md)"
 
     def _lost(self, error: ExecutorLost) -> None:
-        """A call to the worker failed: restart it, or stop the run with that error if it has no restart left."""
+        """A call to the worker failed: restart it, or stop the run with that error if no restart is left."""
         board, name = self._board, self.worker.name
         if self.slots.down:
             return
@@ -178,7 +179,7 @@ class WorkerTasks:
         board.warn(f"{str(error).rstrip('.')}; it is restarted ({allowed - left} of {RESTARTS_KEY} = {allowed})")
 
     async def _restart(self, ending: list[asyncio.Task[None]]) -> None:
-        """Waits for the cancelled tasks, which end at once, then for the worker's start, which its port bounds."""
+        """Replace a lost worker. Waits for its cancelled tasks, which end at once, then for its start, which the port bounds."""
         board, name = self._board, self.worker.name
         if ending:
             await asyncio.wait(ending)
@@ -194,7 +195,7 @@ class WorkerTasks:
         board.changes.notify()
 
     def _give_back(self) -> None:
-        """What the lost process had goes back: to other workers, or to its successor."""
+        """Requeue the prompts of the lost process, for other workers or for its successor."""
         board, name = self._board, self.worker.name
         self.slots.forget_weights()
         version = board.evaluator.worker_lost()
@@ -206,7 +207,7 @@ class WorkerTasks:
         board.changes.notify()
 
     async def _replace(self) -> bool:
-        """A fresh process in the worker's place, tried again while restarts are left. False at a stop."""
+        """Start a new process in the worker's place; a failed start is tried again while restarts are left. False at a stop."""
         board, who = self._board, f"{self.worker.name} (restart)"
         while True:
             lender = "the trainer to give the resources back"

@@ -1,1 +1,1 @@
-"""TOML layers become one frozen, validated `Profile`; the arithmetic of modes."""
+"""From TOML layers to one frozen, validated `Profile`, and the arithmetic of modes."""

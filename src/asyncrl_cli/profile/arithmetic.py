@@ -21,7 +21,7 @@ from asyncrl_cli.profile.schema import Interrupt, Profile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The schedule of one run. Groups are the unit of everything; the names are those of docs/admission.md."""
+    """The schedule of one run. Groups are the unit of all sizes; B, R and K are the letters of docs/admission.md."""
 
     mini_batch_groups: int
     """B"""
@@ -41,13 +41,13 @@ class Schedule:
     groups: int
     """Groups trained by the whole run."""
     syncs: int
-    """Weight syncs, which is windows: one at the end of each, the last one's for the final eval."""
+    """Weight syncs: one at the end of each window, the last one for the final eval."""
     last_window_groups: int
     mode: str
 
     @classmethod
     def of(cls, profile: Profile) -> Schedule:
-        """Raises ConfigError if the length of the run is missing, contradictory or no whole number of train steps."""
+        """Raises ConfigError if the length of the run is missing, contradictory or not a whole number of train steps."""
         training, mini_batch = profile.async_training, profile.trainer.ppo_mini_batch_size
         step_groups = training.require_batches * mini_batch
         window_steps = training.trigger_parameter_sync_step
@@ -115,9 +115,9 @@ def train_steps_of(profile: Profile) -> int:
 
 
 def tensor_parallel_size(profile: Profile, device: str) -> int:
-    """Over how many processes an engine shares one model: a worker's GPUs; on CPUs as many as are asked for.
+    """The number of processes that share one model: one per GPU of a worker; on CPUs as many as the profile asks for, else 1.
 
-    ConfigError if that is another number than the worker has GPUs.
+    Raises ConfigError if the profile asks for another number than the worker has GPUs.
     """
     asked, gpus = profile.rollout.tensor_parallel_size, profile.placement.gpus_per_rollout_worker
     if device == "cpu":
@@ -133,12 +133,13 @@ def tensor_parallel_size(profile: Profile, device: str) -> int:
 
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
-"""Bfloat16 rounds logits between 8 and 16 to sixteenths, on both sides, and every layer before them."""
+"""By `model.dtype`. In bfloat16, trainer and worker both round logits between 8 and 16 to sixteenths, and round in every layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """`load_timeout_s`: how long a worker may take to receive and load a version, beside draining."""
+    """A profile with what the loop derives from it. `load_timeout_s`: how long a worker may take to receive and load a version,
+    draining not included."""
 
     profile: Profile
     schedule: Schedule
@@ -157,7 +158,7 @@ class LoopSettings:
 
     @property
     def sync_timeout_s(self) -> float:
-        """How long nothing may move while the trainer waits for loads."""
+        """Seconds without any progress after which the trainer gives up waiting for loads."""
         return self.load_timeout_s + (self.profile.rollout.call_timeout_s if self.interrupt == "drain" else 0.0)
 
     @property

@@ -1,6 +1,6 @@
-"""What a profile may not ask for: every refusal names the values in conflict and the way out.
+"""Checks of a profile's keys against each other. Every refusal names the conflicting values and a way out.
 
-Types and ranges of single keys are the schema's affair; here keys are checked together.
+The schema checks the type and range of each key by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl_cli.safe_files import check_name
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Keys whose values do not go together: for each the value, or a test of it."""
+    """A refused combination of keys. `values`: for each key the value, or a function that tests it."""
 
     values: Mapping[str, object]
     because: str
@@ -131,7 +131,7 @@ ENGINE_KEYS = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len"
 
 
 def _engine_clashes(kind: Any) -> Iterator[Clash]:
-    """What an engine cannot do, as its `EngineKind` says. Engines are known by name only: none is imported from here."""
+    """What an engine cannot do, as its `EngineKind` says. Engines are looked up by name: this module imports none."""
     for key in (f"rollout.{key}" for key in ENGINE_KEYS if key not in kind.keys):
         knows = next(name for name in ENGINES if key.removeprefix("rollout.") in engine_kind(name).keys)
         hint = f"--set rollout.engine={knows}, or leave {key} out"
@@ -153,7 +153,7 @@ def _engine_clashes(kind: Any) -> Iterator[Clash]:
 
 
 def check(profile: Profile) -> list[str]:
-    """Returns the warnings. Raises ConfigError, all conflicts in one."""
+    """Check a whole profile. Returns the warnings; raises one ConfigError for all conflicts."""
     values = values_of(profile)
     clashes, conflicts = [*CLASHES], list[ConfigError]()
     try:

@@ -1,7 +1,7 @@
 """Types of a profile's values, and the base of its sections.
 
-Types are strict: "8" is no integer, 1 is no boolean. TOML floats arrive as decimals, so that eta is exact; every other
-number becomes a float here.
+Types are strict: "8" is not an integer, 1 is not a boolean. TOML floats arrive as decimals, so that eta is exact; here all
+others become floats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _plain_tuple(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Integers and floats become the decimal that they are written as; anything else is left to be refused."""
+    """Integers and floats become the decimal that they are written as; validation refuses anything else."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return Decimal(str(value))
     return value
@@ -43,7 +43,7 @@ def _path(text: str) -> str:
 
 
 MOST, MOST_PROCESSES, MOST_DECIMALS = 10**9, 4096, 12
-"""Larger values are typing errors: of steps, tokens, sizes and seconds; of processes; of digits of eta after the point."""
+"""Upper limits, to catch typing errors: of steps, tokens, sizes and seconds; of processes; of decimal places of eta."""
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]

@@ -1,4 +1,4 @@
-"""The names of all keys, tables as values by key, what each key expects, and values by key validated into a `Profile`."""
+"""A profile's keys, dotted like `run.seed`: their names, tables flattened to them, validation, and what each key expects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def values_of(profile: Profile) -> dict[str, Any]:
 
 
 def entries_of(profile: Profile) -> dict[str, Any]:
-    """Every key's value, with the entries of `task.params` in the place of that table, if it has any."""
+    """Every key's value. The entries of `task.params`, if it has any, take the place of that table."""
     found: dict[str, Any] = {}
     for key, value in values_of(profile).items():
         is_params = key == PARAMS and value
@@ -50,7 +50,7 @@ def entries_of(profile: Profile) -> dict[str, Any]:
 
 
 def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Nested tables as dotted keys. Raises one ConfigError for all unknown ones, with the nearest known key as its hint."""
+    """Nested tables as values by dotted key. Raises one ConfigError for all unknown keys, with the nearest known key as a hint."""
     flat: dict[str, Any] = {}
     problems: list[ConfigError] = []
     for section, table in content.items():

@@ -1,16 +1,16 @@
-"""Layers of configuration become one validated `Profile`, and every value keeps its origin.
+"""Merge the layers of configuration into one validated `Profile`, in which every value keeps its origin.
 
     defaults  <  profile chain (`extends`)  <  ASYNCRL_SECTION__KEY  <  --set  <  flags
 
 A layer is a flat table of dotted keys. A higher layer replaces the values of lower ones key by key. Some keys also clear
-others below them (`CLEARS`), because both say the same thing: a run has one length, and a new task source has its own
+other keys of lower layers (`CLEARS`), which no longer apply: a run has one length, and a new task source has its own
 parameters.
 
 What was loaded is written as `config.resolved.json` (every value with its origin), and as TOML for people:
 
     {"schema_version": 1, "profile": {"run": {"train_steps": 200, ...}, ...}, "origins": {"run.seed": "--set", ...}}
 
-There eta is a string, so that it stays the decimal it is.
+In the JSON, eta is a string, so that it stays an exact decimal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from asyncrl_cli.safe_files import expand, first_of, load_json
 ENV_PREFIX = "ASYNCRL_"
 DEFAULT = "default"
 SCHEMA_VERSION = 1
-"""Of `config.resolved.json`."""
+"""The format version of `config.resolved.json`."""
 ALIAS, ALIASED = "async_training.use_rollout_log_probs", "algorithm.old_logprobs"
 
 CLEARS = {
@@ -59,7 +59,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A validated profile, what is worth a warning, and the origin of every value by dotted key, also of entries of task.params."""
+    """A validated profile, its warnings, and the origin of every value by dotted key, including entries of `task.params`."""
 
     profile: Profile
     origins: Mapping[str, str]
@@ -75,7 +75,7 @@ def load(
 ) -> Loaded:
     """Read the profile NAME or FILE and lay environment, `--set a.b=c` and flags (dotted keys) over it.
 
-    `layers` lie right above the files, the lowest first: a workload's keys for all profiles.
+    `layers` lie right above the files, the lowest first; a workload sets its keys for all profiles this way.
 
     Raises ConfigError for anything wrong in any layer.
     """
@@ -97,9 +97,9 @@ def load(
 
 
 def merge(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Lowest layer first. Returns values and origins by dotted key.
+    """Merge layers, the lowest first. Returns values and origins by dotted key.
 
-    verl's use_rollout_log_probs sets algorithm.old_logprobs, unless a layer does.
+    verl's use_rollout_log_probs sets algorithm.old_logprobs, unless a layer sets that directly.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -121,7 +121,7 @@ def file_layer(file: ProfileFile) -> Layer:
 
 
 def environment_layer(environ: Mapping[str, str]) -> Layer:
-    """ASYNCRL_SECTION__KEY. Every name with the prefix has to be a key, so that a misspelt one is not ignored."""
+    """The layer of ASYNCRL_SECTION__KEY variables. Any other name with the prefix is an error, lest a misspelt one be ignored."""
     ours = (name for name in environ if name.upper().startswith(ENV_PREFIX))
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
     problems = []
@@ -141,7 +141,7 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def _parsed(value: Any) -> Any:
-    """Texts in nested tables become the TOML values that they spell."""
+    """Parse every string in nested tables as a TOML value."""
     if isinstance(value, dict):
         return {key: _parsed(item) for key, item in value.items()}
     return parse_value(value) if isinstance(value, str) else value
@@ -152,7 +152,7 @@ def _env_name(key: str) -> str:
 
 
 def set_layer(sets: Sequence[str]) -> Layer:
-    """`--set a.b=c`; of several for one key the last one counts."""
+    """The layer of `--set a.b=c`; if a key is set several times, the last one counts."""
     values: dict[str, Any] = {}
     for text in sets:
         key, equals, value = text.partition("=")
@@ -169,7 +169,7 @@ def set_layer(sets: Sequence[str]) -> Layer:
 
 
 def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """A relative path is relative to the file (or the shell) that gives it. As an absolute one it survives a resume."""
+    """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the shell) that gives it."""
     paths = ("task.source", "task.eval_path", "model.path", "model.cache_dir")
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
     return {**values, **{key: _anchor(key, value, directory) for key, value in found.items()}}
@@ -186,7 +186,7 @@ def _anchor(key: str, value: str, directory: Path) -> str:
 
 
 def to_document(profile: Profile, origins: Mapping[str, str]) -> dict[str, Any]:
-    """JSON-like; `from_document` of it (also through a file) gives the same profile and origins."""
+    """The content of `config.resolved.json`, from which `from_document` restores the same profile and origins."""
     return {"schema_version": SCHEMA_VERSION, "profile": profile.model_dump(mode="json"), "origins": dict(origins)}
 
 
@@ -226,11 +226,11 @@ def _loaded(tables: Mapping[str, Any], origins: Mapping[str, str]) -> Loaded:
 
 
 def to_toml(profile: Profile, origins: Mapping[str, str], *, only_given: bool = True, with_origins: bool = False) -> str:
-    """A profile file that needs no other: what some layer gave, or (`only_given=False`) every value that is set."""
+    """A self-contained profile file: the values that some layer gave, or (`only_given=False`) every value that is set."""
     tables: dict[str, list[str]] = {section: [] for section in sections()}
     for key, value in entries_of(profile).items():
         section, _, name = key.partition(".")
-        if key.startswith(f"{PARAMS}."):  # of an older run it is not known where it came from
+        if key.startswith(f"{PARAMS}."):  # an older run did not record its origin
             name, origin = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}", origins.get(key, "unknown")
         else:
             origin = origins.get(key, DEFAULT)

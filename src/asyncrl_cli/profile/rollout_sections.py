@@ -49,11 +49,11 @@ class RolloutSection(Section):
     interrupt: Literal["keep-kv", "recompute-kv"] | None = None
     """With partial_rollout: what happens to the KV cache at a weight load; keep-kv if not given."""
     tensor_parallel_size: Processes | None = None
-    """vllm: processes that share one model. On GPUs one for each of the worker's: `placement.gpus_per_rollout_worker`, and
-    nothing else; on CPUs 1 if not given."""
+    """vllm: processes that share one model. On GPUs always one per GPU of the worker (`placement.gpus_per_rollout_worker`);
+    on CPUs 1 if not given."""
     gpu_memory_utilization: Share | None = None
-    """vllm: share of a GPU's memory for weights and KV cache; if not given vLLM's own default, and 0.5 where a trainer shares
-    the GPU (colocate). On a CPU: of the machine's memory; if not given, the cache is as large as the slots need."""
+    """vllm: share of a GPU's memory for weights and KV cache; if not given, vLLM's own default, or 0.5 where a trainer shares
+    the GPU (colocate). On CPUs: share of the machine's memory; if not given, the cache is as large as the slots need."""
     max_model_len: PositiveInt | None = None
     """vllm: longest sequence; max_prompt_tokens + max_response_tokens if not given."""
     enforce_eager: bool | None = None
@@ -61,12 +61,12 @@ class RolloutSection(Section):
     engine_args: Params = Field(default_factory=dict)
     """vllm: further arguments of its `AsyncEngineArgs`, by its own names."""
     call_timeout_s: PositiveFloat = 600.0
-    """Longest silence of a rollout worker that has work: one that makes no token for so long is lost, unless it computes rewards or
-    loads weights, which have limits of their own. A group may take longer, queueing included. It is also the longest time of a
-    train step, and of what a worker answers at once."""
+    """Longest silence of a rollout worker that has work: a worker that makes no token for this long counts as lost, unless it
+    computes rewards or loads weights, which have limits of their own. A group may take longer, queueing included. This is also
+    the limit of a train step, and of calls that a worker answers at once."""
     max_restarts: NonNegativeInt = 0
-    """How often each worker may be restarted after a failure (its process or its engine's died, or it was silent for too long);
-    at 0 the first failure ends the run. A resumed run counts anew."""
+    """How often each worker may be restarted after a failure (its process or its engine died, or it was silent for too long);
+    at 0 the first failure ends the run. A resumed run counts from zero."""
 
 
 class AsyncTrainingSection(Section):
@@ -77,27 +77,27 @@ class AsyncTrainingSection(Section):
     staleness_threshold: Eta = Decimal(0)
     """eta: groups admitted ahead, as a share of a window's groups."""
     require_batches: PositiveInt = 1
-    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups, which the seed deals out to them."""
+    """Mini-batches per train step: R = require_batches * ppo_mini_batch_size groups; the seed decides which group is in which."""
     partial_rollout: bool = False
     """Running rollouts are frozen at a weight sync and go on with the new weights."""
     max_staleness: NonNegativeInt | None = None
     """Strict bound, in versions, on the staleness of any trained token; ceil(eta) if not given, never less."""
     on_stale: Literal["wait", "accept", "drop", "requeue"] = "wait"
-    """What happens to a group that would pass the bound; `wait` keeps any from doing so."""
+    """What happens to a group that would pass the bound; with `wait` no group ever does."""
     max_requeues: NonNegativeInt = 2
     """How often one prompt is requeued for staleness."""
     on_exhausted: Literal["fail", "drop"] = "drop"
-    """What happens to a prompt requeued more often than that."""
+    """What happens to a prompt that is stale again after `max_requeues` requeues."""
     use_rollout_log_probs: bool | None = None
-    """verl's name: true is algorithm.old_logprobs = "rollout", false is "recompute"."""
+    """verl's name for algorithm.old_logprobs: true is "rollout", false is "recompute"."""
 
 
 class WeightsSection(Section):
     """How published weights reach the rollout workers."""
 
     transport: Literal["object-store", "disk", "nccl", "ipc"] = "object-store"
-    """The way of a version to the workers: `object-store` is buckets as Ray objects; `disk` is safetensors files below the
-    run's directory, which all nodes must share; `nccl` is from the trainer's GPU to the GPUs of vLLM; `ipc` is within the one GPU
+    """How a version travels to the workers: `object-store`: as buckets in Ray objects; `disk`: as safetensors files below the
+    run's directory, which all nodes must share; `nccl`: from the trainer's GPU to the GPUs of vLLM; `ipc`: within the one GPU
     that the trainer and vLLM share (colocate)."""
     gather_bucket_size_mb: PositiveInt = 2048
     """Bucket size on the trainer's side."""
@@ -106,18 +106,18 @@ class WeightsSection(Section):
     mode: Literal["async", "sync"] = "async"
     """async: the trainer goes on as soon as its weights are gathered; sync: once every rollout worker holds them."""
     overlap: bool = True
-    """Bucket by bucket: one is sent while the next is gathered, one is copied while the next arrives; false: one phase
-    after the other."""
+    """Overlap the buckets: send one while the next is gathered, copy one while the next arrives; false: one phase after
+    the other."""
     dual_buffer: bool = True
-    """Rollout workers receive the next version beside generation, into a second buffer, and only swap; false: no second buffer,
-    so weights arrive while generation stands still."""
+    """Rollout workers receive the next version into a second buffer while they generate, and stop only to swap; false: no second
+    buffer, so generation stands still while weights arrive."""
     probe_sequences: NonNegativeInt = 4
     """Fixed sequences scored by trainer and worker after each load; 0 turns the check off."""
     max_logprob_diff: PositiveFloat | None = None
-    """Mean absolute difference of the probes' logprobs above which a sync is alarmed, whatever the version before says; if not
-    given, 0.001 with model.dtype = "float32" and 0.1 with "bfloat16"."""
+    """Mean absolute difference of the probes' logprobs above which a load raises a warning, however it compares with the
+    version before; if not given, 0.001 with model.dtype = "float32" and 0.1 with "bfloat16"."""
     keep_versions: NonNegativeInt | Literal["all"] = 0
     """Published versions kept on disk (safetensors), for audits."""
     timeout_s: PositiveFloat = 300.0
     """Longest time a gather, a send or a load may take; likewise a checkpoint's snapshot, write or read, and a dump
-    of samples. `nccl`, `ipc`: of a meeting with a worker and of each transfer within a load; waits for others come on top."""
+    of samples. `nccl`, `ipc`: of connecting with a worker and of each transfer within a load; waits for others come on top."""

@@ -27,9 +27,9 @@ from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSe
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 """What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
 DIRECT_TRANSPORTS = ("nccl", "ipc")
-"""Values of `weights.transport` that go from GPU memory to GPU memory, within a worker's load."""
+"""Values of `weights.transport` that copy from GPU memory to GPU memory during a worker's load."""
 PROBE_TOKENS = 32
-"""Length of a probe (`weights.probe_sequences`): it reaches every layer and position encoding, and costs nothing."""
+"""Length of a probe (`weights.probe_sequences`): enough to exercise every layer and position encoding, at next to no cost."""
 
 
 class RunSection(Section):
@@ -47,7 +47,8 @@ class RunSection(Section):
     """Seconds a stop may take to finish the train step and write a checkpoint."""
     stall_timeout_s: PositiveFloat | None = None
     """Seconds without any progress after which the watchdog fails the run and names who waits for whom. If not given, one minute
-    more than the longest wait that has a limit of its own: a call that hangs is named, and its worker restarted, by that."""
+    more than the longest limit of any single wait, so that a hanging call meets its own limit first, which names the call and
+    restarts its worker."""
 
 
 class ModelSection(Section):
@@ -75,12 +76,12 @@ class TaskSection(Section):
     source: PathText = "reasoning-gym:number_sorting"
     """`reasoning-gym:<dataset>`, `jsonl:<path>` or `parquet:<path>`."""
     params: Params = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset; a layer that sets `source` starts without those of lower layers."""
+    """Parameters of the reasoning-gym dataset; a layer that sets `source` discards those of lower layers."""
     adapter: Literal["auto", "plain", "worked"] = "auto"
     """How a dataset item becomes a prompt: `plain` is its question; `worked` is the compact form with demonstrations
-    that write their working first; `auto` takes `worked` where there is one and the model is builtin:tiny."""
+    that write their working first; `auto` takes `worked` if the dataset has that form and the model is builtin:tiny."""
     train_prompts: PositiveInt | None = None
-    """Training prompts: as many are made (reasoning-gym; 4096 if not given) or taken from a file's beginning (all if not given)."""
+    """Number of training prompts: made by reasoning-gym (4096 if not given) or taken from a file's beginning (all if not given)."""
     prompt_column: str = "prompt"
     """Column of the prompt in a file."""
     answer_column: str = "answer"
@@ -88,16 +89,16 @@ class TaskSection(Section):
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
     environment: str = "one-turn"
-    """What a prompt leads to: `one-turn` is one response and its reward. Packages add others as entry points
+    """The episode that a prompt starts: `one-turn` is one response and its reward. Packages add others as entry points
     `asyncrl.environments`."""
     reward: str = "auto"
-    """`dataset` (its own verifier, which may forgive: number_sorting's takes numbers that are 1 off), `exact-match`, `math-verify`
+    """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`
     or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
     reward_timeout_s: PositiveFloat = 10.0
-    """Seconds one reward may take before its trajectory counts as failed; the import of its module may take as long, or 10."""
+    """Seconds one reward may take before its trajectory counts as failed; importing its module may take as long, at least 10 s."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Processes per rollout worker that compute rewards; if not given, half of its machine's cores, at most 4. In each an async
-    function awaits up to 128 rewards."""
+    """Processes per rollout worker that compute rewards; if not given, half of its machine's cores, at most 4. With an async
+    reward function each process awaits up to 128 rewards at once."""
     max_failed_ratio: Ratio = 0.1
     """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
 
@@ -140,8 +141,8 @@ class TrainerSection(Section):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay of the learning rate after the warm-up; zero would be reached one step after the run's last optimizer step."""
     max_skipped_steps: NonNegativeInt = 3
-    """Optimizer steps in a row that are skipped because their gradient is not finite; the next one ends the run, with a
-    checkpoint. A resumed run counts anew."""
+    """How many optimizer steps in a row may be skipped because their gradient is not finite; one more ends the run, with a
+    checkpoint. A resumed run counts from zero."""
 
 
 class PlacementSection(Section):
@@ -169,7 +170,7 @@ class CheckpointSection(Section):
     """When checkpoints are written and how many stay."""
 
     every_steps: NonNegativeInt = 50
-    """Train steps between checkpoints; 0: only step 0, the last step and stops."""
+    """Train steps between checkpoints; 0: only at step 0, at the last step and at a stop."""
     keep: PositiveInt = 3
     """Newest checkpoints kept."""
 
@@ -178,13 +179,13 @@ class EvalSection(Section):
     """Held-out evaluation on the rollout workers."""
 
     every_versions: NonNegativeInt = 50
-    """Versions between evals; version 0 and the last one always; 0: those two only."""
+    """Versions between evals. Version 0 and the last one are always scored; 0: only those two."""
     prompts: NonNegativeInt = 512
     """Held-out prompts per eval, never among the training prompts; 0: no eval."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of the eval; 0 is greedy."""
     timeout_s: PositiveFloat = 300.0
-    """Longest time of an eval; one that takes longer is reported absent."""
+    """Longest time of an eval; one that takes longer gives no result."""
 
 
 class LoggingSection(Section):
@@ -221,8 +222,8 @@ class Profile(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """What a job's plan adds to the profile, for the processes that compute: where one of a role's `workers` does. `device`,
-    `threads`, and the model of `model_dir`, whose weights are `version`."""
+    """Where one process of a role computes, which a job's plan adds to the profile. The role has `workers` processes, each with
+    `device` and `threads`; `model_dir` holds the model, whose weights are `version`."""
 
     model_dir: str
     device: str = "cpu"

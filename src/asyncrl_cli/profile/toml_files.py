@@ -1,7 +1,7 @@
-"""TOML in and out, with limits; and profile files: where they are, and the chain that `extends` makes of them.
+"""Read and write TOML within limits, find profile files, and follow their chain of `extends`.
 
 A profile is asked for by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`); a path in
-`extends` is relative to the file that says so.
+`extends` is relative to the file that contains it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.safe_files import MIB, decapitalized, expand, read_text, reason
 
 MAX_BYTES, MAX_DEPTH = MIB, 32
-"""Of one file: bytes, and tables within tables."""
+"""Limits of one file: its bytes, and the depth of its tables."""
 LONGEST_ECHO = 200
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A TOML file, its floats as decimals. Raises ConfigError with file and line."""
+    """Read a TOML file, with floats as decimals. Raises ConfigError with file and line."""
     try:
         return parse_toml(read_text(path, max_bytes=MAX_BYTES))
     except tomli.TOMLDecodeError as error:
@@ -35,7 +35,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Floats as decimals. Raises TOMLDecodeError, or ValueError for a number that is too long or tables that are too deep."""
+    """Parse TOML, with floats as decimals. Raises TOMLDecodeError, or ValueError for too long a number or too deep tables."""
     try:
         content = tomli.loads(text, parse_float=Decimal)
     except (RecursionError, ArithmeticError):
@@ -50,7 +50,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, or the text itself if it is none."""
+    """Parse `text` as a TOML value; text that is not TOML is returned as it is. Raises ConfigError past a limit."""
     try:
         parsed = parse_toml(f"value = {text}")
     except tomli.TOMLDecodeError:
@@ -131,7 +131,7 @@ def is_file_reference(reference: str) -> bool:
 
 
 def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
-    """The file of NAME or FILE. `asked_by` begins the error: who named it."""
+    """The path of the profile NAME or FILE. An error begins with `asked_by`, which says where the reference was given."""
     if is_file_reference(reference):
         path = relative_to / expand(reference)
         if os.path.isfile(path):
