@@ -1,4 +1,4 @@
-"""The loop's ports on Ray actors: `RayRolloutWorker` and `RayTrainer`.
+"""Implements the loop's ports on Ray actors: `RayRolloutWorker` and `RayTrainer`.
 
 Nothing here blocks the driver's event loop, every wait is bounded, and Ray never retries a call: an optimizer step made
 twice would be worse than a failed run.
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 CALL_KEY = "rollout.call_timeout_s"
 START_LIMIT = Limit(600.0)
-"""Imports, a large model's weights from a slow disk, an engine's memory profiling."""
+"""Covers imports, loading a large model from a slow disk, and an engine's memory profiling."""
 
 
 class RayRolloutWorker:
@@ -72,8 +72,8 @@ class RayRolloutWorker:
         return float(await self._answer(ref, f"the transfer of version {published.version}", self._weights))
 
     async def load(self, version: int, interrupt: Interrupt) -> ports.LoadReport:
-        """A drain may take as long as the longest response: the limit counts from when the last one was seen to run. Where rank 0
-        sends the bytes within the load, the waits for it end by themselves before this one does."""
+        """A drain may take as long as the longest response, so its limit counts from when a response was last seen to run. Where
+        rank 0 sends the bytes during the load, the worker's own limits on waiting for rank 0 are shorter than this one."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
         since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
         return await self._answer(ref, what, self._load, since)
@@ -91,7 +91,7 @@ class RayRolloutWorker:
         await self._answer(self.actor.resume.remote(), "a resume")
 
     async def restart(self) -> None:
-        """Kill the actor, whatever is left of it, and start another in its bundle, which takes it once the old one is gone.
+        """Kill the actor, dead or alive, and start another, which gets its bundle once the old actor is gone.
 
         The engine's processes and the reward process end with the actor that started them. Arrays of finished groups stay: the
         driver owns their references, and the node's object store has the bytes.
@@ -123,16 +123,16 @@ class RayRolloutWorker:
         try:
             return await answer(ref, executor=self.name, call=call, limit=limit or self._calls, since=since)
         except ExecutorLost:
-            if self._rank_zero is not None:  # at once: what rank 0 sends it would keep rank 0's GPU busy until its time is up
+            if self._rank_zero is not None:  # at once: else rank 0's GPU stays busy with sending to the lost worker until a timeout
                 self._rank_zero.actor.leave.remote(self.name)
             raise
 
 
 class RayTrainer:
-    """`loop.ports.Trainer` on all `TrainerActor` ranks. Calls that are collectives go to every rank, in one order.
+    """`loop.ports.Trainer` on all `TrainerActor` ranks. Collective calls go to every rank, in the same order.
 
-    Samples are dumped beside training, one step's at a time: the next waits for the last, so that every failure is seen. A dump
-    that fails loses its samples, not the step: `warn` tells people of the first failure, and all are counted.
+    Samples are dumped beside training, one step at a time: the next dump first awaits the last, so that no failure goes unseen. A
+    failed dump loses its samples, not the step: `warn` is called for the first failure, and all failures are counted.
     """
 
     name = "trainer"
@@ -169,7 +169,7 @@ class RayTrainer:
         return replace(reports[0], train_s=slowest_s, old_logprob_s=old_logprob_s, metrics=metrics), answers[0][1]
 
     async def begin_dump(self, step: int, dump: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`dump()` writes one, and has a time limit of its own."""
+        """Start `dump()` once the previous dump has ended. `dump` must have a time limit of its own."""
         await self.finish_dumps()
         self._dumping = step, asyncio.create_task(dump(), name=f"samples of step {step}")
 

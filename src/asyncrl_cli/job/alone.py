@@ -1,7 +1,7 @@
 """One phase alone, without the loop and without Ray: a rollout worker that only generates, a trainer rank that only trains.
 
-`asyncrl bench` puts each into a process of its own, to learn what the machine can do. Prompts are the task's; responses have the
-lengths that were given, in that order, over and over. Rewards, groups and loads take no part.
+`asyncrl bench` runs each in a process of its own to measure what the machine can do. Prompts are the task's; responses have
+given lengths, cycled through in order. No rewards are computed and no weights are loaded.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ T = TypeVar("T")
 GENERATION_CONFIG = "generation_config.json"
 NO_SUCH_TOKEN = 1_000_000_000
 BATCHES = 2
-"""Different ones, trained in turns."""
+"""Different batches that training takes in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What each process of a phase is given. `meeting`: a file by which trainer ranks find each other."""
+    """The input of each process of a phase. `meeting`: a file by which trainer ranks find each other."""
 
     profile: Profile
     place: Place
@@ -50,16 +50,16 @@ class Work:
         return render_prompts(tokenizer, self.items)
 
     def length(self, number: int) -> int:
-        """Of the response of that number."""
+        """Tokens of response `number`."""
         return min(self.response_tokens[number % len(self.response_tokens)], self.profile.rollout.max_response_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worked:
-    """What a process did in `seconds`: sampled tokens, or those that all ranks together trained.
+    """What a process did in `seconds`. `tokens`: sampled by it, or trained by all ranks together.
 
-    `cpu_s` is as in `CpuTime`: on a CPU, much less than `seconds` means that others used the machine. `running_mean`: of
-    generation, the mean number of running sequences.
+    `cpu_s` is measured by `CpuTime`: on a CPU, much less than `seconds` means that other programs used the machine.
+    `running_mean`: the mean number of running sequences (generation only).
     """
 
     tokens: int
@@ -84,7 +84,7 @@ class GenerationAlone:
         self._wait(self._engine.start())
 
     def begin(self) -> None:
-        """Fill all slots, and generate until `end`. Measured from when as many responses have ended as there are slots."""
+        """Fill all slots and generate until `end`. The measurement starts once as many responses have ended as there are slots."""
         self._wait(self._begin())
 
     def end(self) -> Worked:
@@ -94,7 +94,7 @@ class GenerationAlone:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _begin(self) -> None:
-        """As many responses as a group has wait in the engine's own queue."""
+        """Start `n` more responses than there are slots: these wait in the engine's own queue, so that no slot is ever free."""
         self._num_ended, num_sources = 0, self._engine.slots + self._work.profile.rollout.n
         self._sources = [asyncio.create_task(self._generate()) for _ in range(num_sources)]
         while self._num_ended < self._engine.slots:
@@ -124,11 +124,11 @@ class GenerationAlone:
 
     def _raise_failure(self) -> None:
         for source in self._sources:
-            if source.done():  # none ends by itself
+            if source.done():  # a source ends only by failing
                 source.result()
 
     async def _generate(self) -> None:
-        """One response after the other. Neighbours in number share a prompt; processes share no random number."""
+        """One response after the other. Each `n` successive numbers share a prompt; every process has seeds of its own."""
         work, rollout = self._work, self._work.profile.rollout
         while True:
             number = next(self._numbers)
@@ -140,7 +140,7 @@ class GenerationAlone:
 
 
 def endless_model(model_dir: Path, directory: Path) -> Path:
-    """`directory` with the model's files (links) and an end of sequence that it does not have."""
+    """A copy of the model (by links) in `directory`, whose end-of-sequence id no token has: responses never end early."""
     directory.mkdir(parents=True)
     for path in model_dir.iterdir():
         if path.name != GENERATION_CONFIG:
@@ -152,7 +152,7 @@ def endless_model(model_dir: Path, directory: Path) -> Path:
 
 
 class TrainingAlone:
-    """One rank, which trains made-up batches over and over. All ranks are asked for the same number of steps."""
+    """One trainer rank, which trains made-up batches over and over. All ranks must be asked for the same number of steps."""
 
     def __init__(self, rank: int, work: Work) -> None:
         from asyncrl_cli.train.balance import plan_train_step
@@ -177,7 +177,7 @@ class TrainingAlone:
         self._step = 0
 
     def measure(self, num_steps: int) -> Worked:
-        """Until the slowest rank has ended the last step."""
+        """Train `num_steps` steps. The time includes waiting for the slowest rank in each step."""
         began_s, cpu, tokens = time.perf_counter(), CpuTime(self._threads), 0
         for _ in range(num_steps):
             plan, payloads = self._batches[self._step % BATCHES]
@@ -188,7 +188,7 @@ class TrainingAlone:
 
 
 def made_up_group(work: Work, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
-    """Responses repeat their prompt's tokens; half of them are right."""
+    """A group whose responses repeat the prompt's tokens; every second one has reward 1."""
     from asyncrl_cli.envs.episode import Episode
 
     n, episodes = work.profile.rollout.n, []
@@ -204,10 +204,10 @@ def made_up_group(work: Work, number: int, prompt: list[int]) -> tuple[GroupResu
 
 
 class CpuTime:
-    """What this process and its children compute from now on, in CPU seconds of one core: those of the busiest thread or,
-    if that is more, the mean of the busiest process over `threads`. (An engine may compute in a child.)
+    """CPU seconds that this process and its children spend from now on, per core: those of the busiest thread or, if that is
+    more, the busiest process's sum divided by `threads`. (An engine may compute in a child.)
 
-    A sum over threads would hide what others take: two threads with half a core each make a CPU second per second, too.
+    A plain sum would hide that other programs take cores: two threads with half a core each also add up to 1 s per second.
     """
 
     def __init__(self, threads: int) -> None:
@@ -223,7 +223,7 @@ class CpuTime:
 
 
 def _thread_seconds() -> dict[int, dict[int, float]]:
-    """By process and thread."""
+    """CPU seconds so far by process id and thread id, of this process and all its descendants."""
     seconds: dict[int, dict[int, float]] = {}
     this = psutil.Process()
     for process in (this, *this.children(recursive=True)):

@@ -1,6 +1,6 @@
-"""Calls to actors: bounded, and failing in the words of the actor that failed.
+"""Calls to actors: each has a time limit, and its error names the actor that failed.
 
-Most come from the driver. By `nccl` and `ipc` a rollout worker also asks rank 0 for weights, past the driver (`RayRankZero`).
+Most calls come from the driver. With `nccl` and `ipc` a rollout worker also asks rank 0 for weights directly (`RayRankZero`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of one call, in seconds; None: something else bounds it. `key`: of the profile, where it comes from; `key_s`: its value, if
-    `seconds` is longer."""
+    """The time limit of one call; `seconds` is None if something else bounds the call. `key`: the profile's key that sets it;
+    `key_s`: that key's value, if `seconds` is longer."""
 
     seconds: float | None
     key: str = ""
@@ -41,8 +41,8 @@ class Limit:
 async def answer(
     ref: Any, *, executor: str, call: str, limit: Limit, since: Callable[[], float] | None = None, patient: bool = False
 ) -> Any:
-    """Await an ObjectRef. `since()`: when the limit began, on the event loop's clock, if that was later than the call.
-    `patient`: go on without a gcs_server for a while (session.py).
+    """Await an ObjectRef. `since()`: a time on the event loop's clock; the limit counts from it if it is later than the call.
+    `patient`: keep waiting for a while after the gcs_server has died (lifeline.py).
 
     Raises:
         ExecutorFailed: `<executor> failed: <its own error>`, when the call raised; ExecutorLost when the actor or its engine
@@ -60,7 +60,7 @@ async def answer(
 
 
 async def _extended(ref: Any, timeout_s: float, since: Callable[[], float]) -> Any:
-    """Await it; TimeoutError `timeout_s` after the call or `since()`, whichever is later by then."""
+    """Await `ref`. TimeoutError `timeout_s` after the call or after `since()`, which may rise meanwhile: whichever is later."""
     now = asyncio.get_running_loop().time
     pending, began_s = asyncio.ensure_future(ref), now()
     try:
@@ -109,10 +109,10 @@ def _died(error: RayError) -> str:
 
 
 class RayRankZero(RankZero):
-    """On the trainer's first actor, for one worker.
+    """Rank 0 as one rollout worker sees it, by calls to the trainer's first actor.
 
-    Rank 0 bounds its own work by `timeout_s`, and a turn by that for each of `workers`; the wait for it is longer, so that
-    its words come first.
+    Rank 0 limits its own work to `timeout_s`, and a turn to `timeout_s` for each of `workers`. The worker waits longer than
+    that, so that rank 0's own error comes first.
     """
 
     def __init__(self, actor: Any, worker: str, timeout_s: float, workers: int) -> None:

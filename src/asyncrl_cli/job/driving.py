@@ -1,5 +1,6 @@
-"""The loop of a run, put together and run to its end: its prompts, its checkpoints, its observers. Stops and failures become its
-result; only a cancellation from outside does not."""
+"""Builds the loop of a run from its prompts, checkpoints and observers, and runs it to its end.
+
+A stop or a failure becomes part of the `RunResult`; only a cancellation from outside is raised."""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ log = logging.getLogger("asyncrl")
 SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any]]
-"""The trainer, the rollout workers, and the payloads of the finished groups in the checkpoint that a run goes on from."""
+"""The trainer, the rollout workers, and, for a resumed run, the payloads of the checkpoint's finished groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `summary` is the last status (what status.json holds); `error` the failure, if it failed."""
+    """How a run ended. `summary` is the last status (what status.json holds); `error` is the failure, if it failed."""
 
     run_dir: Path
     exit_code: int
@@ -54,7 +55,7 @@ class RunResult:
 
 
 class PromptFeed:
-    """Implements `loop.ports.Feed` over a task's training items: shuffled per epoch, endless, resumable at any point.
+    """Implements `loop.ports.Feed` on a task's training items: shuffled per epoch, endless, resumable at any point.
 
     An epoch's order is a function of (seed, epoch) alone, so the state is a position, not a history:
     `{"seed", "epoch", "cursor", "num_items", "fingerprint"}`. The uids consumed so far are the first `cursor` of that order
@@ -128,7 +129,7 @@ class PromptFeed:
 
 
 class RunCheckpoints:
-    """Implements `loop.ports.CheckpointWriter`: the store's directory, the trainer's part written by the trainer."""
+    """Implements `loop.ports.CheckpointWriter`: the store makes the directory, and the trainer writes its own state into it."""
 
     def __init__(self, store: CheckpointStore, trainer: Trainer) -> None:
         self._store = store
@@ -155,7 +156,7 @@ class RunCheckpoints:
 def make_pipeline(
     profile: Profile, directory: RunDirectory, task: Task, crew: Crew, observers: Observers, checkpoint: Checkpoint | None
 ) -> Pipeline:
-    """`checkpoint`: where a resumed run goes on."""
+    """The loop and all it works with. `checkpoint`: where a resumed run continues."""
     trainer, workers, payloads = crew
     store = CheckpointStore(directory.path, keep=profile.checkpoint.keep, profile=profile.name)
     if checkpoint is not None:
@@ -173,7 +174,7 @@ def make_pipeline(
 
 
 def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observers:
-    """Files, Weights & Biases, and the screen, if there is one."""
+    """The run's files; Weights & Biases and the screen if they are wanted."""
     sinks: list[Sink] = [
         MetricsFile(directory.metrics),
         EventsFile(directory.events),
@@ -191,7 +192,8 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
 async def run_to_the_end(
     pipeline: Pipeline, trainer: RayTrainer, directory: RunDirectory, observers: Observers, requests: StopRequests
 ) -> RunResult:
-    """Run the loop; a stop ends it in order, a second one cancels it. Cancelled from outside, it raises CancelledError."""
+    """Run the loop. The first stop request ends it in order, the second cancels it. If the caller's task is cancelled, raises
+    CancelledError."""
     this = asyncio.current_task()
     assert this is not None
     running = asyncio.ensure_future(_loop_and_last_dump(pipeline, trainer))
@@ -201,7 +203,7 @@ async def run_to_the_end(
     try:
         await running
     except asyncio.CancelledError:
-        if this.cancelling():  # from outside: this task itself, and not only the loop that it waits for
+        if this.cancelling():  # this task itself was cancelled, and not only the loop
             observers.close("stopped")
             raise
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
@@ -216,7 +218,7 @@ async def run_to_the_end(
 
 
 async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
-    """The last dump of samples is waited for, also by a run that was stopped in order."""
+    """Run the loop, then wait for the last dump of samples, also after an orderly stop."""
     try:
         await pipeline.run()
     except Interrupted:
@@ -231,7 +233,7 @@ def _out() -> None:
 
 
 def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
-    """The failure in words for people, with what to do next."""
+    """The failure as an error for the user, with a hint what to do next."""
     name = directory.name
     if isinstance(failure, OSError):
         return storage_error(failure)

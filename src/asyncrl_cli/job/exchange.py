@@ -1,16 +1,16 @@
-"""Groups to a rollout actor, and what has become of them back: many of them in one call.
+"""Sends groups to a rollout actor and brings their results back, several per call.
 
     driver   generate(request) ─> outgoing ──┐                             ┌──> results, by key; `progress` returns
     calls                                    ├─ exchange(requests, seen) ──┤
     actor    GroupDesk: a task per group <───┘          ended, reports ────┘    (a change; 100 ms after the last answer)
 
-A call to an actor costs driver and actor a millisecond or two of CPU each. A call per group, and others for the progress of all,
-are most of what the driver has to do where groups are short or workers many. So the loop's long poll for progress takes new
-groups along, and brings ended ones: several at once while others run, and the last one of a worker without delay. Requests
-that come up while it is under way are sent by themselves.
+A call to an actor costs the driver and the actor a millisecond or two of CPU each. With short groups or many workers, a call per
+group besides the calls for progress would be most of the driver's work. So the loop's long poll for progress also carries new
+groups to the worker, and ended ones back: several at once while others run, and a worker's last one without delay. Requests
+that are made while a poll is under way are sent in a call of their own (`submit`).
 
-Who waits for whom: `progress` for a change on the worker, a second at most; `generate` for a `progress` that brings its group,
-however long that takes.
+Who waits for whom: `progress` for a change on the worker, for a second at most; `generate` for the `progress` that brings its
+group, without a limit.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from asyncrl_cli.loop.ports import GroupRequest, Progress
 from asyncrl_cli.samples import GroupPayload
 
 GROUPS_PER_ANSWER = 4
-"""Groups that one answer brings at most: each has an object of its own for its arrays, which never pass the driver. Where more
-have ended, the next answer comes at once."""
+"""The most groups that one answer brings. Each has a Ray object for its arrays, which do not pass through the driver. If more
+groups have ended, the next answer comes at once."""
 SETTLE_S = 0.002
-"""How long an exchange waits for the requests that the last one's answer has made room for."""
+"""How long an exchange waits before it is sent, for new requests that the last answer has made room for."""
 
 logger = logging.getLogger(__name__)
 
 Run = Callable[[GroupRequest, Callable[[int], None]], Awaitable[tuple[GroupResult, GroupPayload]]]
 Ended = tuple[GroupResult, GroupPayload]
 Head = tuple[Progress, tuple[GroupResult, ...]]
-"""An answer's first object; the others are the payloads of its groups, in their order, and None for the rest."""
+"""The first object of an answer: progress and results. The other objects are the payloads of these results, in order, then Nones."""
 Answer = Callable[[Any, str], Awaitable[Any]]
 
 
 class GroupDesk:
-    """The actor's side. Call it from the event loop.
+    """The actor's side: a task per group. Call it from the event loop.
 
-    `run(request, on_sequence)` runs a group; `changes` notes whatever is new to tell, as urgent once no group runs.
+    `run(request, on_sequence)` runs a group. `changes` is notified of every change, urgently if no group runs any more.
     """
 
     def __init__(self, run: Run, changes: LongPoll) -> None:
         self._run = run
         self._changes = changes
         self.finished_sequences: dict[AttemptKey, int] = {}
-        """Of each running group."""
+        """How many sequences of each running group have finished."""
         self._ended: deque[Ended] = deque()
         self._failure: Exception | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -65,9 +65,10 @@ class GroupDesk:
             task.add_done_callback(self._tasks.discard)
 
     def take(self) -> list[Ended]:
-        """The groups that ended first. Then raises what any group has raised: no group fails alone, it is the engine that did.
+        """Return the groups that ended first, at most `GROUPS_PER_ANSWER`. With none left, raise the first error of any group: it is
+        the engine's, not the group's.
 
-        Where it leaves something to take, it notes that as a change.
+        If more is left to take, this is noted as an urgent change, so that the next answer comes at once.
         """
         if self._failure is not None and not self._ended:
             raise self._failure
@@ -85,7 +86,7 @@ class GroupDesk:
 
         try:
             self._ended.append(await self._run(request, on_sequence))
-        except (Exception, asyncio.CancelledError) as error:  # told by an answer
+        except (Exception, asyncio.CancelledError) as error:  # `take` raises it
             logger.exception("group %s failed", request.key)
             if not isinstance(error, Exception):
                 error = ExecutorFailed(f"group {request.key} was cancelled")
@@ -98,8 +99,8 @@ class GroupDesk:
 class GroupExchange:
     """The driver's side, for one life of a worker's process.
 
-    `answer(pending, call)` awaits what the actor returns, bounded, and raises as `job.calls.answer` does. Every `generate` needs a
-    `progress` under way, now and later. Groups that a cancelled `progress` would have brought are lost: cancel it with all of them.
+    `answer(pending, call)` awaits the actor's answer within a limit, and raises as `job.calls.answer` does. A `generate` ends only
+    if `progress` is called again and again. A cancelled `progress` loses the groups that it would have brought: cancel them, too.
     """
 
     def __init__(self, actor: Any, answer: Answer) -> None:
@@ -109,10 +110,10 @@ class GroupExchange:
         self._waiting: dict[AttemptKey, asyncio.Future[GroupResult]] = {}
         self._is_under_way = False
         self._ran_s: dict[int, float] = {}
-        """When sequences were last seen to run, by the version that the worker held."""
+        """When sequences were last seen running, by the version that the worker held. On the event loop's clock."""
 
     def ran_before_s(self, version: int) -> float:
-        """When sequences were last seen to run on older weights."""
+        """When sequences were last seen running on weights older than `version`; -inf if never."""
         return max((ran_s for held, ran_s in self._ran_s.items() if held < version), default=float("-inf"))
 
     async def generate(self, request: GroupRequest) -> GroupResult:
@@ -128,12 +129,12 @@ class GroupExchange:
             self._waiting.pop(request.key, None)
 
     def post(self) -> None:
-        """Send by themselves the requests that no exchange takes along. Should it fail, the exchange under way does, too."""
+        """Send the waiting requests in a call of their own. Its answer is not awaited: if it fails, the exchange under way fails, too."""
         if self._outgoing:
             self._actor.submit.remote(self._taken())
 
     async def progress(self, seen: int) -> Progress:
-        """What it raises, every `generate` raises then."""
+        """Exchange groups and wait for a change since `seen`. An AsyncrlError is also raised by every waiting `generate`."""
         await asyncio.sleep(SETTLE_S)
         head, *payloads = self._actor.exchange.remote(self._taken(), seen)
         self._is_under_way = True

@@ -1,16 +1,16 @@
-"""A local session's daemons, watched by their pids: when one of them ends, every wait for Ray fails within a second.
+"""Watches the daemons of a local session by their pids: when one of them ends, every wait for Ray fails within a second.
 
-Without its gcs_server Ray itself goes on for a minute, and then exits silently in the middle of whatever the driver does.
+When its gcs_server dies, Ray itself goes on for a minute and then ends the driver silently, in the middle of its work.
 
     gcs_server dies   actors and their arrays live on. Waits for a rollout worker fail at once, and the loop ends the run in good
                       order, with a checkpoint. Waits for the trainer fail `CHECKPOINT_S` later.
     raylet dies       its workers die with it: every wait fails at once
     reaper dies       no wait fails: another reaper takes its place
 
-At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop hears nothing for up to a
+At that moment the driver may be blocked in a call to Ray (making an actor, say), and its event loop does not run for up to a
 minute. After `DEAF_S` the watching thread therefore reports the loss itself and ends the process.
 
-There is one session per process, as there is one Ray.
+A process has one session at a time, because it has one Ray.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from asyncrl_cli.job.process import leave, tell
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
-"""For the checkpoint of a run whose gcs_server is gone."""
+"""Time for a run to write its checkpoint after the gcs_server has died."""
 DEAF_S = 8.0
-"""How long the event loop may take to hear of a daemon's end."""
+"""How long the event loop may take to react to a daemon's death."""
 HINT = "a run that has begun goes on with `asyncrl resume`; if this machine was out of memory, `dmesg` says so"
 OUTLIVED = "gcs_server"
 
 Daemons = Mapping[str, Callable[[], str | None]]
-"""By name: how it has ended, None while it lives."""
+"""By a daemon's name, a function that says how the daemon ended; None while it lives."""
 
 _current: Lifeline | None = None
 
 
 class Lifeline:
-    """`watch` looks at the daemons in a thread, calls `mend` each time, and cuts the `waits` short when one has ended.
+    """`watch` polls the daemons in a thread, calls `mend` each time, and cuts the `waits` short when a daemon has ended.
 
-    `waits`: whether each wait, known by its time limit, can go on without the gcs_server for a while.
+    `waits`: the time limits of all current waits, and whether each is patient: can go on without the gcs_server for a while.
     """
 
     def __init__(self, daemons: Daemons, mend: Callable[[], None]) -> None:
@@ -54,7 +54,8 @@ class Lifeline:
         self._patience_is_over = False
 
     def error(self, *, patient: bool = False) -> SessionLost | None:
-        """The daemon that died first, if any has. `patient`: None for as long as the caller can go on without it."""
+        """The error that names the daemon that died first, if any has. `patient`: None while only the gcs_server is dead, for
+        `CHECKPOINT_S` at most."""
         dead = {name: how for name, ended in self._daemons.items() if (how := ended()) is not None}
         self.first = self.first or next(iter(dead.items()), None)
         if self.first is None or (patient and set(dead) == {OUTLIVED} and not self._patience_is_over):
@@ -111,11 +112,11 @@ def lost_session(*, patient: bool = False) -> SessionLost | None:
 
 @contextlib.contextmanager
 def session_wait(limit: asyncio.Timeout, *, patient: bool = False) -> Iterator[None]:
-    """`limit` also runs out when this process's local session is lost. Raises SessionLost if it is lost already."""
+    """Within the block `limit` also expires when the local session is lost. Raises SessionLost if it is lost already."""
     if _current is None:
         yield
         return
-    # Asked only once a daemon has died: a look at all of them takes longer than a call.
+    # Checked only once a daemon has died: polling all of them takes longer than a call to an actor.
     if _current.first is not None and (error := _current.error(patient=patient)) is not None:
         _current.is_heard = True
         raise error

@@ -1,9 +1,9 @@
-"""Ray on this machine alone: two daemons (gcs_server, raylet), on loopback, behind a token of the session's own.
+"""Starts Ray on this machine alone: two daemons (gcs_server, raylet) on loopback, protected by a token of the session's own.
 
 `ray.init()` would also start an autoscaler, a log monitor, an API server and two agents: five more Python processes, some of which
-take the run with them when they end, and four more open ports. So the node is started here, and `ray.init` connects to it.
+take the run with them when they end, and four more open ports. So this module starts the node, and `ray.init` connects to it.
 
-This relies on Ray's own modules (`ray._private`), of the minor version that pyproject.toml names.
+It uses private modules of Ray (`ray._private`), so pyproject.toml pins Ray's minor version.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.tasks.child import how_it_ended
 
 RAY_DIRECTORY, TOKEN = "ray", "token"
-"""In the session's directory, which is 0700: Ray makes its own 0777."""
+"""Names in the session's directory, which has mode 0700: Ray makes its own directory with 0777."""
 VARIABLES = ("RAY_", "PYTHONBREAKPOINT", "GLOO_SOCKET_IFNAME", "VLLM_HOST_IP")
-"""How the names of those begin that Ray, or a session, sets."""
+"""Prefixes of the environment variables that Ray or a session sets."""
 DEFAULT_VARIABLES: dict[str, str | None] = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Every answer is awaited, but for those that the end of a run has cancelled: Ray would print their errors after the summary.
+    # Otherwise Ray prints the errors of calls that nobody awaits any more (cancelled at a run's end) after the summary.
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
 
 PATIENT = {
-    # Whether the daemons live is known from their pids (session.py). To decide it by clocks as well is wrong on a busy laptop: at
-    # load 16 on 2 cores Ray declared its only node dead.
+    # Whether the daemons live is known from their pids (lifeline.py). Ray's own timeouts are wrong on a busy laptop: at load 16 on
+    # 2 cores it declared its only node dead.
     "health_check_failure_threshold": 1_000,
     "health_check_timeout_ms": 60_000,
     "health_check_initial_delay_ms": 60_000,
     # A worker of ours imports torch and ray, which has taken minutes on such a machine.
     "worker_register_timeout_seconds": 600,
-    # How long a process goes on without a peer before it is asked whether that one is dead.
+    # How long a process does without an unreachable peer before Ray checks whether the peer is dead.
     "core_worker_rpc_server_reconnect_timeout_base_s": 60,
     "core_worker_rpc_server_reconnect_timeout_max_s": 300,
     "raylet_rpc_server_reconnect_timeout_base_s": 60,
     "raylet_rpc_server_reconnect_timeout_max_s": 300,
-    # A connection over loopback does not get lost, but its other end may not get a core for long.
+    # A loopback connection is never lost, but its other end may wait long for a core.
     "grpc_keepalive_timeout_ms": 300_000,
     "grpc_client_keepalive_timeout_ms": 300_000,
 }
 SYSTEM_CONFIG = PATIENT | {
-    # By default 15: beside two busy processes on two cores the workers got a twentieth of one, and a run did not start in minutes.
+    # Ray's default is 15: beside two busy processes on two cores the workers got 5% of a core, and a run took minutes to start.
     "worker_niceness": 0,
     "enable_metrics_collection": False,
     # Nobody reads these events, and without a gcs_server Ray would wait 5 s at the end for them to be taken.
     "task_events_report_interval_ms": 0,
     "task_events_shutdown_flush_timeout_ms": 100,
-    "enable_pipe_based_agent_to_parent_health_check": True,  # the agents' stdin is a pipe that ends with the raylet
+    "enable_pipe_based_agent_to_parent_health_check": True,  # gives agents a stdin that closes when the raylet ends
 }
 AGENT_COMMANDS = "--dashboard_agent_command=", "--runtime_env_agent_command="
 NO_AGENT = subprocess.list2cmdline(["sh", "-c", "exec cat"])
@@ -72,7 +72,7 @@ NOT_IN_USE = -1
 
 
 class LocalNode(Node):
-    """A head node without the parts that `RayParams` cannot leave out."""
+    """A head node without the API server and the agents, which `RayParams` cannot switch off."""
 
     def start_api_server(self, **options: object) -> None:
         self._webui_url = ""
@@ -101,7 +101,7 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     token = directory / TOKEN
     token.touch(mode=0o600, exist_ok=False)
     token.write_text(secrets.token_hex(32), encoding="ascii")
-    # Where torch's gloo and vLLM listen: by themselves at whatever address the host's name has.
+    # Make torch's gloo and vLLM listen on loopback; by default they take the address of the host's name.
     on_loopback = {
         "GLOO_SOCKET_IFNAME": next(name for _, name in socket.if_nameindex() if name.startswith("lo")),
         "VLLM_HOST_IP": LOOPBACK,
@@ -119,9 +119,9 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     )
     with (
         ray_variables(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None, **on_loopback),
-        # Ray's switch for other systems. With it on, Ray puts the host's address for loopback, and listens on all interfaces.
+        # With this switch on, Ray replaces the loopback address by the host's, and listens on all interfaces.
         _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-        # Or Ray prints to stdout how its daemons end.
+        # Otherwise Ray prints to stdout how its daemons end.
         _replaced(worker, "_worker_logs_enabled", False),
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
@@ -132,13 +132,13 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
 
 
 def ending(process: subprocess.Popen[bytes]) -> str | None:
-    """How it has ended; None while it runs."""
+    """How the process has ended; None while it runs."""
     return None if process.poll() is None else how_it_ended(process.returncode)
 
 
 @contextlib.contextmanager
 def ray_variables(**ours: str | None) -> Iterator[None]:
-    """`ours` are set within the block, None: not set. After it all are as they were: these, and those that Ray sets itself."""
+    """Within the block the environment has `ours` (None: unset). Afterwards these and the variables that Ray set are restored."""
     before = _variables()
     _set(DEFAULT_VARIABLES | before | ours)
     try:
@@ -152,7 +152,7 @@ def _variables() -> dict[str, str | None]:
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
-    """In this process and those it starts from now on, also where Ray has read them before."""
+    """Change the environment of this process and its future children, and make Ray read it anew."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

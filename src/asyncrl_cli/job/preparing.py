@@ -1,5 +1,5 @@
-"""What a run needs before Ray starts: its engine, its task, its model, prompts that fit, and a checkpoint of its own if it resumes
-from one. All of it is looked at in threads that a Ctrl-C need not wait for."""
+"""Prepares and checks what a run needs before Ray starts: engine, task, model, prompt lengths, and the checkpoint to resume from.
+The slow parts run in a thread that a Ctrl-C does not wait for."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ from asyncrl_cli.train.losses import check_loss
 T = TypeVar("T")
 Item = Mapping[str, Any]
 Say = Callable[..., None]
-"""`say(text, done=0, total=0, figures="")`: what is being done; how far, where that can be counted; its `figures` (a loss, say)."""
+"""`say(text, done=0, total=0, figures="")`: shows what is being done, how far it is (if that can be counted), and its `figures`
+(a loss, say)."""
 
 
 async def prepare(profile: Profile, say: Say, address: str | None = None, resumed: Path | None = None) -> tuple[Task, Path]:
-    """The task and the model's directory. Raises ConfigError or PreflightError for an engine, a task, a model or prompts that will
-    not do.
+    """The task and the model's directory. Raises ConfigError or PreflightError if the engine, task, model or prompts
+    cannot be used.
 
-    With `address` the engine runs on the nodes of that cluster, where this process cannot look. `resumed`: the directory of the
-    run that goes on.
+    With `address` the engine runs on the nodes of that cluster, which this process cannot examine. `resumed`: the directory of
+    the run that is resumed.
     """
 
     def work(look: Callable[[], None]) -> tuple[Task, Path]:
@@ -63,7 +64,7 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
 
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:
-    """Raises what `prepare` would, as far as that can be told while no model is made or fetched."""
+    """Raises what `prepare` would raise, as far as this can be checked without making or downloading a model."""
     check_surroundings(profile, address)
     task = load_task(profile)
     check_prompts(profile, task, model_here(profile))
@@ -71,8 +72,8 @@ def check_without_making(profile: Profile, address: str | None = None) -> Task:
 
 
 def check_surroundings(profile: Profile, address: str | None) -> None:
-    """Whether loss and environment are known, the job fits here (or the cluster answers), the engine is installed, and
-    W&B has a login. Called before anything imports transformers: what is wrong with the engine's packages may break that, too."""
+    """Check that the loss and the environment exist, the job fits here (or the cluster answers), the engine is installed, and
+    W&B has a login. Call it before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
     check_environment(profile.task.environment)
     if address is None:
@@ -85,7 +86,8 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
-    """Their lengths, and the model in whose tokens they are counted; without a directory only where it is the built-in one."""
+    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model. Without a directory only the built-in model's
+    tokens can be counted."""
     if is_builtin(profile):
         check_prompt_lengths(profile, task, characters)
     elif model_dir is not None:
@@ -93,14 +95,14 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
 
 
 def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
-    """The model and its tokenizer, and the task's prompts in its tokens."""
+    """Check the model, its tokenizer, and the lengths of the task's prompts in its tokens."""
     from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
 
     vocab_size = check_model(profile, model_dir)
     try:
         tokenizer = load_tokenizer(model_dir, trust_remote_code=profile.model.trust_remote_code)
         render_prompts(tokenizer, [{"prompt": "x"}])
-    except Exception as error:  # of files that are no tokenizer's, transformers and tokenizers raise anything
+    except Exception as error:  # broken tokenizer files make transformers and tokenizers raise any exception
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
@@ -108,22 +110,22 @@ def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
 
 
 def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
-    """How many each prompt has."""
+    """Number of tokens of each prompt."""
     from asyncrl_cli.envs.episode import render_prompts
 
     return list(map(len, render_prompts(tokenizer, items)))
 
 
 def characters(items: Sequence[Item]) -> list[int]:
-    """The tokens of the built-in model: to count them it need not be opened, which is seconds of imports."""
+    """Number of tokens of each prompt for the built-in model, whose tokens are characters: saves the seconds that importing takes."""
     return [len(item["prompt"]) for item in items]
 
 
 def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequence[Item]], list[int]]) -> None:
     """ConfigError if a prompt of either split has more tokens than `rollout.max_prompt_tokens`.
 
-    A token is hardly ever less than a byte, so only prompts of more bytes than that are tokenized. What slips through
-    (a tokenizer that makes long things of short ones) fails its group later, by name.
+    A token hardly ever has less than a byte, so only prompts with more bytes than the limit are tokenized. A prompt that slips
+    through (some tokenizers expand text) fails its group later, with an error that names it.
     """
     limit = profile.rollout.max_prompt_tokens
     (around,) = tokens([{"prompt": "x"}])
@@ -141,8 +143,8 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
 
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
-    """Raises RefusedError unless the loop's state, its observers' and the finished groups are of one run with this profile."""
-    from asyncrl_cli.checkpoint.payloads import read_payloads  # brings numpy, which a dry run does without
+    """Raises RefusedError unless the state of the loop, that of its observers, and the finished groups fit together and fit `profile`."""
+    from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
 
     state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
     if state["step"] != checkpoint.step:
@@ -157,7 +159,7 @@ def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
 
 
 def refuse_other_prompts(checkpoint: Checkpoint, task: Task, seed: int) -> None:
-    """A checkpoint names its prompts: RefusedError unless the task still has them, as they were."""
+    """Raises RefusedError unless the task still has the same items, and the prompts that the checkpoint names."""
     feed, groups = PromptFeed(task.train, seed=seed), checkpoint.loop_state["groups"]
     feed.restore(groups["feed"])
     for entry in (*groups["running"], *groups["again"], *(finished["try"] for finished in groups["finished"])):
@@ -169,7 +171,7 @@ def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
-    """Run `work(look)` in a thread; if we are cancelled, its next call of `look` raises and ends it."""
+    """Run `work(look)` in a thread. If the caller is cancelled, the next call of `look()` raises Interrupted and so ends the work."""
     answer: Future[T] = Future()
 
     def look() -> None:
@@ -177,12 +179,12 @@ async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
             raise Interrupted("interrupted before the run began")
 
     def run() -> None:
-        with suppress(InvalidStateError):  # it was cancelled: nobody waits for the answer
+        with suppress(InvalidStateError):  # cancelled: nobody waits for the answer
             try:
                 answer.set_result(work(look))
             except BaseException as error:
                 answer.set_exception(error)
 
-    # A thread of its own: those of the loop's executor are waited for at the end, and an import or a download takes its time.
+    # Not a thread of the loop's executor: asyncio waits for those at the end, and an import or a download may take long.
     threading.Thread(target=run, name="preparing", daemon=True).start()
     return await asyncio.wrap_future(answer)

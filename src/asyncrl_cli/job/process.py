@@ -1,7 +1,4 @@
-"""A process of ours: how it is set up (log file, compute threads, memory), asked to stop, and left at once.
-
-(Ray sets its title in `ps`: class and method.)
-"""
+"""What the driver and the workers do as processes: set-up (log file, compute threads, memory), stop requests, immediate exit."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ log = logging.getLogger("asyncrl")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """mallopt(3)."""
 MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""The largest that glibc takes: blocks above it still come from the kernel and go back at once."""
+"""The largest value that glibc accepts: larger blocks still come from the kernel and go back to it at once."""
 KEPT_BYTES = 2**30
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
@@ -38,17 +35,17 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def set_up_process(*, threads: int, log_path: Path | None) -> None:
-    """Call it first, before torch is imported: OpenMP reads its variables once. Ray sets it to the actor's num_cpus."""
+    """Call this before torch is imported: OpenMP reads its variables once. `threads` replaces Ray's choice, the actor's num_cpus."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # By default OpenMP's threads spin while they wait for one that a neighbour keeps off its core: measured beside one busy process
-    # on two cores, two threads 10 to 60 times slower than with this. On idle cores it costs nothing that could be measured.
+    # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one of them off its core,
+    # two threads on two cores were 10 to 60 times slower than with this setting. On idle cores no cost could be measured.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     keep_freed_memory()
     yield_to_computing()
     if log_path is None:
         return
-    # Everything the process says, also from native code and in its last moments, goes to one file.
+    # All output of the process, also from native code and during a crash, goes to one file.
     log_path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -59,7 +56,7 @@ def set_up_process(*, threads: int, log_path: Path | None) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Where the C library is glibc: memory that is freed stays with the process, up to `KEPT_BYTES`.
+    """With glibc: keep freed memory in the process, up to `KEPT_BYTES`.
 
     A forward pass on a CPU allocates and frees the same megabytes over and over. By default glibc hands them back to the
     kernel each time, which then fills them with zeros again, page by page: measured, half of a decode step's time.
@@ -73,17 +70,17 @@ def keep_freed_memory() -> None:
 def collect_garbage_seldom() -> None:
     """For a process that keeps many small objects (a loop's groups) and makes hardly any cycles.
 
-    With Python's own thresholds the collector looks through all of them again and again: measured, half of the loop's time per
-    group with 32,768 running trajectories, an eighth with a tenth of them.
+    With Python's default thresholds the collector scans all of them again and again: half of the loop's time per group was spent
+    on that with 32,768 running trajectories, an eighth with a tenth as many.
     """
     gc.set_threshold(*GC_THRESHOLDS)
 
 
 def yield_to_computing() -> None:
-    """On Linux: a thread of this process that wakes up, for a message or a poll, waits for its turn and pushes nobody off a core.
+    """On Linux: threads of this process that wake up (for a message or a poll) do not preempt running threads.
 
     A busy run has as many computing threads as cores, and hundreds of wake-ups per second; each would take a core from a forward
-    pass, and the caches with it. Alone on its cores a process is as fast as before. A system may refuse it.
+    pass, and its caches. A process alone on its cores is not slowed down. If the system refuses the setting, nothing changes.
     """
     if sys.platform == "linux":
         with suppress(OSError):
@@ -92,7 +89,7 @@ def yield_to_computing() -> None:
 
 class _LogFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """On a full disk lines are lost silently: Python would print a traceback for each. A run's own files report the disk."""
+        """Ignore a full disk: Python would print a traceback for each lost line. Writing the run's other files reports the disk."""
 
 
 @contextmanager
@@ -107,29 +104,29 @@ def logged_to(path: Path) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-        with suppress(OSError):  # its last line, on a full disk
+        with suppress(OSError):  # a full disk: the last line cannot be flushed
             handler.close()
 
 
 class StopRequests:
-    """How a person ends a run: by Ctrl-C, SIGTERM, SIGHUP (a terminal that goes) or `asyncrl stop`. What each request does:
+    """The ways to end a run: Ctrl-C, SIGTERM, SIGHUP (the terminal was closed) or `asyncrl stop`. What each request does:
 
         the run is     first                    second                  third
         starting       cancels the start        out, without waiting
         in its loop    step, checkpoint, end    aborts the loop         out, without waiting
         ending         nothing
 
-    "Out" ends the process there and then. The reaper ends what it has started, and checkpoints are made to survive that.
-    `mean` sets what the next requests do; until then each raises KeyboardInterrupt, as a Ctrl-C does, unless others are given.
+    "Out" ends the process immediately; the reaper ends its children, and whole checkpoints stay whole. `mean` sets what the next
+    requests do. Until it is called they do `actions`; by default each raises KeyboardInterrupt, as a Ctrl-C does.
     """
 
     def __init__(self, *actions: Callable[[], None]) -> None:
         self._actions = list(actions or [_interrupt])
 
     def mean(self, *actions: Callable[[], None]) -> None:
-        """From now on: one action per request, the last one again for every further request.
+        """From now on each request does the next of `actions`; when only the last is left, every further request repeats it.
 
-        A signal calls them between any two steps of the main thread: what belongs into the event loop is handed to it.
+        A signal calls an action at any point of the main thread: one that concerns the event loop must be handed to the loop.
         """
         self._actions = list(actions)
 
@@ -138,10 +135,10 @@ class StopRequests:
         action()
 
     def take_signals(self) -> dict[signal.Signals, Any]:
-        """Take the signals over, and return the handlers that they had. To take them twice changes nothing.
+        """Make the signals stop requests, and return their previous handlers. A second call changes nothing and returns none.
 
-        One that was ignored from the start (SIGHUP under nohup) stays so. Outside the main thread nobody may handle signals: such
-        a run is stopped by file, or by cancelling it.
+        A signal that was ignored from the start (SIGHUP under nohup) stays ignored. Python handles signals only in the main thread:
+        a run in another thread is stopped by `asyncrl stop`, or by cancelling its task.
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
@@ -152,7 +149,7 @@ class StopRequests:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Within the block they are taken."""
+        """Within the block signals are stop requests (`take_signals`)."""
         taken = self.take_signals()
         try:
             yield
@@ -161,7 +158,7 @@ class StopRequests:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     async def watch(self, num_requests: Callable[[], int]) -> None:
-        """Look for requests that come by file, until cancelled."""
+        """Poll for requests that come by file (`asyncrl stop`), until cancelled. `num_requests()`: how many there have been."""
         seen, readable = 0, True
         while True:
             try:
@@ -182,7 +179,7 @@ def _interrupt() -> NoReturn:
 
 @contextmanager
 def blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes that are started within the block never get this signal. One that is sent to us meanwhile is answered after it."""
+    """Processes started within the block inherit the mask and never get this signal. If it is sent to us, we get it after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -191,13 +188,13 @@ def blocked(number: signal.Signals) -> Iterator[None]:
 
 
 def tell(text: str) -> None:
-    """A line on stderr, safe in a signal's handler: it takes no lock that the interrupted thread may hold."""
+    """Write a line to stderr. Safe in a signal handler: takes no lock that the interrupted thread may hold."""
     with suppress(OSError):  # the terminal may be gone
         os.write(2, f"{text}\n".encode())
 
 
 def end_descendants() -> None:
-    """Kill what this process has started, so that nothing writes where we clean up. The reaper is spared: it ends the rest."""
+    """Kill our descendants, so that nothing writes to what we are about to remove. The reaper is spared: it cleans up after us."""
     import psutil
 
     for process in psutil.Process().children(recursive=True):
@@ -207,7 +204,7 @@ def end_descendants() -> None:
 
 
 def leave(exit_code: int = INTERRUPTED) -> NoReturn:
-    """End this process now. Python would wait for threads that nobody can interrupt: an import, a download, a stuck terminal."""
+    """End this process now. A normal exit would wait for threads that cannot be interrupted: an import, a download, a stuck terminal."""
     remove_unfinished()
     reaper.say_goodbye()
     with suppress(OSError):
@@ -217,7 +214,7 @@ def leave(exit_code: int = INTERRUPTED) -> NoReturn:
 
 
 def leave_soon() -> None:
-    """In `LEAVE_WITHIN_S`, whatever holds up the main thread."""
+    """Leave after `LEAVE_WITHIN_S`, even if the main thread is stuck."""
     timer = threading.Timer(LEAVE_WITHIN_S, leave)
     timer.daemon = True
     timer.start()

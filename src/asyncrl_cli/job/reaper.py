@@ -3,12 +3,12 @@
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
 Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
-closes, because the session ended (it says goodbye first) or the driver died (we print the error then), it lets them go for
-`GRACE_S`, kills the rest, and removes the directory and what they have left of Python's shared memory (vLLM's processes talk
-through it; Python's resource tracker, which would remove it, is killed with them).
+closes, because the session ended (the driver says goodbye first) or the driver died (the reaper prints an error then), it gives
+the descendants `GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory files that they left (vLLM's
+processes communicate through these; Python's resource tracker, which would remove them, is killed as well).
 
-Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux (/proc). The driver starts
-it by `Reaper`.
+Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux only (/proc). The class
+`Reaper` starts it from the driver.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GRACE_S = 3.0
 GIVE_UP_S = 10.0
 END_TIMEOUT_S = 20.0
 GOODBYE = b"."
-"""What the driver says through the pipe when it ends in order: people have been told why."""
+"""What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
 LAST_WORD = """\
 error: this run's process has ended without a word: it was killed
 hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had one; if memory was short, `dmesg` says so
@@ -36,7 +36,7 @@ hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had on
 SHARED_MEMORY = "/dev/shm/psm_"
 
 Seen = dict[int, int]
-"""Start time by pid, in the kernel's ticks: together they name a process."""
+"""Start time by pid, in kernel ticks: pid and start time together identify a process."""
 
 
 def started_at(pid: int) -> int | None:
@@ -60,7 +60,7 @@ def children(pid: int) -> list[int]:
 
 
 def look(root: int, seen: Seen, since: int = 0) -> None:
-    """Add the living descendants of `root` to `seen`, leaving out ourselves and who began before `since`, with all of theirs."""
+    """Add the living descendants of `root` to `seen`, except this process and those started before `since`, with all of theirs."""
     pending = children(root)
     while pending:
         pid = pending.pop()
@@ -76,7 +76,7 @@ def shared_memory_of(pid: int) -> set[str]:
     found = set()
     with contextlib.suppress(OSError):  # the process ends while we look
         for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # it closes a file
+            with contextlib.suppress(FileNotFoundError):  # the process has just closed this file
                 found.add(os.readlink(file))
     return {name for name in found if name.startswith(SHARED_MEMORY) and not name.endswith(" (deleted)")}
 
@@ -86,15 +86,15 @@ def living(seen: Seen) -> Seen:
 
 
 def heard(seconds: float) -> bytes | None:
-    """The driver's next word; empty if it has ended, None if it says nothing within `seconds`."""
+    """The next byte from the driver; empty if the pipe is closed, None if nothing comes within `seconds`."""
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
 def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
-    """Look until the driver ends: whether it said goodbye, what lives on, and all shared memory seen.
+    """Watch until the driver ends. Returns whether it said goodbye, which processes live on, and all shared memory seen.
 
-    The session's first reaper started at `since`, before all else in the session. What the driver had started earlier (Python's
-    resource tracker, say) is not the session's, and a driver that lives on needs it.
+    `since`: when the session's first reaper started, before anything else of the session. What the driver started earlier (Python's
+    resource tracker, say) is not the session's, and a driver that goes on after its session needs it.
     """
     since = since or started_at(os.getpid()) or 0
     seen: Seen = {}
@@ -110,7 +110,7 @@ def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
 
 
 def reap(seen: Seen) -> None:
-    """Wait `GRACE_S` for them to go by themselves, then kill them and what they started meanwhile."""
+    """Wait `GRACE_S` for the processes to end by themselves, then kill them and what they started meanwhile."""
     kill_s = time.monotonic() + GRACE_S
     while (seen := living(seen)) and time.monotonic() < kill_s + GIVE_UP_S:
         if time.monotonic() >= kill_s:
@@ -123,10 +123,10 @@ def reap(seen: Seen) -> None:
 
 
 def remove_shared_memory(names: set[str]) -> None:
-    """Except what another process still holds open: it may not be the session's."""
+    """Remove the files, except those that another process still holds open: they may not be the session's."""
     everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     for name in names.difference(*map(shared_memory_of, everyone)):
-        with contextlib.suppress(OSError):  # it is gone, or not ours to remove: the others and the directory still go
+        with contextlib.suppress(OSError):  # already gone, or not ours to remove: go on with the others
             Path(name).unlink()
 
 
@@ -135,7 +135,7 @@ def main(driver_pid: int, directory: str, since: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     said_goodbye, seen, memory = watch(driver_pid, since)
     if said_goodbye:
-        heard(GRACE_S)  # it closes the pipe, or ends
+        heard(GRACE_S)  # wait until it closes the pipe or ends
     else:
         with contextlib.suppress(OSError):  # nobody reads it any more
             sys.stderr.write(LAST_WORD)
@@ -146,11 +146,11 @@ def main(driver_pid: int, directory: str, since: int) -> None:
 
 
 _pipe: int | None = None
-"""In the driver: to its reaper."""
+"""In the driver: the file descriptor of the pipe to the current reaper."""
 
 
 class Reaper:
-    """In the driver: the process that cleans up after it."""
+    """The driver's handle on the reaper process, which cleans up after the driver."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -158,13 +158,13 @@ class Reaper:
         self._since = started_at(self._process.pid) or 0
 
     def mend(self) -> None:
-        """If it is dead, another in its place, which also looks after what the first one did."""
+        """If the reaper is dead, start another, which also covers everything started since the first one."""
         if self._process.poll() is not None:
             self._close_pipe()
             self._process = self._start(self._since)
 
     def end(self) -> None:
-        """Returns when everything is gone."""
+        """Say goodbye, and return when the reaper has cleaned up and ended."""
         self.mend()
         say_goodbye()
         self._close_pipe()
@@ -185,12 +185,12 @@ class Reaper:
     def _close_pipe(self) -> None:
         global _pipe
         assert self._process.stdin is not None
-        _pipe = None  # soon its number may be another file's
+        _pipe = None  # the descriptor's number may soon belong to another file
         self._process.stdin.close()
 
 
 def say_goodbye() -> None:
-    """In the driver, also from a signal's handler."""
+    """In the driver: announce an orderly end. Safe in a signal handler."""
     if _pipe is not None:
         with contextlib.suppress(OSError):  # the reaper is dead itself
             os.write(_pipe, GOODBYE)

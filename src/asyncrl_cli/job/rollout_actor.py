@@ -1,4 +1,4 @@
-"""The rollout actor: an engine, its group runner and its rewards in one asyncio process.
+"""The rollout actor: an engine, a group runner and the rewards in one asyncio process.
 
     exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (GroupResult, GroupPayload) ─> exchange
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
@@ -6,8 +6,8 @@
 Who waits for whom: a group for slots, the engine and rewards; `prefetch` for the transport, in a thread, beside generation; `load`
 for the engine's interrupt (with `drain`: for running sequences); `exchange` for a change, one second at most.
 
-Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them within
-the interrupt; by `nccl` and `ipc` rank 0 sends them then.
+Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them during
+the interrupt; with `nccl` and `ipc`, rank 0 sends them then.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RolloutActor:
     async def exchange(self, requests: Sequence[GroupRequest], seen: int) -> tuple[Head | GroupPayload | None, ...]:
         """New groups in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
 
-        Metadata for the driver, arrays for the trainer: an object each, so that the arrays never pass the driver.
+        Each group's arrays are a Ray object of their own, which the trainer fetches: the driver gets the metadata only.
         """
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
@@ -107,7 +107,7 @@ class RolloutActor:
         return head, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
 
     async def abort(self, key: AttemptKey) -> None:
-        await asyncio.sleep(0)  # a group that has come in the same turn begins first
+        await asyncio.sleep(0)  # let a group begin that was submitted in the same turn of the loop
         await self._runner.abort(key)
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
@@ -150,7 +150,7 @@ class RolloutActor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """One version that waits for its load. `weights` is None where the load fetches them, by `refs`."""
+    """A version that waits to be loaded. `weights` is None if the load itself is to fetch them by `refs`."""
 
     manifest: Manifest
     refs: Sequence[Any]
@@ -158,10 +158,10 @@ class Received:
 
 
 class Loader:
-    """A rollout worker's side of a weight sync. Versions only rise: one that is not newer than what is held, or waits to be loaded,
-    is refused.
+    """A rollout worker's side of a weight sync. Versions only rise: one that is not newer than the loaded version, and than one
+    that waits to be loaded, is refused.
 
-    `held`: version of the engine's weights; one less where the first load may bring that very version, to verify it.
+    `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it.
     """
 
     def __init__(self, engine: Engine, weights: WeightsSection, meter: RolloutMeter, held: int) -> None:
@@ -172,9 +172,9 @@ class Loader:
         self._received: Received | None = None
 
     async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float:
-        """Fetch, check and copy the buckets off the event loop, as far as they are not to come within the load. Seconds.
+        """Fetch, check and copy the buckets in a thread, unless the load is to fetch them. Returns the seconds.
 
-        ValueError for a version that is not newer than what this worker holds or has received; also if a newer one came meanwhile.
+        Raises ValueError for a version not newer than what this worker holds or has received, also if a newer one came meanwhile.
         """
         began_s = time.monotonic()
         self._check_newer(manifest.version)
@@ -184,7 +184,7 @@ class Loader:
         return time.monotonic() - began_s
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        """Swap the received weights in. Raises, with the old version still loaded, if there are none of `version`."""
+        """Swap the received weights in. Raises ValueError, with the old version still loaded, if `version` was not received."""
         received, engine = self._received, self._engine
         if received is None or received.manifest.version != version:
             raise ValueError(f"asked to load version {version}, which was not received")
@@ -201,7 +201,7 @@ class Loader:
                     self._received = None  # also if it failed: the version may come again
             self._held = version
             if engine.stops_to_score:
-                self._meter.load_begins("keep-kv")  # the probe freezes also what a drain has just let in
+                self._meter.load_begins("keep-kv")  # the probe also freezes the responses that began after a drain
             else:
                 self._meter.load_ended()
             report = LoadReport(
@@ -212,7 +212,7 @@ class Loader:
             self._meter.load_ended()
 
     async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
-        """With the probes, scored by the engine itself, beside the trainer's logprobs of this version and of the one before."""
+        """Add the probes' results to `report`: the engine's own logprobs, compared with the trainer's of this version and the last."""
         scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
         judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs) if manifest.previous_logprobs else None
         return replace(
@@ -224,7 +224,7 @@ class Loader:
         )
 
     def _receive(self, manifest: Manifest, refs: Sequence[Any]) -> Mapping[str, torch.Tensor] | None:
-        """In a thread. Overlapped, a bucket is copied while the next ones come; nothing counts before all are verified."""
+        """Runs in a thread. With `weights.overlap` a bucket is copied while the next ones arrive. Returns once all are verified."""
         if self._weights.transport in DIRECT_TRANSPORTS:
             from asyncrl_cli.weights.held import AnnouncedWeights
 

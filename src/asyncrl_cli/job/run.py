@@ -2,7 +2,7 @@
 
     profile -> run directory -> engine, task, model -> Ray, placement, actors -> Pipeline -> RunResult
 
-What can be refused is refused before anything is started, in that order. A run that never began leaves nothing behind.
+Checks come before the things that they check are started, in the order above. A run that never began leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Run:
     async def run(self) -> RunResult:
         """Raises `AsyncrlError` for whatever is wrong before the first step; later failures are in the result.
 
-        In the main thread SIGINT, SIGTERM and SIGHUP end it as `StopRequests` says.
+        In the main thread SIGINT, SIGTERM and SIGHUP end the run as `StopRequests` describes.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -102,7 +102,7 @@ class Run:
     async def _start_everything(
         self, stack: AsyncExitStack, directory: RunDirectory, log_dir: Path, say: Say
     ) -> tuple[Task, Crew, Sequence[str]]:
-        """Up to the loop's first turn, and what people are warned of; what has been started ends with `stack`."""
+        """Start all that the loop needs. Returns the task, the workers and the warnings to show; `stack` ends what was started."""
         profile = self.profile
         task, model_dir = await prepare(profile, say, self.address, directory.path if self.checkpoint else None)
         if self.checkpoint is not None:
@@ -138,7 +138,7 @@ class Run:
         return result
 
     def _directory(self) -> RunDirectory:
-        """The run's own, locked: of a resumed run its old one."""
+        """The run's directory, locked: a new one, or the existing one of a resumed run."""
         if self.checkpoint is not None:
             return RunDirectory.open(self.checkpoint.directory.parent.parent)
         self.name = self.name or self.profile.run.name or fresh_name(self.profile.name, self.runs_dir)
@@ -148,16 +148,16 @@ class Run:
         return self._unbegun
 
     def _leave_the_start(self) -> NoReturn:
-        """The second request: nothing is waited for, whatever computes or connects. The run directory goes as in an orderly end."""
+        """The second stop request during the start: wait for nothing. The run directory is removed, as after the first request."""
         tell("out at once: no step was trained")
-        leave_soon()  # however long the rest takes
+        leave_soon()  # even if the clean-up below hangs
         end_descendants()
         self._remove_unbegun(None, None, None)
         leave()
 
     def _remove_unbegun(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """A run that never began leaves no directory: nothing could resume it, and its name would be taken. What an executor said
-        before it failed is kept."""
+        """Remove the directory of a run that never began: nothing could resume it, and its name would stay taken. If an executor
+        failed, its logs are kept."""
         if self._start is not None:
             self._start.take_back()
         if self._unbegun is None:
@@ -168,7 +168,7 @@ class Run:
 
 
 def _failure_before(cancelled: BaseException) -> AsyncrlError | None:
-    """The failure whose clean-up was cancelled: it is what happened to the run."""
+    """The failure that was being cleaned up when the cancellation came: the real reason why the run ended."""
     earlier: BaseException | None = cancelled
     while earlier is not None and not isinstance(earlier, AsyncrlError):
         earlier = earlier.__context__

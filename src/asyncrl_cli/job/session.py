@@ -1,10 +1,10 @@
-"""Starting and ending Ray: a private local cluster, or an existing one by address. Nothing stays behind.
+"""Starts and ends Ray: a private local cluster, or a connection to an existing one by its address. Nothing stays behind.
 
-Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. Install handlers at any
-time, but an asyncio loop's (`loop.add_signal_handler`) after `ray_session` has been entered: `ray.init` loses it.
+Signals: `ray.init` replaces the SIGTERM handler; `ray_session` puts the previous one back. A handler of an asyncio loop
+(`loop.add_signal_handler`) is lost in `ray.init`: install it after entering `ray_session`. Others may be installed at any time.
 
-Ends, and who cleans up: a normal end or a failure leave the `with` block, which shuts Ray down; kill -9 leaves it to
-`reaper.py` (within about 5 s). On an existing cluster Ray itself ends the actors of a driver that is gone.
+Who cleans up: after a normal end or a failure, the end of the `with` block shuts Ray down; after a kill -9 `reaper.py` does,
+within about 5 s. On an existing cluster Ray itself ends the actors of a driver that is gone.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from asyncrl_cli.plan.job_plan import JobPlan, compile_job
 from asyncrl_cli.profile.schema import Profile
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Shared memory of a local session: two published versions of a small model and the payloads in flight."""
+"""Shared memory of a local session for the payloads in flight; the model's versions are added to it."""
 CONNECT_TIMEOUT_S = 10.0
 LONGEST_DIRECTORY = 36
-"""Characters: below it Ray makes socket paths, which the kernel limits to 107."""
+"""In characters. Ray makes socket paths below this directory, and the kernel limits a socket's path to 107."""
 
 
 @contextlib.contextmanager
 def ray_session(
     profile: Profile, *, address: str | None = None, cluster: ClusterResources | None = None, model_dir: Path | None = None
 ) -> Iterator[JobPlan]:
-    """A connected Ray and the plan that fits it. `cluster` replaces what this machine has (tests: logical GPUs). A local session's
-    object store has room for the weights of `model_dir`.
+    """Connect to Ray and yield the plan for its resources. `cluster` replaces this machine's resources (tests use logical GPUs).
+    The object store of a local session has room for the weights of `model_dir`.
 
-    Raises ConfigError and PreflightError before anything is started, where it can; PreflightError if Ray does not start
+    Raises ConfigError and PreflightError, where possible before anything is started; PreflightError if Ray does not start
     or, within `CONNECT_TIMEOUT_S`, does not answer at `address`.
     """
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def ray_session(
 
 
 def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: int, model_dir: Path | None) -> None:
-    """Daemons, connected to; they end with `stack`, and with this process."""
+    """Start the daemons and connect to them. They end with `stack`, and with this process."""
     base = tempfile.gettempdir()
     short_base = base if len(base) + 16 <= LONGEST_DIRECTORY else "/tmp"
     directory = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=short_base))
@@ -81,19 +81,19 @@ def _start_here(stack: contextlib.ExitStack, cluster: ClusterResources, cpus: in
         node = local_node(directory, num_cpus=max(cpus, cluster.cpus), num_gpus=cluster.gpus, object_store_bytes=store_bytes)
         address, daemons = stack.enter_context(node)
         stack.enter_context(lifeline(daemons, reaping.mend))
-        # `uv run` sets a hook that needs an agent, and a local session has none.
+        # `uv run` sets a runtime-environment hook, which needs an agent; a local session has none.
         _init(address=address, _skip_env_hook=True)
-    except Exception as error:  # Ray's own start raises bare ones
+    except Exception as error:  # Ray raises bare Exceptions when it fails to start
         raise PreflightError(
             f"ray did not start on this machine: {error}", hint="`df /dev/shm /tmp` and `ulimit -n` may tell why"
         ) from error
 
 
 def _init(**options: Any) -> None:
-    """`ray.init`, quiet, with the SIGTERM handler as it was."""
+    """Call `ray.init` without its output, and keep our SIGTERM handler."""
     import ray
 
-    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # speaks at every start
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)  # it logs at every start
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM)
@@ -105,7 +105,7 @@ def _init(**options: Any) -> None:
 
 
 def check_reachable(address: str) -> None:
-    """A plain TCP connection first: Ray's own attempts at a dead address take minutes."""
+    """Try a plain TCP connection before Ray does: Ray spends minutes on a dead address. Raises ConfigError or PreflightError."""
     if "://" in address:
         raise ConfigError(
             f"--address {address}: asyncrl's driver must run inside the cluster",

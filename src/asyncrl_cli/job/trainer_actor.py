@@ -1,13 +1,13 @@
 """The trainer actor: one rank of the policy trainer, in threads.
 
     group main     one thread: start, load, train, gather, snapshot. All ranks get the same calls in the same order
-    group publish  rank 0: fingerprints of what gather copied, and its way into the transport, beside training (or beside gather)
-    group write    the snapshot and dumps of samples to disk, beside training
+    group publish  rank 0: takes fingerprints of what gather copied and sends it, beside training (or beside gather)
+    group write    writes snapshots and dumps of samples to disk, beside training
     group direct   rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
-    group control  report, addresses, a worker's leave: answered at once, whatever else runs
+    group control  report, meeting_point, leave: answered at once, whatever else runs
 
 Who waits for whom: collectives in `main` for the other ranks' `main`; `write` for the other ranks' `write`; `direct` for the
-vLLM processes of the worker that has called it, for `weights.timeout_s` at most, and a `turn` for the workers before it.
+vLLM processes of the calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.versions import Manifest, Sender
 
 WEIGHTS_DIR, VERSIONS_DIR = "weights", "versions"
-"""Below the run's directory: versions on their way, if `weights.transport` is `disk`; those that are kept."""
+"""In the run's directory: versions on their way to the workers, if `weights.transport` is `disk`; versions that are kept."""
 CONCURRENCY_GROUPS = {"main": 1, "publish": 1, "write": 1, "control": 1}
-"""And `direct`: one thread for each rollout worker, which has one call at a time (workers.py)."""
+"""Threads per group. workers.py adds `direct`: a thread for each rollout worker, which makes one call at a time."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class TrainerActor:
     """Methods mirror `loop.ports.Trainer`, per rank; `RayTrainer` calls them on all ranks."""
 
     def __init__(self, rank: int, profile: Profile, place: Place, run_dir: Path, *, log_path: Path) -> None:
-        """`run_dir`: where versions go that are kept, or that travel as files."""
+        """`run_dir`: the directory for versions that are kept or that travel as files."""
         set_up_process(threads=place.threads, log_path=log_path)
         self._rank = rank
         self._profile = profile
@@ -67,7 +67,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="control")
     def meeting_point(self) -> str:
-        """Where all ranks can meet: an address on this rank's node; a file in a local session, for torch listens everywhere."""
+        """Where the ranks meet: an address on this rank's node. In a local session a file: torch would listen on all interfaces."""
         host = ray.util.get_node_ip_address()
         if host == LOOPBACK:
             return f"file://{tempfile.mkdtemp(dir=ray._private.worker._global_node.get_session_dir_path())}/ranks"
@@ -96,8 +96,8 @@ class TrainerActor:
     def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[TrainReport, ExecutorReport]:
         """One train step on the payloads of `plan.groups`, in that order.
 
-        Given as arguments, small ones come with the call and large ones from the object store, to this rank only, before `train_s`
-        begins; to ask for each would be a call to its owner.
+        Payloads are arguments, so that Ray brings them to this rank before `train_s` begins: small ones with the call, large ones
+        from the object store. A `ray.get` of each would be a call to its owner.
         """
         began_s = time.monotonic()
         with self._in(State.BUSY):
@@ -111,9 +111,9 @@ class TrainerActor:
 
     @ray.method(concurrency_group="main")
     def gather(self, version: int, wanted: Sequence[int] = ()) -> tuple[float, ExecutorReport]:
-        """Seconds, and this rank's report: with the answer, because a further call would cost the loop its delay.
+        """Gather this version's weights. Returns the seconds, and this rank's report to save the loop another call.
 
-        `wanted`: older versions that a worker may still ask for; rank 0 lets go of the others.
+        `wanted`: older versions that a worker may still ask for; rank 0 drops all others.
         """
         with self._in(State.SYNCING, "weights to be gathered"):
             gather_s = self._trainer.gather(version, self._sending.of(version, wanted))
@@ -126,7 +126,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="publish")
     def publish(self, version: int) -> tuple[Manifest, list[Any]]:
-        """Rank 0: the gathered buckets, put into the transport, as refs for the workers."""
+        """Rank 0: send the gathered buckets. Returns the manifest and the refs by which workers get the buckets."""
         from asyncrl_cli.weights.disk import keep_version
 
         manifest, buckets = self._trainer.published(version)
@@ -138,7 +138,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="direct")
     def direct(self, call: str, worker: str, *args: Any) -> Any:
-        """Rank 0: `join`, `turn`, `broadcast` or `export` of the engine's end (`EngineKind.rank_zero_end`), for that worker."""
+        """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's sending end (`EngineKind.rank_zero_end`) for `worker`."""
         return getattr(self._end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")
@@ -161,7 +161,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="write")
     def write(self, step: int, directory: str, payload_refs: list[Any], with_published: bool) -> None:
-        """The snapshot of `step`; rank 0 adds the payloads' arrays."""
+        """Write the snapshot of `step` to `directory`; rank 0 adds the arrays of the payloads."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
         with telling_storage():

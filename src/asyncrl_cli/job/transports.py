@@ -1,4 +1,4 @@
-"""Both ends of `weights.transport`: how rank 0 sends a version's buckets, and how a worker gets them by their refs.
+"""Both ends of `weights.transport`: rank 0 sends a version's buckets, and workers fetch them by their refs.
 
     overlap       gather | bucket 0 | bucket 1 | bucket 2 | probes |
                                     | send 0   | send 1   | send 2 |    (a thread)        publish: waits for the rest
@@ -28,25 +28,25 @@ if TYPE_CHECKING:
     OnFull = Callable[[Packing, int], None]
 
 GETS_AHEAD = 2
-"""Buckets that are fetched, or wait in memory, while an earlier one is verified and copied."""
+"""How many buckets may be in transfer or wait in memory while an earlier one is verified and copied."""
 
 
 class ObjectStoreSender(Sender):
-    """The objects live as long as somebody holds their refs: the driver does, until no worker can want the version."""
+    """Sends buckets as Ray objects. The driver keeps them alive by their refs, until no worker can want the version any more."""
 
     def put(self, bucket: Bucket) -> Any:
         return ray.put(bucket)
 
 
 class HeldRefs(list[Any]):
-    """A version's refs as the driver holds them: while they live it may be wanted, and the next gather tells rank 0 so."""
+    """A version's refs in the driver. As long as this list lives a worker may want the version, and `gather` tells rank 0 to keep it."""
 
 
 class Sending:
-    """Rank 0: each gathered bucket gets its fingerprint and goes to the `sender`, the transport's end.
+    """Rank 0: gives each gathered bucket its fingerprint and hands it to the transport's `sender`.
 
-    The sender's calls come in the order begin, put ..., finish, all in one thread. A failed send is raised by the publish of
-    its version.
+    The sender is called in the order begin, put ..., finish, all in one thread. If a send fails, the publish of its version
+    raises the error.
     """
 
     def __init__(self, sender: Sender, *, overlap: bool) -> None:
@@ -56,9 +56,9 @@ class Sending:
         self._begun: dict[int, list[Future[Any]]] = {}
 
     def of(self, version: int, wanted: Collection[int] = ()) -> OnFull:
-        """What to call with each bucket of `version` that a gather has filled, in their order.
+        """The function that gather calls with each bucket of `version` it has filled, in order.
 
-        Lets go of a version that was begun and never published (a run that stops), and of all older ones but those `wanted`.
+        Drops a version that was begun and never published (a run that stops), and all older versions except `wanted`.
         """
         sends = [self._thread.submit(self._sender.keep, wanted)]
         self._begun = {version: sends}
@@ -67,7 +67,7 @@ class Sending:
         return lambda packing, index: sends.append(self._thread.submit(self._seal_and_put, version, packing, index))
 
     def sent(self, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
-        """What the sender returned for each of the version's `buckets`; puts those that no gather has put."""
+        """The refs of the version's `buckets`, in order. Without overlap the buckets are sent here."""
         refs = [one.result() for one in self._begun.pop(manifest.version, [])][1:]  # the first is `keep`
         if not refs:
             return self._thread.submit(send, self._sender, manifest, buckets).result()
@@ -82,9 +82,10 @@ class Sending:
 
 
 def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
-    """In a thread: the buckets in the order in which they were sent, each verified. Those of the object store are mapped.
+    """The buckets in the order in which they were sent, each verified. Blocks, so call it in a thread. Buckets from the object
+    store are memory-mapped, not copied.
 
-    Raises DamagedWeights, at the bucket that is damaged or at the end if some are missing.
+    Raises DamagedWeights: at a damaged bucket, or at the end if some are missing.
     """
     from asyncrl_cli.weights.buckets import verified
 
@@ -93,7 +94,7 @@ def arriving(manifest: Manifest, refs: Sequence[Any]) -> Iterator[Bucket]:
 
 
 def _in_order(gets: ThreadPoolExecutor, refs: Sequence[Any]) -> Iterator[Bucket]:
-    """The next get begins when a bucket is taken, so that a slow taker has no more than GETS_AHEAD of them waiting."""
+    """The next fetch begins when a bucket is taken, so that a slow consumer has at most GETS_AHEAD buckets waiting."""
     submits = (gets.submit(_get, ref) for ref in refs)
     ahead = deque(islice(submits, GETS_AHEAD))
     while ahead:
@@ -107,7 +108,7 @@ def _get(ref: Any) -> Bucket:
 
 
 def clear(weights_dir: Path) -> None:
-    """Remove what this attempt, or one that was killed, has left. Nobody reads it any more. May take long: in a thread."""
+    """Remove the weight files that this attempt, or an earlier killed one, has left. May take long: call it in a thread."""
     shutil.rmtree(weights_dir, ignore_errors=True)
     if weights_dir.exists():
         shutil.rmtree(weights_dir, ignore_errors=True)  # rank 0, which was just killed, renamed something after it was listed

@@ -1,4 +1,4 @@
-"""Starting and ending the actors of a job: bundles are reserved for all of them, and each starts in its own, all at once."""
+"""Starts and ends the actors of a job: reserves a placement-group bundle for each, then starts all of them at once."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 STOP_TIMEOUT_S = 1.0
-"""A kill loses nothing of value: checkpoints and publishes were awaited; and a second Ctrl-C must be out in 5 s."""
+"""Then actors are killed. That loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end within 5 s."""
 RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""
 
 Say = Callable[[str], None]
 Options = Callable[[str, int], dict[str, Any]]
-"""Of a role's actor, by its index: they put it into its bundle."""
+"""Ray's options for the actor of a role with an index: its bundle, CPUs and GPUs."""
 
 
 @asynccontextmanager
@@ -49,7 +49,7 @@ async def started_workers(
     checkpoint: Checkpoint | None = None,
     progress: Say = lambda text: None,
 ) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any]]]:
-    """All trainer ranks and rollout workers, placed and ready, and the payloads of the checkpoint's finished groups.
+    """Start all trainer ranks and rollout workers; yield them ready, with the payloads of the checkpoint's finished groups.
 
     Workers hold the weights of `model_dir` until the loop has published a version. `log_dir`: where each actor writes
     `<name>.log`. Leaving the block ends the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
@@ -89,7 +89,7 @@ async def started_workers(
 def _makers(
     plan: JobPlan, role: str, actor: type, options: Options, log_dir: Path, **settings: Any
 ) -> dict[str, Callable[..., Any]]:
-    """By the name of each of the role's workers: what makes its actor in its bundle, with a log of its own. `settings`: Ray's."""
+    """By worker name, a function that makes its actor in its bundle, with a log of its own. `settings` are for `ray.remote`."""
     actor_class = ray.remote(max_restarts=0, max_task_retries=0, **settings)(actor)
     makers = {}
     for index in range(plan.role(role).workers):
@@ -105,14 +105,14 @@ async def _started(executor: RayTrainer | RayRolloutWorker, say: Say) -> None:
 
 
 async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
-    """The trainer's state, and the finished groups' arrays; the loop publishes the checkpoint's version itself."""
+    """Load the trainer's state; return refs of the finished groups' payloads. The loop itself publishes the checkpoint's version."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.load(checkpoint.directory)
     return [ray.put(payload) for payload in await asyncio.to_thread(read_payloads, checkpoint.directory)]
 
 
 async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> None:
-    """End the actors: asked first, for `STOP_TIMEOUT_S` together; killed then. Never raises for a dead one."""
+    """Ask all actors to stop, wait `STOP_TIMEOUT_S` in total, then kill them. Does not raise for an actor that is already dead."""
     stops = [executor.stop(STOP_TIMEOUT_S) for executor in (trainer, *workers)]
     outcomes = await asyncio.gather(*stops, return_exceptions=True)
     for actor in [*trainer.actors, *(worker.actor for worker in workers)]:
@@ -124,7 +124,7 @@ async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> Non
 
 @asynccontextmanager
 async def placed(plan: JobPlan, *, timeout_s: float) -> AsyncIterator[Options]:
-    """Reserve every bundle within `timeout_s` in total. Raises PreflightError, at once if the cluster is too small.
+    """Reserve every bundle within `timeout_s` in total, else raise PreflightError; at once if the cluster is too small.
 
     Leaving the block gives the bundles back and kills what still runs in them.
     """
@@ -132,7 +132,7 @@ async def placed(plan: JobPlan, *, timeout_s: float) -> AsyncIterator[Options]:
     groups: dict[str, PlacementGroup] = {}
 
     def options(role_name: str, index: int) -> dict[str, Any]:
-        """GPUs are named on the actor, or CUDA_VISIBLE_DEVICES stays empty in a bundle."""
+        """`num_gpus` is set although the bundle has the GPUs: else Ray leaves the actor's CUDA_VISIBLE_DEVICES empty."""
         role = plan.role(role_name)
         bundle = PlacementGroupSchedulingStrategy(placement_group=groups[role.placement_group], placement_group_bundle_index=index)
         return {"num_cpus": role.cpus_per_worker, "num_gpus": role.gpus_per_worker, "scheduling_strategy": bundle}
@@ -157,7 +157,7 @@ async def placed(plan: JobPlan, *, timeout_s: float) -> AsyncIterator[Options]:
 
 
 def ray_cluster(*, free: bool = False) -> ClusterResources:
-    """All resources of the connected cluster's living nodes; with `free`, what jobs leave of them now."""
+    """All resources of the connected cluster's living nodes; with `free`, only those that no job uses now."""
     left = ray._private.state.available_resources_per_node() if free else {}
     nodes = []
     for node in (node for node in ray.nodes() if node["Alive"]):
@@ -168,18 +168,18 @@ def ray_cluster(*, free: bool = False) -> ClusterResources:
 
 
 def _create(bundles: Sequence[Bundle]) -> PlacementGroup:
-    """PACK: as few nodes as possible, but no refusal if it takes more."""
+    """One placement group. PACK: on as few nodes as possible, but it may spread over more."""
     amounts = [{"CPU": float(bundle.cpus), "GPU": float(bundle.gpus)} for bundle in bundles]
     return placement_group([{name: amount for name, amount in bundle.items() if amount} for bundle in amounts], strategy="PACK")
 
 
 async def _ready(group: PlacementGroup) -> None:
-    """In a thread, since `wait` blocks; by the second, so that it outlives a timeout by no more."""
+    """Wait in a thread, because `wait` blocks; for a second at a time, so that the thread ends soon after a timeout."""
     while not await asyncio.to_thread(group.wait, 1):
         pass
 
 
 def _remove(groups: dict[str, PlacementGroup]) -> None:
-    """Not in a lost session, where Ray would wait for a daemon that is gone."""
+    """Give the bundles back, unless the session is lost: Ray would wait for a daemon that is gone."""
     while groups and lost_session() is None:
         remove_placement_group(groups.popitem()[1])
