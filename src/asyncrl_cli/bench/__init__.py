@@ -1,1 +1,1 @@
-"""Comparisons: profiles side by side on the same work, what each could reach at best, and pictures of where time goes."""
+"""Compares profiles on the same work and tunes settings: measured figures, the bound of each profile, reports, pictures."""

@@ -1,5 +1,5 @@
-"""Child processes that do nothing but compute: pools for simulated runs, and children that each hold a phase of a job. None is left
-behind, however the command ends."""
+"""Child processes that only compute: pools for simulated runs, and children that each run one phase of a job. No child outlives
+the command, however the command ends."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from asyncrl_cli.errors import ExecutorFailed, Interrupted
 from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom, set_up_process
 
 ANSWER_TIMEOUT_S = 600.0
-"""As long as the start of a job's own workers may take: a large model is loaded here, too."""
+"""The same limit as for the start of a job's own workers: a large model is loaded here, too."""
 
 Make = Callable[[int, Any], Any]
-"""Called in the child with its index and what all children are given."""
+"""Called in each child with the child's index and the input that all children share; makes the child's object."""
 Begin = Callable[[], None]
 """Called first in each process."""
 
 
 class Pool(ProcessPoolExecutor):
-    """A Ctrl-C in the terminal is for its parent alone, also while a process starts."""
+    """A process pool whose children never get SIGINT (a Ctrl-C in the terminal), not even while they start."""
 
     def submit(self, *arguments: Any, **keywords: Any) -> Future[Any]:
         with blocked(signal.SIGINT):
@@ -38,7 +38,7 @@ class Pool(ProcessPoolExecutor):
 
 @contextmanager
 def spawned(processes: int, begin: Begin) -> Iterator[Pool]:
-    """Fresh processes, because ours has threads. They are killed at the end of the block: nothing they still hold is of value."""
+    """A pool of spawned processes (forking would be unsafe, because ours has threads). They are killed at the end of the block."""
     others = set(multiprocessing.active_children())
     pool = Pool(processes, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(begin,))
     try:
@@ -51,7 +51,7 @@ def spawned(processes: int, begin: Begin) -> Iterator[Pool]:
 
 @contextmanager
 def simulators(processes: int, begin: Begin = collect_garbage_seldom) -> Iterator[Pool]:
-    """For simulated runs. Raises Interrupted for a Ctrl-C, a SIGTERM or a SIGHUP within the block."""
+    """A pool for simulated runs. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
     try:
         with StopRequests().on_signals(), spawned(processes, begin) as pool:
             yield pool
@@ -66,7 +66,7 @@ def _begin(begin: Begin) -> None:
 
 
 def _end_with_parent() -> None:
-    """A process that waits for work would never learn that its parent was killed."""
+    """Kill this process when its parent has ended: a process that waits for work would never notice."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -74,10 +74,10 @@ def _end_with_parent() -> None:
 
 
 class Children(ExitStack):
-    """`count` processes named `<name>-<index>`, each with an object of its own and a log for what it prints.
+    """`count` processes named `<name>-<index>`, each with an object of its own and a log of its output. The end of the `with` block
+    kills them.
 
-    Raises ExecutorFailed, naming the child and its error, wherever one fails or gives no answer. They are gone when the `with`
-    block has ended.
+    Methods raise ExecutorFailed, with the child's name and error, if a child fails or does not answer in `ANSWER_TIMEOUT_S`.
     """
 
     def __init__(self, name: str, make: Make, given: Any, *, count: int, threads: int, log_dir: Path) -> None:
@@ -92,11 +92,11 @@ class Children(ExitStack):
         self._answers("its start", self._starts)
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """All children do the same at once; their answers, by index."""
+        """Call `method` of every child's object at the same time. Returns the answers by index."""
         return self._answers(method, [pool.submit(_call, method, arguments) for pool in self._pools])
 
     def _answers(self, call: str, asked: Sequence[Future[Any]]) -> list[Any]:
-        """The first failure counts, whoever else still waits for the failed one."""
+        """Raises at the first failure: other children may be waiting for the failed one, and never answer."""
         ended, waiting = wait(asked, ANSWER_TIMEOUT_S, return_when=FIRST_EXCEPTION)
         for log, future in zip(self._logs, asked, strict=True):
             error = future.exception() if future in ended else None
@@ -112,7 +112,7 @@ class Children(ExitStack):
 
 
 _child: dict[str, Any] = {}
-"""In a child: its object."""
+"""In a child, under "made": the child's object."""
 
 
 def _make(make: Make, index: int, given: Any) -> None:
@@ -124,7 +124,7 @@ def _call(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 def _telling(work: Callable[[], Any]) -> Any:
-    """Our process may not be able to load the class of an error, so only its text is sent."""
+    """Call `work`; an error is sent to the parent as text, because the parent may not be able to import its class."""
     try:
         return work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A comparison from the asking to its results: who takes part, the runs, the capacities, the summary.
+"""Makes a comparison, from the user's request to the results: checks the profiles, makes the runs, measures capacities, summarises.
 
 Contest (same work, same resources) -> runs -> capacities -> Comparison
 """
@@ -26,13 +26,13 @@ from asyncrl_cli.simulate.world import virtual_cluster
 
 REAL_GROUPS = 384
 ENOUGH_WINDOWS = 3
-"""Measured windows of the longest profile from which on a speedup is told without a warning."""
+"""How many windows of the profile with the longest ones must be measured for a speedup without a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """Who takes part, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups; on the
-    virtual clock if there is a `workload`."""
+    """The profiles to compare, the baseline first. Each runs once per seed, with the keys in `sets`, and trains `groups` groups; on
+    the virtual clock if there is a `workload`."""
 
     entries: Sequence[Entry]
     sets: tuple[str, ...]
@@ -50,7 +50,7 @@ class Contest:
 
     @property
     def warnings(self) -> list[str]:
-        """Of the profiles and, for real runs, of what they need of this machine."""
+        """Warnings about the profiles and, for real runs, about their placement on this machine."""
         of_plan = [] if self.workload else [warning for entry in self.entries for warning in entry.plan.warnings]
         return list(dict.fromkeys([*(warning for entry in self.entries for warning in entry.loaded.warnings), *of_plan]))
 
@@ -65,8 +65,8 @@ def contest_of(
     windows: int | None = None,
     workload: Workload | None = None,
 ) -> Contest:
-    """`groups` or `windows` (of the baseline) that each run trains, or neither. Raises ConfigError where the profiles cannot be
-    compared."""
+    """Check the profiles and settle the runs' length: `groups`, or `windows` of the baseline, or a default. Raises ConfigError
+    if the profiles cannot be compared."""
     check_sets(sets)
     flags = {"run.seed": seeds[0], "run.train_steps": 1, "eval.every_versions": 0, "checkpoint.every_steps": 0}
 
@@ -84,14 +84,14 @@ def contest_of(
 
 
 def compare(contest: Contest, directory: Path, bars: Bars) -> Comparison:
-    """Raises AsyncrlError if not even the baseline could be run; whatever ends real runs later is the comparison's `error`."""
+    """Make all runs. Raises AsyncrlError if the first run fails; a failure of a later real run is the comparison's `error`."""
     if contest.workload is None:
         return compare_real(contest, directory, bars)
     return compare_simulated(contest, contest.workload, bars)
 
 
 def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Comparison:
-    """On the virtual clock. Raises AsyncrlError for whatever is wrong, also with a run."""
+    """Compare on the virtual clock. Raises AsyncrlError if anything is wrong, also if any run fails."""
     groups = contest.groups
     loaded = [profile_for(workload, entry.reference, contest.sets, groups=groups) for entry in contest.entries]
     jobs = [
@@ -116,11 +116,11 @@ def remarks_of(workload: Workload, fit: Sequence[Residual]) -> tuple[str, ...]:
 
 
 def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
-    """On this machine, one run after the other (A B C, A B C): if its speed drifts, all profiles are affected alike. What is
-    finished when a run fails, or we are interrupted, is kept.
+    """Compare on this machine, one run at a time, in turns (A B C, A B C): if its speed drifts, all profiles are affected alike.
+    If a run fails or the user interrupts, finished runs are kept.
 
-    Each phase alone is measured after every repeat, `phases.REPEATS` times in all, so that runs are held against what the machine
-    could do at that time.
+    Each phase alone is measured after every repeat, about `phases.REPEATS` times in all, so that a run is compared with what the
+    machine could do at that time.
     """
     planned = runs_of(contest.entries, contest.seeds, contest.groups, contest.sets, directory.resolve() / "runs")
     for run in planned:
@@ -129,7 +129,7 @@ def compare_real(contest: Contest, directory: Path, bars: Bars) -> Comparison:
     remarks: dict[str, None] = {}
     error: AsyncrlError | None = None
     try:
-        with StopRequests().on_signals():  # SIGTERM and SIGHUP are cleaned up after as a Ctrl-C is
+        with StopRequests().on_signals():  # SIGTERM and SIGHUP end it like a Ctrl-C
             for seed in contest.seeds:
                 first = len(finished)
                 for run in (run for run in planned if run.seed == seed):

@@ -1,4 +1,4 @@
-"""Who is compared: profiles with the same work and the same resources, or a refusal that names what differs."""
+"""The profiles of a comparison. Refuses those that do different work or use different resources, and names the difference."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OWN_KEYS = {
     "eval.every_versions": NO_SWITCH,
     "checkpoint.every_steps": NO_SWITCH,
 }
-"""Keys that the bench sets itself, and the hint for whoever sets one."""
+"""Keys that the bench sets itself, and the hint for a user who sets one."""
 
 LEAST_WINDOWS = 3
-"""Of the profile with the longest ones: a warm-up, one that is measured, a run-out."""
+"""Fewest windows of any profile in a run: a warm-up, one that is measured, a run-out."""
 
 SAME_KEYS = (
     "model.",
@@ -46,7 +46,7 @@ SAME_KEYS = (
     "eval.prompts",
     "eval.temperature",
 )
-"""What must not differ between the profiles: everything that says what work there is."""
+"""Keys (and sections) that must be equal in all profiles, because they define the work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ def check_groups(entries: Sequence[Entry], groups: int) -> None:
 
 
 def groups_for_all(entries: Sequence[Entry], wanted: int) -> int:
-    """The least number from `wanted` on that every profile trains exactly, with a warm-up, a window to measure and a run-out."""
+    """The smallest number of groups, at least `wanted`, that every profile can train exactly, with `LEAST_WINDOWS` windows."""
     unit = math.lcm(*(entry.step_groups for entry in entries))
     longest = max(entry.window_groups for entry in entries)
     least = max(wanted, LEAST_WINDOWS * longest)
@@ -150,7 +150,7 @@ def _check_same_resources(baseline: Entry, entry: Entry) -> None:
 
 
 def _same_resources(plan: JobPlan) -> str:
-    """`--set`s that give every profile what this one has: a colocated one's places are halved between ranks and workers."""
+    """The `--set`s that give every profile the resources of `plan`. Half of a colocated plan's processes become rollout workers."""
     if plan.device == "cuda":
         return f"--set placement.gpus={plan.gpus}"
     ranks, workers = plan.trainer_workers, plan.rollout_workers

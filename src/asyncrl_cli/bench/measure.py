@@ -1,12 +1,13 @@
-"""One run's figures from its metrics lines: the same code for real and for simulated runs.
+"""Computes a run's figures from its metrics lines, by the same code for real and for simulated runs.
 
     groups   0 ... W        2W ... n-W          ... n
              warm-up        the measured stretch    run-out
 
-Left out are the first window (workers start empty, caches are cold) and any further one until version 0 is scored, which
-takes slots; and the last one, if others are left (nothing is generated ahead any more, and the final eval runs in it). All rates
-and ratios are of the stretch between; reward, discarded tokens and the maxima are of the whole run. In a comparison W is the
-longest of all profiles and the stretch is the same groups in every run (`common_edges`): their prompts are the same, too.
+The warm-up is the first window (workers start empty, caches are cold) and any further one until version 0 is scored, because
+evals take slots. The run-out is the last window, if others are left (nothing is generated ahead any more, and the final eval runs
+in it). All rates and ratios are of the stretch between; reward, discarded tokens and the maxima are of the whole run. In a
+comparison W is the longest of all profiles, and the stretch is the same groups, with the same prompts, in every run
+(`common_edges`).
 What a run did not measure is absent from its figures, never 0.
 """
 
@@ -29,7 +30,7 @@ PARTS = {
     "sync": ("gather",),
     "other": ("checkpoint", "other"),
 }
-"""Parts of a step as the bench shows them, from the parts of `timing/*_s`."""
+"""Parts of a step as the bench shows them; each is a sum of parts of `timing/*_s`."""
 PARTIAL = "fully_async/partial/"
 RATE = "rollouter/tokens_per_s"
 RATIOS = {
@@ -40,7 +41,7 @@ RATIOS = {
 
 
 class Edges(NamedTuple):
-    """Measured are the train steps that end after `begin_groups` trained groups, up to `end_groups`."""
+    """The measured train steps are those that end after `begin_groups` trained groups, up to and including `end_groups`."""
 
     begin_groups: int
     end_groups: int
@@ -56,7 +57,7 @@ class Stretch:
 
     @property
     def seconds(self) -> float:
-        """Without evals."""
+        """Time of the stretch without evals."""
         return float(self.lines[-1]["time_s"] - self.before["time_s"]) - sum(spent_s(line, "eval") for line in self.lines)
 
     @property
@@ -65,18 +66,19 @@ class Stretch:
 
     @property
     def tokens(self) -> int:
-        """Trained."""
+        """Tokens trained in the stretch."""
         return int(self.lines[-1]["tokens_trained"] - self.before["tokens_trained"])
 
 
 def stretches(runs: Sequence[Sequence[Line]], window_groups: int) -> list[Stretch]:
-    """The same groups of each run. `window_groups`: the longest W of all."""
+    """The measured stretch of each run, all of the same groups. `window_groups`: the longest W of all profiles."""
     edges = common_edges(runs, window_groups)
     return [stretch_of(lines, edges) for lines in runs]
 
 
 def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
-    """For runs of one comparison: warm-up and run-out of `window_groups` (the longest W), or until all have scored version 0."""
+    """Edges for all runs of a comparison. Warm-up and run-out have `window_groups` groups (the longest W); the warm-up lasts longer
+    if a run scores version 0 later. Raises AsyncrlError if nothing is left between."""
     total = min(int(lines[-1]["groups_trained"]) for lines in runs)
     scored = max(_scored_groups(lines) for lines in runs)
     begin = max(-(-scored // window_groups), 1) * window_groups
@@ -89,7 +91,7 @@ def common_edges(runs: Sequence[Sequence[Line]], window_groups: int) -> Edges:
 
 
 def stretch_of(lines: Sequence[Line], edges: Edges | None = None) -> Stretch:
-    """`edges`: by default those of the run's own windows. Raises AsyncrlError for a run of which warm-up would be all there is."""
+    """`edges`: by default from the run's own windows. Raises AsyncrlError for a run that is no longer than its warm-up."""
     if edges is None:
         first = [line for line in lines if line["window"] == lines[0]["window"]]
         edges = common_edges([lines], int(first[-1]["groups_trained"]))
@@ -114,7 +116,7 @@ def _too_short(windows: int) -> AsyncrlError:
 
 
 def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | None = None) -> dict[str, float]:
-    """Figures by name. `window_groups` is W of the baseline; with `capacities` those of the bound are among them."""
+    """Figures by name. `window_groups` is W of the baseline. With `capacities` the figures of the bound are included."""
     steps_s = [step_s(line) for line in stretch.lines]
     seconds, windows, num_steps = stretch.seconds, stretch.groups / window_groups, len(stretch.lines)
     parts = _parts(stretch.lines)
@@ -130,7 +132,7 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
         **{f"window_{name}_s": total / windows for name, total in parts.items()},
         "tokens_per_s": stretch.tokens / seconds,
     }
-    # An eval keeps workers busy with other things: steps beside one tell nothing of idleness.
+    # An eval keeps workers busy: steps beside one say nothing about idleness.
     alone = [line for line in stretch.lines if spent_s(line, "eval") == 0.0]
     figures |= _means(alone, RATIOS, step_s)
     figures |= _means(stretch.lines, {"staleness_mean": "staleness/mean"}, sampled_tokens)
@@ -139,7 +141,7 @@ def figures_of(stretch: Stretch, window_groups: int, capacities: Capacities | No
 
 
 def _of_bound(stretch: Stretch, windows: float, capacities: Capacities) -> dict[str, float]:
-    """What each side can do alone, the ideal time of a window, and how near the measured one is."""
+    """What each side can do alone, the ideal time of a window, and its ratio to the measured time."""
     times = ideal_times(tokens_made(stretch) / windows, stretch.tokens / windows, capacities)
     ratios = {"bound_ratio": times["ideal_s"], **({"at_once_ratio": times["at_once_s"]} if "at_once_s" in times else {})}
     known = {name: value for name, value in asdict(capacities).items() if name != "colocated" and value is not None}
@@ -147,8 +149,8 @@ def _of_bound(stretch: Stretch, windows: float, capacities: Capacities) -> dict[
 
 
 def tokens_made(stretch: Stretch) -> float:
-    """Generation's work: what was sampled for the trained groups, at most what workers sampled in the stretch: it may begin with
-    more groups ahead than it ends with, and those were another stretch's work."""
+    """Tokens that generation made: those sampled for the trained groups, but at most those that workers sampled in the stretch. The
+    stretch may begin with more groups ahead than it ends with, and those were generated before it."""
     trained = sum(sampled_tokens(line) for line in stretch.lines)
     steps_s = sum(spent_s(line, "step") for line in stretch.lines)  # evals too: the rate counts their tokens
     rates = _means(stretch.lines, {RATE: RATE}, lambda line: spent_s(line, "step")).values()
@@ -156,7 +158,7 @@ def tokens_made(stretch: Stretch) -> float:
 
 
 def _parts(lines: Sequence[Line]) -> dict[str, float]:
-    """Seconds by part of a step, of the parts that any of the lines has."""
+    """Total seconds of each part of a step that at least one line has."""
     timings = {name: [f"timing/{key}_s" for key in keys] for name, keys in PARTS.items()}
     return {
         name: float(sum(line.get(key, 0.0) for line in lines for key in keys))
@@ -166,12 +168,12 @@ def _parts(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def step_s(line: Line) -> float:
-    """A step without what an eval added to it."""
+    """Seconds of a step without its eval."""
     return spent_s(line, "step") - spent_s(line, "eval")
 
 
 def _partial_ratio(stretch: Stretch) -> dict[str, float]:
-    """Each window's last line has the window's count."""
+    """Partial trajectories over all trained ones. A window's count is in its last line."""
     key, trained = f"{PARTIAL}total_partial_num", sum(trajectories(line) for line in stretch.lines)
     counts = [line[key] for line in {line["window"]: line for line in stretch.lines}.values() if key in line]
     return {"partial_ratio": sum(counts) / trained} if counts and trained else {}
@@ -191,7 +193,7 @@ def _of_whole_run(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def _means(lines: Sequence[Line], keys: Mapping[str, str], weight: Callable[[Line], float]) -> dict[str, float]:
-    """Weighted means of those lines that have the key; absent where there is no weight."""
+    """Weighted means over the lines that have the key; absent if the weights add up to 0."""
     means = {}
     for name, key in keys.items():
         weighted = [(line[key], weight(line)) for line in lines if key in line]

@@ -1,12 +1,12 @@
-"""What this machine can do: each phase of a profile alone, with the resources that the profile's plan gives it. No Ray.
+"""Measures what this machine can do: each phase of a profile alone, with the resources of the profile's plan, without Ray.
 
     generation alone   the plan's rollout workers: one process each, all slots full           -> sampled tokens / s
     training alone     the plan's trainer ranks: one process each, train steps back to back   -> trained tokens / s
-    both at once       where they do not take turns: each slows the other on shared cores     -> the same two
+    both at once       unless the profile is colocated: on shared cores each slows the other  -> the same two rates
 
 All processes are started first. Then the profiles are measured in turns, repeat by repeat: if the machine's speed drifts, all are
-affected alike. While one phase is measured the others stand still. The figure is the median of the repeats. Profiles with the same
-resources and sizes are measured once.
+affected alike. All other processes stand still during a measurement. The figure is the median of the repeats. Profiles with the
+same resources and sizes are measured once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from asyncrl_cli.simulate.observed import lengths_of
 
 REPEATS = 3
 GENERATION_S = TRAINING_S = 2.0
-"""Per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
+"""Seconds of measurement per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
 PROMPTS = 512
 FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
@@ -54,15 +54,15 @@ TURN = {
     "measuring training alone": (False, True),
     "measuring both phases at once": (True, True),
 }
-"""One repeat: whether generation works, and whether training does."""
+"""The measurements of one repeat: by their text, whether generation runs and whether training runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """All that a profile's capacities depend on: profiles with equal sides have equal ones."""
+    """All that a profile's capacities depend on: profiles with equal sides have equal capacities."""
 
     profile: Profile
-    """What of it the engine and the trainer see."""
+    """Reduced to what the engine and the trainer see: profiles that differ elsewhere have equal sides."""
     rollout: Place
     trainer: Place
     colocated: bool
@@ -71,10 +71,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseFigures:
-    """Medians over the repeats, each repeat's tokens per second, and how far to believe them.
+    """Medians over the repeats, each repeat's tokens per second, and two figures that tell how reliable they are.
 
-    `cpu_share` is the smallest share of its wall time that a process of a phase computed (its busiest thread): far below 1 on
-    CPUs means that others used the machine. `slots_used` is the mean share of slots that were full while generation was measured.
+    `cpu_share`: CPU time over wall time of the process with the smallest ratio (see `CpuTime`); on CPUs far below 1 means that
+    other programs used the machine. `slots_used`: the mean share of slots in use while generation was measured.
     """
 
     capacities: Capacities
@@ -87,8 +87,8 @@ class PhaseFigures:
 def with_capacities(
     entries: Sequence[Entry], runs: Sequence[Run], bars: Bars, share: float = 1.0
 ) -> tuple[list[Run], tuple[str, ...]]:
-    """The runs with what each phase of their profiles does alone, on responses as long as theirs were, and why that may be
-    doubtful. `share`: of the usual number of measurements."""
+    """The runs with the speed of each of their phases alone, on responses of the same lengths, and reasons to doubt it.
+    `share`: the part of `REPEATS` to make now."""
     if entries[0].plan.device == "cuda":
         return list(runs), (NO_GPU_BOUND,)
 
@@ -100,9 +100,9 @@ def with_capacities(
 
 
 def measured_lengths(entries: Sequence[Entry], runs: Sequence[Run]) -> list[int]:
-    """Lengths of all runs' responses in the stretch that is measured, shuffled.
+    """Lengths, in tokens, of all runs' responses in the measured stretch, shuffled.
 
-    A model's responses grow or shrink while it learns: in the order of the runs, a short measurement would see the first ones only.
+    Responses grow or shrink while a model learns: unshuffled, a short measurement would see only the earliest lengths.
     """
     measured = stretches([run.lines for run in runs], max(entry.window_groups for entry in entries))
     lengths = list(lengths_of([line for stretch in measured for line in stretch.lines], entries[0].profile).response_tokens)
@@ -121,9 +121,9 @@ def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
 
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
-    """What the job's own workers would be started with. But the learning rate is 0, so that numbers stay in range.
+    """What the job's own workers would be started with, except that the learning rate is 0, so that the weights stay finite.
 
-    Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window are alike, however many it has.
+    Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window cost the same, so K is set to 1.
     """
     training, has_prox_pass = profile.async_training, profile.algorithm.old_logprobs == "recompute"
     schedule = AsyncTrainingSection(
@@ -178,7 +178,7 @@ def measure_all(
 
 
 class _Pair:
-    """One side's processes of either phase, and what was measured of them."""
+    """The processes of both phases of one side, and their measurements."""
 
     def __init__(self, side: Side, given: Callable[..., Work], directory: Path, processes: ExitStack) -> None:
         def start(name: str, make: Make, place: Place) -> Children:
@@ -192,21 +192,21 @@ class _Pair:
         self._training = start("training", TrainingAlone, side.trainer)
         self._num_steps = 0
         self._turns: list[tuple[list[Worked], list[Worked]]] = []
-        """What was generated and trained in each, process by process; nothing by a phase that stood still."""
+        """Per measurement: what each process generated and trained. Empty for a phase that stood still."""
 
     def ready(self) -> None:
         self._generation.ready()
         self._training.ready()
 
     def warm_up(self) -> None:
-        """And find the number of train steps that take about `TRAINING_S`: whole windows, where the steps of one differ."""
+        """Train a little, and find how many train steps take about `TRAINING_S`: whole windows, whose steps may differ."""
         few = BATCHES * self.side.profile.async_training.trigger_parameter_sync_step
         self._training.ask("measure", few)
         warm: list[Worked] = self._training.ask("measure", few)
         self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)
 
     def measure(self, generate: bool, train: bool) -> None:
-        """One phase, or both over the same time."""
+        """Measure one phase alone, or both at the same time."""
         trained: list[Worked] = []
         if generate:
             self._generation.ask("begin")
@@ -242,5 +242,5 @@ def _rollout_rate(generated: Sequence[Worked]) -> float:
 
 
 def _trainer_rate(trained: Sequence[Worked]) -> float:
-    """Each rank reports the tokens of all, and a step ends with the slowest."""
+    """Each rank reports the tokens of all ranks, and a step ends with the slowest rank."""
     return trained[0].tokens / max(one.seconds for one in trained)

@@ -1,4 +1,4 @@
-"""The pictures: where every executor's time goes (Gantt), and how fast each profile is against its bound."""
+"""Draws the pictures of a comparison: where each executor's time goes (a Gantt chart), and each profile's speed and bound."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ COLOURS = {
     "done": "#ffffff",
     "failed": "#c62828",
 }
-"""By state. Work is dark, waiting is bright: a good schedule is a dark picture."""
+"""By state. Work is dark and waiting is bright, so that a good schedule makes a dark picture."""
 TRAINER_BUSY = "#2a9060"
 FREE_SLOTS = "#bcd6ea"
 VIEW_WINDOWS = 3
 MIN_SAMPLES = 20
-"""Counts of running sequences in a view, at least: they are taken once a second."""
+"""Fewest counts of running sequences in a view for which they are drawn; they are taken once a second."""
 DOTS_PER_INCH = 130
 ROW_INCHES, PANEL_INCHES, WIDTH_INCHES = 0.27, 0.62, 13.0
 
 
 def draw_timelines(comparison: Comparison, path: Path) -> Path:
-    """One panel per profile, one row per executor; all panels show the same length of time, with running sequences to one scale."""
+    """One panel per profile, one row per executor. All panels have the same time scale and the same scale of running sequences."""
     timelines = comparison.timelines
     length_s = view_length_s(timelines)
     views = [_running(one, name, one.middle_s(length_s), length_s) for one in timelines for name in one.workers]
@@ -54,7 +54,7 @@ def draw_timelines(comparison: Comparison, path: Path) -> Path:
 
 
 def view_length_s(timelines: Sequence[Timeline]) -> float:
-    """About three windows of most profiles, and no less than one and a half of any."""
+    """Three windows of median length, but at least one and a half windows of every profile."""
     lengths_s = sorted(timeline.window_s for timeline in timelines)
     return max(VIEW_WINDOWS * lengths_s[(len(lengths_s) - 1) // 2], 1.5 * lengths_s[-1])
 
@@ -84,7 +84,7 @@ def _panel_title(timeline: Timeline, begin_s: float, comparison: Comparison) -> 
 
 
 def _draw_row(panel: Axes, row: int, timeline: Timeline, name: str, begin_s: float, length_s: float, most: float) -> None:
-    """State by state; a worker generates as high as it has sequences running, of the most that any has."""
+    """One executor's states as bars. A generating worker's height is its number of running sequences, relative to `most`."""
     stays: dict[str, list[tuple[float, float]]] = {}
     for state, start_s, end_s in timeline.spans.get(name, ()):
         left, right = max(start_s - begin_s, 0.0), min(end_s - begin_s, length_s)
@@ -107,7 +107,7 @@ def _draw_row(panel: Axes, row: int, timeline: Timeline, name: str, begin_s: flo
 
 
 def _running(timeline: Timeline, name: str, begin_s: float, length_s: float) -> list[tuple[float, float]]:
-    """Running sequences within the view, held at its edges; none if they were counted too rarely to tell anything."""
+    """(time, running sequences) within the view, extended to its edges; empty if there are fewer than `MIN_SAMPLES` counts."""
     samples = [(time_s - begin_s, count) for time_s, count in timeline.running.get(name, ())]
     inside = [(time_s, count) for time_s, count in samples if 0 <= time_s <= length_s]
     if len(inside) < MIN_SAMPLES:
@@ -146,7 +146,7 @@ def draw_speedups(comparison: Comparison, path: Path) -> Path:
 
 
 def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -> float:
-    """Returns how high it reaches."""
+    """Draw one profile's bar, bound and label. Returns the height of the highest of them."""
     speed = result.figures["groups_per_s"]
     is_baseline = result.profile == comparison.baseline
     panel.bar(place, speed.median, width=0.62, color="#8d99a8" if is_baseline else COLOURS["busy"])
@@ -168,7 +168,7 @@ def _draw_bar(panel: Axes, place: int, result: Result, comparison: Comparison) -
 
 
 def _figure(width: float, height: float) -> Figure:
-    """Without pyplot: no display, no global state."""
+    """A figure without pyplot, which would need global state and may need a display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -1,6 +1,6 @@
-"""Real runs, one child process after the other: `asyncrl train` as a user would call it, watched through its status.json.
+"""Makes real runs, each in a child process: `asyncrl train` as a user would call it, followed through its status.json.
 
-`Bars` show how far runs are. A real run's time is its own, as in its metrics: the table's wall time in the end.
+`Bars` show the progress of runs. The time beside a real run is the run's own, as in its metrics and in the final table.
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5
 STOP_EXTRA_S = 30.0
-"""A stopped run has `run.stop_grace_s` for itself; ending Ray takes some more."""
+"""Added to `run.stop_grace_s`, the time that a stopped run has: ending Ray takes longer."""
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
 
 
 class Bars(Progress):
-    """How far a comparison is."""
+    """Progress bars of a comparison, one per run and one for everything else."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Time(), console=console)
         self._ids: dict[str, TaskID] = {}
 
     def run(self, name: str, groups: int, total: int, *, time_s: float | None = None, phase: str = "") -> None:
-        """A run has trained so many of its groups; called first with 0. `time_s` and `phase`: what a real one says of itself."""
+        """Show that a run has trained `groups` of `total`; first called with 0. `time_s`, `phase`: as a real run reports them."""
         text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
         own_time = {} if time_s is None else {"time_s": time_s}
         self._show(name, groups, total, is_started=groups > 0, text=text, **own_time)
 
     def note(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
-        """One bar for all that is not a run."""
+        """Show what else is being done, in one bar for everything that is not a run."""
         self._show("", done, total, is_started=True, text=text)
 
     def say(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self.console.print(text, markup=False, highlight=False)
 
     def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str, **own_time: Any) -> None:
         if key not in self._ids:
             self._ids[key] = self.add_task(text, total=total or None, start=is_started)
         if is_started:
-            self.start_task(self._ids[key])  # does nothing to one that has started
+            self.start_task(self._ids[key])  # does nothing if the task has started already
         self.update(self._ids[key], completed=done, total=total or None, description=text, **own_time)
 
 
@@ -70,7 +70,7 @@ class _Time(ProgressColumn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """One run to make. Its directory is `runs_dir/name`; `output` has its stdout, which is JSON, and `log` its stderr."""
+    """One run to make, in the directory `runs_dir/name`. Its stdout, which is JSON, goes to `output`, its stderr to `log`."""
 
     entry: Entry
     seed: int
@@ -106,7 +106,7 @@ class RealRun:
 
 
 def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path) -> list[RealRun]:
-    """In the order in which they are made; the first of each profile is drawn."""
+    """The runs in the order in which they are made. The first run of each profile is drawn."""
     return [
         RealRun(
             entry=entry,
@@ -123,13 +123,16 @@ def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: S
 
 
 def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
-    """Run it to its end. Also says whether we were interrupted, and it is the last one; interrupted earlier, we end it and raise
-    KeyboardInterrupt. Raises AsyncrlError with its own error if it fails."""
+    """Make the run. The second value is True if we were interrupted just as the run finished: it should be the last one.
+
+    Interrupted earlier, ends the run and raises KeyboardInterrupt. Raises AsyncrlError with the run's error if it fails."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
-    interrupts: list[float] = []  # signals are kept and raise nothing: whoever waits looks, and no run is left behind in between
+    interrupts: list[
+        float
+    ] = []  # signals are only noted here, and checked while waiting: an exception at another point could leave the run behind
     requests = StopRequests(lambda: interrupts.append(time.monotonic()))
     with run.output.open("wb") as output, run.log.open("wb") as log, requests.on_signals():
-        # A session of its own: a Ctrl-C in the terminal reaches it through us alone.
+        # In a session of its own, so that a Ctrl-C in the terminal reaches the run only through us.
         child = subprocess.Popen(run.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=log, start_new_session=True)
         try:
             while (code := _wait(child, POLL_S, interrupts)) is None:
@@ -152,7 +155,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
 
 
 def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float]) -> None:
-    """Ask it to stop in order; then to end at once; then end it. A further interrupt goes on to the next of these."""
+    """SIGINT for an orderly stop, SIGINT to end at once, SIGTERM, then kill. Each further interrupt skips to the next."""
     for number, limit_s in ((signal.SIGINT, grace_s), (signal.SIGINT, STOP_EXTRA_S), (signal.SIGTERM, 5.0)):
         if child.poll() is not None:
             return
@@ -164,7 +167,7 @@ def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float
 
 
 def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[float]) -> int | None:
-    """The exit code, or None if it still runs. Waits in slices, so that an interrupt is answered at once."""
+    """The exit code, or None if the child still runs after `limit_s`, or as soon as a new interrupt came."""
     until_s, seen = time.monotonic() + limit_s, len(interrupts)
     while (code := child.poll()) is None and time.monotonic() < until_s and len(interrupts) == seen:
         time.sleep(min(0.1, limit_s))
@@ -172,7 +175,7 @@ def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[flo
 
 
 def _told(path: Path) -> tuple[int, float, str]:
-    """Groups trained, seconds and phase, as in the run's own metrics and status."""
+    """Groups trained, seconds and phase, from the run's status.json; zeros while there is none."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
         return int(status["progress"]["groups_trained"]), float(status["progress"]["time_s"]), str(status["phase"])
@@ -181,7 +184,7 @@ def _told(path: Path) -> tuple[int, float, str]:
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:
-    """The run's own error and hint, or the last line of one that was killed, and where its logs are."""
+    """The run's own error and hint (or its last line of output, if it was killed), with the place of its log."""
     said = run.log.read_text(encoding="utf-8", errors="replace").splitlines()
     last_line = next((line for line in reversed(said) if line.strip()), "it said nothing")
     try:

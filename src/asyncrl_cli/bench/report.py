@@ -1,5 +1,5 @@
-"""The files of a comparison: results.json, report.md, timeline.png, speedup.png. Also what the rows of its table mean: in short on
-the screen, at length in report.md. A note stands only where its rows do."""
+"""Writes the files of a comparison: results.json, report.md, timeline.png, speedup.png. Also explains the rows of its table:
+briefly on the screen, at length in report.md, and only rows that the table has."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ IDLE = (
 
 @contextmanager
 def output_directory(out: Path | None) -> Iterator[Path]:
-    """A new or empty directory; RefusedError for one that holds anything. A comparison that fails before it has written leaves none
-    behind."""
+    """Make the directory, or use an empty one. Raises RefusedError if it holds anything. A comparison that fails before it has
+    written anything leaves no directory behind."""
     directory = out or Path("bench") / datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RefusedError(f"{directory} is not empty", hint="give --out another directory: results are never overwritten")
@@ -63,22 +63,22 @@ def output_directory(out: Path | None) -> Iterator[Path]:
     try:
         yield directory
     except BaseException:
-        with suppress(OSError):  # one that holds something stays
+        with suppress(OSError):  # a directory that holds something stays
             for path in new:
                 path.rmdir()
         raise
 
 
 def write_results(comparison: Comparison, directory: Path) -> Path:
-    """results.json: written before anything else is tried."""
+    """Write results.json. Called first, so that a later failure cannot lose the results."""
     path = directory / "results.json"
     replace_text(path, json.dumps(comparison.to_json(), indent=2) + "\n")
     return path
 
 
 def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], list[str]]:
-    """report.md and the pictures of which something is known, each whole or not there. Returns what was written, and what could not
-    be drawn and why."""
+    """Write report.md and the pictures that there are data for, each file whole or not at all. Returns the files written, and
+    messages about pictures that could not be drawn."""
     from asyncrl_cli.bench import pictures
 
     draws: dict[str, Callable[[Path], object]] = {"speedup.png": lambda path: pictures.draw_speedups(comparison, path)}
@@ -91,7 +91,7 @@ def write_report(comparison: Comparison, directory: Path) -> tuple[list[Path], l
         try:
             draw(temporary)
             drawn.append(temporary.replace(directory / name))
-        except Exception as error:  # whatever a plotting library may raise: results are worth more than a picture
+        except Exception as error:  # a plotting library may raise anything, and a picture is not worth losing the report
             failures.append(f"{name} could not be drawn: {type(error).__name__}: {error}")
         finally:
             temporary.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""What a comparison comes to: every profile's figures over its repeats, against the baseline and against the bound.
+"""The results of a comparison: each profile's figures over its repeats, relative to the baseline and to the bound.
 
     Run's lines --figures_of--> figures of a run --summarise--> Result: median, minimum and maximum per figure
 
 All runs are measured over the same groups. `speedup` is the median over the repeats of groups_per_s against the baseline's run
-of the same seed, which was made next to it; `speedup_per_token` that of tokens_per_s: the same groups are not the same tokens.
+of the same seed; `speedup_per_token` is the same for tokens_per_s, because the same groups may have different numbers of tokens.
 A figure that a run did not measure is absent.
 
-A `Timeline` is drawn of a run: real ones left it in timeline.jsonl and events.jsonl; in a simulated one an observer keeps it.
+A `Timeline` is what is drawn of a run: from timeline.jsonl and events.jsonl of a real one, from an observer of a simulated one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One run. Times are seconds of the run; `num_workers` may be more than are in `workers`, which are shown."""
+    """What is drawn of one run. Times are seconds since its start. `workers` are those shown, `num_workers` counts all."""
 
     profile: str
     trainers: tuple[str, ...]
@@ -49,7 +49,7 @@ class Timeline:
     window_ends_s: tuple[float, ...]
 
     def middle_s(self, length_s: float) -> float:
-        """Where a view of about `length_s` begins: the end of a window, so that the view lies in the middle of the run."""
+        """Where a view of `length_s` in the middle of the run begins: at the nearest end of a window."""
         ends = self.window_ends_s
         wanted_s = max(0.0, (ends[0] + ends[-1] - length_s) / 2)
         return min(ends, key=lambda end_s: abs(end_s - wanted_s))
@@ -63,7 +63,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A finished run: its metrics lines, what its phases can do alone, if that is known, and what is drawn of it."""
+    """A finished run: its metrics lines; its phases' speeds alone, if they were measured; and its timeline, if it is drawn."""
 
     profile: str
     seed: int
@@ -107,7 +107,7 @@ class Result:
 
     @property
     def limited_by(self) -> str | None:
-        """The phase that would take longer alone."""
+        """The phase that takes longer when run alone; None if that was not measured."""
         generation_s, training_s = self.median("generation_s"), self.median("training_s")
         if generation_s is None or training_s is None:
             return None
@@ -136,7 +136,7 @@ class Result:
 
 
 def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_groups: int) -> list[Result]:
-    """Results in the order of `contestants`, the baseline first; without finished runs a profile is left out."""
+    """Results in the order of `contestants`, the baseline first. Profiles without a finished run are left out."""
     measured = stretches([run.lines for run in runs], max(contestant.window_groups for contestant in contestants))
     own: dict[str, dict[int, Figures]] = {contestant.name: {} for contestant in contestants}
     for run, stretch in zip(runs, measured, strict=True):
@@ -146,7 +146,7 @@ def summarise(contestants: Sequence[Contestant], runs: Sequence[Run], *, window_
 
 
 def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[int, Figures]) -> Result:
-    """`own` and `base`: figures by seed. There is no speedup where no seed was run by both."""
+    """`own` and `base`: figures of the profile and of the baseline, by seed. Without a common seed there is no speedup."""
     common = set.intersection(*(set(figures) for figures in own.values()))
     names = [name for name in next(iter(own.values())) if name in common]
     values = {name: [figures[name] for figures in own.values()] for name in names}
@@ -160,7 +160,7 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
 
 
 def unevenness(results: Sequence[Result]) -> float:
-    """How many more tokens the measured groups of one profile have than another's: a share of these. Policies learn differently."""
+    """By what share the most tokens of any profile's measured groups exceed the fewest. Policies learn differently."""
     known = [(result.median("tokens_per_s"), result.median("window_time_s")) for result in results]
     tokens = [rate * seconds for rate, seconds in known if rate is not None and seconds is not None]
     return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0
@@ -172,8 +172,8 @@ def is_uneven(results: Sequence[Result]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s; real runs have no
-    `workload`. `error` ended it early, with `missing` runs."""
+    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s. `workload` is empty for
+    real runs. `error`: what ended the comparison early; `missing`: runs that were not finished."""
 
     results: Sequence[Result]
     workload: str

@@ -1,10 +1,10 @@
-"""The search behind `plan --tune`: one axis after the other in short runs, then long runs of the few that may be best. Pure.
+"""The search of `plan --tune`: one axis after the other in short runs, then long runs of the most promising settings. No I/O.
 
     short   the current setting; all splits, then all windows, etas and slots of the fastest so far; splits next to the fastest
     long    the fastest of each of the best splits, some of the Pareto front, and the current setting
-    split   the recommended setting on the current split: what the split does, and what the rest does
+    split   the recommended setting on the current split: tells what is won by the split, and what by the rest
 
-The effort is counted in simulated windows and not in seconds: a search gives the same answer on any machine.
+The effort is counted in simulated windows and not in seconds, so that a search gives the same answer on any machine.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from asyncrl_cli.errors import AsyncrlError
 SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
 BEST_SPLITS = 3
-"""Splits that have long runs: the noise of short ones does not decide between them."""
+"""How many splits get long runs: short runs are too noisy to decide between the best ones."""
 LONG_RUNS = BEST_SPLITS + 4
-"""At most: of the front, the second and the last; the current setting, and the recommended one on the current split."""
+"""At most: besides the best splits the second and the last row of the front, the current setting, and the recommended one on the
+current split."""
 SAME_TIME = 0.01
-"""Relative difference of simulated times below which staleness decides; a choice, not a measured spread."""
+"""Relative difference below which two simulated times count as equal, and staleness decides. Chosen, not measured."""
 SAME_STALENESS = 0.05
-"""Difference of mean staleness, in versions, that is no reason to recommend a slower setting, or to simulate it any further."""
+"""Difference of mean staleness, in versions, that is too small to recommend, or simulate further, a slower setting."""
 FIGURES = ("window_time_s", "staleness_mean", "staleness_max", "trainer_idle_ratio", "rollouter_idle_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A setting's simulated run of so many windows. `window_time_s` is per W groups of the workload's own window; staleness is in
-    versions, by token."""
+    """Figures of a setting's simulated run of `windows` windows. `window_time_s` is per W groups of the workload's own window;
+    staleness is in versions, by token."""
 
     setting: Setting
     windows: int
@@ -61,12 +62,12 @@ class Row:
 Outcome = Row | str
 """A row, or why the run failed."""
 Evaluate = Callable[[Sequence[Setting], int], list[Outcome]]
-"""Simulates runs of so many windows of W groups each."""
+"""Simulates a run of each setting, of the given number of windows of W groups."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What a search has simulated so far: the last run of each setting, and the windows of all runs."""
+    """What a search has simulated so far: the last outcome of each setting, and the number of windows of all runs."""
 
     space: Space
     outcomes: dict[Setting, Outcome] = field(default_factory=dict)
@@ -74,7 +75,7 @@ class Found:
 
     @property
     def rows(self) -> list[Row]:
-        """Settings that keep the bound; those of long runs first, then the fastest first."""
+        """Settings within the staleness bound; those with long runs first, each part from the fastest on."""
         rows = [row for row in self.outcomes.values() if isinstance(row, Row) and self.space.allows(row.setting)]
         return sorted(rows, key=lambda row: (not row.is_long, row.rank))
 
@@ -89,7 +90,7 @@ class Found:
 
     @property
     def on_current_split(self) -> Row | None:
-        """The recommended setting on the current split. None if that is the recommended one itself, or its run failed."""
+        """The recommended setting moved to the current split. None if it is there already, or if that run failed."""
         row = self._row_of(self.space.on_current_split(self.best.setting))
         return None if row == self.best else row
 
@@ -104,14 +105,14 @@ class Found:
 
 
 def planned_windows(space: Space, long_windows: int) -> int:
-    """At most so many are simulated."""
-    axes = (*_axes(space), space.near_splits)  # twice: an outer split, where a search may start, has half of the neighbours
+    """The most windows that a search simulates."""
+    axes = (*_axes(space), space.near_splits)  # twice: the start may be an outer split, with half of the neighbours
     num_short = 2 + sum(len(axis(space.start)) for axis in axes)
     return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
 def search(space: Space, evaluate: Evaluate, long_windows: int) -> Found:
-    """Deterministic for a deterministic `evaluate`. Raises AsyncrlError if no setting could be simulated."""
+    """Search the space. Deterministic if `evaluate` is. Raises AsyncrlError if no setting could be simulated."""
     found, done = Found(space=space), set[tuple[Setting, int]]()
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
@@ -142,7 +143,7 @@ def _axes(space: Space) -> tuple[Callable[[Setting], list[Setting]], ...]:
 
 
 def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:
-    """The fastest first; of all others those that are less stale, by more than `tolerance`, than every faster one."""
+    """The Pareto front, the fastest first: rows that are less stale than every faster one by more than `tolerance`."""
     undominated: list[Row] = []
     for row in sorted(rows, key=lambda row: row.rank):
         if not undominated or row.staleness_mean < undominated[-1].staleness_mean - tolerance:
@@ -159,8 +160,8 @@ def best_of_splits(rows: Sequence[Row], keep: int) -> list[Row]:
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """Of those that had long runs the least stale of all that are as fast as the fastest, as far as a simulation can tell them
-    apart; of several such the one with the least bound and eta."""
+    """Of the long runs that are as fast as the fastest (within `SAME_TIME`), the least stale; of those that are as fresh (within
+    `SAME_STALENESS`), the one with the smallest bound and eta."""
     long = [row for row in rows if row.is_long]
     fastest_s = min(row.window_time_s for row in long)
     as_fast = [row for row in long if row.window_time_s <= fastest_s * (1 + SAME_TIME)]

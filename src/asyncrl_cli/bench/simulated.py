@@ -1,8 +1,8 @@
-"""Simulated runs, as many at once as there are cores, each on a virtual clock of its own.
+"""Makes the simulated runs of a comparison, as many at once as there are cores, each on a virtual clock of its own.
 
     jobs, references --longest first--> a pool of processes --> runs and residuals, in the order that was asked for
 
-A Ctrl-C is the parent's to answer: it ends the pool at once, since a simulated run leaves nothing that is worth keeping.
+Only the parent handles Ctrl-C: it ends the pool at once, because nothing of an unfinished simulated run is worth keeping.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncrl_cli.simulate.world import KeptTimeline, TrainedGroups, simulate
 POLL_S = 0.1
 
 Progress = Callable[[str, int], None]
-"""Told a run's name and the number of groups that it has trained."""
+"""Called with a run's name and the number of groups that the run has trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedJob:
-    """One run to simulate. `keep_timeline`: it is drawn."""
+    """One run to simulate. `keep_timeline`: whether its timeline is kept, to be drawn."""
 
     profile: Profile
     workload: Workload
@@ -48,9 +48,9 @@ class SimulatedJob:
 
 def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Progress) -> tuple[list[Run], list[Residual]]:
     """Runs in the order of `jobs`, with their capacities, and how well the workload fits its references. `window_groups`: the
-    longest W of all.
+    longest W of all profiles.
 
-    Raises what the first failing run raised, and Interrupted; either way all other runs are ended first.
+    Raises the error of the first run that fails, or Interrupted; all other runs are ended first.
     """
     jobs_by_length = sorted(jobs, key=lambda job: -job.groups * job.profile.rollout.n)
     workload = jobs[0].workload
@@ -67,7 +67,7 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
 
 
 def with_capacities(made: Sequence[tuple[Run, Costs]], window_groups: int) -> list[Run]:
-    """For the very groups that are measured: others have other lengths."""
+    """The runs with their capacities, computed from the lengths of the measured groups only."""
     measured = stretches([run.lines for run, _ in made], window_groups)
     return [
         replace(run, capacities=costs.capacities(int(stretch.before["groups_trained"]), int(stretch.lines[-1]["groups_trained"])))
@@ -76,7 +76,7 @@ def with_capacities(made: Sequence[tuple[Run, Costs]], window_groups: int) -> li
 
 
 def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> None:
-    """Until all have ended, or one has failed."""
+    """Report progress until all runs have ended. Raises the error of the first that fails."""
     unfinished = set(running)
     while unfinished:
         ended, unfinished = wait(unfinished, timeout=POLL_S)
@@ -87,7 +87,7 @@ def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> No
 
 
 _process: dict[str, Any] = {}
-"""Of the pool: the queue that its runs tell their progress."""
+"""In a process of the pool, under "told": the queue for progress."""
 
 
 def _begin(told: Any) -> None:

@@ -1,7 +1,7 @@
-"""What a search may change of a profile: the split of the GPUs, K and require_batches, eta and its bound, the slots.
+"""What a search may change in a profile: the split of the GPUs, K and require_batches, eta and the staleness bound, the slots.
 
-A `Setting` is one choice of them and knows the `--set`s that make it. A `Space` lists the settings to try along each axis, from
-the profile, on so many GPUs, that is the search's `starting_point`.
+A `Setting` is one choice of all these and knows the `--set`s that make it. A `Space` lists the settings to try along each axis.
+`starting_point` is the profile, on a given number of GPUs, that a search starts from.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KEYS = {
     "partial_rollout": "async_training.partial_rollout",
     "slots": "rollout.slots",
 }
-"""The profile's keys by the names that a setting has for them."""
+"""The profile's keys by the names of a setting's fields."""
 SPLIT_KEYS = ("placement.trainer_workers", "rollout.workers")
 
 
@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def rollout_devices(self) -> int:
-        """GPUs, or processes."""
+        """GPUs of all rollout workers; on CPUs their processes."""
         return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
 
     def sets(self) -> list[str]:
@@ -79,7 +79,7 @@ class Setting:
         return gpus + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
 
     def to_json(self) -> dict[str, Any]:
-        """The profile's names without their sections; `workers` are of two kinds and keep the setting's names."""
+        """Under the profile's key names without their sections; the two kinds of `workers` keep the setting's names."""
         values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
         return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets()}
 
@@ -112,14 +112,14 @@ class Space:
 
     @property
     def start(self) -> Setting:
-        """The current setting with enough eta for the two sides to overlap: with less, the best split would be another one."""
+        """The current setting with an eta that lets the two sides overlap: without overlap another split would be the best."""
         return self._with_eta(self.current, max((eta for eta in self.etas if eta <= 1), default=self.etas[0]))
 
     def allows(self, setting: Setting) -> bool:
         return setting.max_staleness <= self.bound
 
     def splits(self, setting: Setting) -> list[Setting]:
-        """At most `MOST_SPLITS`, evenly spread; by whole nodes where there are two or more."""
+        """At most `MOST_SPLITS` splits, evenly spaced; from two nodes on, by whole nodes where that divides the GPUs."""
         return [self._with_rollout(setting, devices) for devices in range(self._unit, self._devices, self._unit)]
 
     def near_splits(self, setting: Setting) -> list[Setting]:
@@ -131,19 +131,19 @@ class Space:
         return [self._with_rollout(setting, devices) for devices in near if 0 < devices < self._devices]
 
     def windows(self, setting: Setting) -> list[Setting]:
-        """All pairs (K, require_batches) with the current W, and fewer steps of the current size."""
+        """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the current size."""
         steps, batches = self.current.window_steps, self.current.require_batches
         same = {(part, steps * batches // part) for part in range(1, steps * batches + 1) if steps * batches % part == 0}
         shorter = {(part, batches) for part in range(1, steps) if steps % part == 0}
         return [replace(setting, window_steps=part, require_batches=of) for part, of in sorted(same | shorter)]
 
     def bounded_etas(self, setting: Setting) -> list[Setting]:
-        """Each eta with the least bound that it needs and, where anything is stale, with the largest that is allowed."""
+        """Each eta with the smallest bound that it needs and, if eta > 0, also with the largest that is allowed."""
         least = [self._with_eta(setting, eta) for eta in self.etas]
         return least + [replace(one, max_staleness=self.bound) for one in least if one.eta > 0]
 
     def slots(self, setting: Setting) -> list[Setting]:
-        """Never more than now: nobody knows whether the KV cache would hold them."""
+        """Never more slots than now: whether the KV cache would hold more is not known."""
         counts = {max(self.n, round(share * self.current.slots)) for share in SLOT_SHARES}
         return [replace(setting, slots=count) for count in sorted(counts)]
 
@@ -160,7 +160,7 @@ class Space:
 
     @property
     def _unit(self) -> int:
-        """GPUs, or processes, by which the splits differ; rollout workers stay whole."""
+        """The step between splits, in GPUs or processes: a multiple of a rollout worker's GPUs."""
         unit = 1
         if self._devices >= 2 * NODE_GPUS:
             unit = next(gpus for gpus in (NODE_GPUS, HALF_NODE_GPUS, 2, 1) if self._devices % gpus == 0)
@@ -172,7 +172,7 @@ class Space:
         return replace(setting, trainer_workers=self._devices - devices, rollout_workers=devices // self._each)
 
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:
-        """With the least bound that eta needs: at eta = 0 nothing is stale, and nothing runs that could be frozen."""
+        """With the smallest bound that eta needs. At eta = 0 nothing runs during a sync, so no rollout can be partial."""
         return replace(setting, eta=eta, max_staleness=math.ceil(eta), partial_rollout=self.partial_rollout and eta > 0)
 
 

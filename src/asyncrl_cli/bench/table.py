@@ -16,7 +16,7 @@ from asyncrl_cli.observe.format import NOTHING, clock, count, share
 
 Shown = Callable[[float], str]
 NAME_WIDTH = 10
-"""Of a column's heading. With six profiles, labels of 22 and spreads of 10 characters a table has 100 columns."""
+"""Characters of a column's heading. A table of six profiles, with labels of 22 and spreads of 10 characters, is 100 wide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,8 @@ class TableRow:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A figure by name, and how it is written; `key` ones also show their spread over repeats. `always`: also where nobody measured
-    it. In a label `{window}` is W of the baseline."""
+    """A figure and how it is written. `key`: also show its spread over the repeats. `always`: show its row even if no run measured
+    it. In a label `{window}` stands for W of the baseline."""
 
     label: str
     name: str
@@ -51,7 +51,7 @@ def digits(value: float) -> str:
 
 percent, times, fixed = "{:.1%}".format, "{:.2f}x".format, "{:.3f}".format
 PARTS = {keys[-1]: part for part, keys in measure.PARTS.items()}
-"""Figures by their labels, which are the names of `timing/*_s`."""
+"""Parts of a step by their labels, which are the last of their `timing/*_s` names in the metrics."""
 SPEED = (
     Metric("wall time, whole run", "wall_s", clock),
     Metric("measured of it, s", "measured_s", seconds),
@@ -91,11 +91,11 @@ RATES = {
         Metric("  training, tokens/s", "trainer_tokens_per_s", count),
     ),
 }
-"""Alone, which shows whether the baseline is fair, and at once, where both sides share a machine."""
+"""Rates of the phases alone show whether the baseline is fair; rates at once exist only if both sides share a machine."""
 
 
 def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableRow]:
-    """The whole table; a metric that nobody measured has no row, or one of `-`."""
+    """The whole table. A metric that no run measured has no row, or, if `always` is set, a row of `-`."""
     results = comparison.results
 
     def rows(metrics: Iterable[Metric]) -> list[TableRow]:
@@ -123,7 +123,7 @@ def rows_of(comparison: Comparison, *, all_spreads: bool = False) -> list[TableR
 
 
 def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
-    """The median; on a second line the least and the most of the repeats."""
+    """The median; on a second line, if asked for, the minimum and maximum of the repeats."""
     if spread is None:
         return NOTHING
     median = shown(spread.median)
@@ -133,14 +133,14 @@ def _cell(spread: Spread | None, shown: Shown, with_spread: bool) -> str:
 
 
 def _short(value: float, shown: Shown) -> str:
-    """A spread needs no fourth digit."""
+    """A value of a spread: at most three digits, and no unit."""
     return (
         f"{value:.3g}" if shown in (seconds, digits) and 0.01 <= value < 1000 else shown(value).removesuffix("x").removesuffix("%")
     )
 
 
 def table_of(comparison: Comparison) -> Table:
-    """As wide as it must be, however wide the terminal or pipe: print it with `crop=False`."""
+    """The table for a screen, at its full width even if the terminal is narrower: print it with `crop=False`."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for result in comparison.results:
@@ -153,7 +153,7 @@ def table_of(comparison: Comparison) -> Table:
 
 
 def heading_of(comparison: Comparison) -> str:
-    """Above the table."""
+    """The line above the table: the comparison's title and, with repeats, what the cells show."""
     counts = sorted({len(result.seeds) for result in comparison.results})
     if counts[-1] == 1:
         return comparison.title
@@ -162,7 +162,7 @@ def heading_of(comparison: Comparison) -> str:
 
 
 def _dimmed(cell: str) -> Text:
-    """The spread below a median is not what is read first."""
+    """The spread below a median is printed dim: the median matters more."""
     median, _, spread = cell.partition("\n")
     return Text.assemble(median, (f"\n{spread}", "dim not bold")) if spread else Text(median)
 

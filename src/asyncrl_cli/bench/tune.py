@@ -1,11 +1,11 @@
-"""`plan --tune`: settings measured on the virtual clock, in parallel, what the best of them comes to, and its profile file.
+"""`plan --tune`: simulates settings in parallel on the virtual clock, recommends the best, and writes it as a profile.
 
     workload + profile -> Space -> search -> Tuned -> a profile for `train --profile`, or for one side of `bench`
                                      |
                                      +-> one simulated run per setting, each in a process of the pool
 
-All settings see the same groups with the same lengths (they come from the seed), so that differences are the settings' own.
-Everything here is SIMULATED, and says so where it is printed.
+All settings get the same groups with the same lengths (both follow from the seed), so that differences come from the settings.
+All results are SIMULATED, and whatever prints them says so.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from asyncrl_cli.simulate.world import simulate
 SCHEMA_VERSION = 1
 SEED = 0
 TRAJECTORIES = 450_000
-"""Simulated in all long runs of a large workload: some 30 CPU seconds."""
+"""How many all long runs together simulate of a large workload: some 30 CPU seconds."""
 FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
 LIMITS = (
     "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only if it learns as well",
     "memory is not simulated: slots are at most those the workload was measured with; "
     "`asyncrl plan --profile P` estimates what a split needs",
 )
-"""What no search on a clock can know."""
+"""What this search does not know, as told to the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """A finished search from `profile` with the keys in `sets`. Times are seconds per `window_groups` groups, W of the workload's
-    own window. `known`: what was measured, or published, of the current setting."""
+    own window. `known`: the measured or published time of the current setting, if there is one."""
 
     workload: Workload
     profile: str
@@ -60,12 +60,12 @@ class Tuned:
 
     @property
     def bound(self) -> str:
-        """In words."""
+        """The staleness bound in words."""
         return f"at most {counted(self.found.space.bound, 'version')} of staleness"
 
     @property
     def recommended_sets(self) -> tuple[str, ...]:
-        """All that the recommended run is given: what the search was given, and above it what it found."""
+        """All `--set`s of the recommended run: those given to the search, overridden by those it found."""
         entries = (*self.sets, *self.found.best.setting.sets())
         return tuple({entry.partition("=")[0].strip(): entry for entry in entries}.values())
 
@@ -111,7 +111,7 @@ def tune(
     """Search around the profile `reference` as the workload runs it; `bound` is S, by default the profile's own.
     `on_progress(windows simulated so far, windows planned)`.
 
-    Raises ConfigError where profile, workload and GPUs do not go together, AsyncrlError if no setting could be simulated.
+    Raises ConfigError if profile, workload and GPUs do not fit together, AsyncrlError if no setting could be simulated.
     """
     base, profile, plan = starting_point(workload, reference, tuple(sets), gpus)
     space = Space.around(profile, plan, bound=staleness_bound(profile) if bound is None else bound)
@@ -146,7 +146,7 @@ def evaluator(
     profile_of: Callable[[Setting, int], Profile],
     on_windows: Callable[[int], None],
 ) -> Evaluate:
-    """Runs of one call go on side by side; their results keep the settings' order. `on_windows(simulated so far)`."""
+    """The search's `Evaluate`: simulates settings in parallel and keeps their order. `on_windows(windows simulated so far)`."""
     done_windows = 0
 
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
@@ -163,7 +163,7 @@ def evaluator(
 
 
 def _figures(profile: Profile, workload: Workload, window_groups: int) -> dict[str, float] | str:
-    """One simulated run, in a process of the pool. Measured are the same groups whatever the setting's own windows."""
+    """Figures of one simulated run, or why it failed. The same groups are measured whatever the setting's own windows are."""
     run = simulate(profile, workload, seed=SEED)
     if run.error is not None:
         return str(run.error)
@@ -173,7 +173,7 @@ def _figures(profile: Profile, workload: Workload, window_groups: int) -> dict[s
 
 
 def check_new(path: Path) -> None:
-    """Before the search, so that it is not made for nothing. Raises ConfigError or RefusedError unless `path` can be written."""
+    """Raises ConfigError or RefusedError unless `path` can be written. Called before the search, which would else be wasted."""
     if path.suffix != ".toml":
         raise ConfigError(f"--out {path}: a profile's file ends in .toml", hint=f"--out {path.with_suffix('.toml')}")
     if path.exists():
@@ -183,9 +183,10 @@ def check_new(path: Path) -> None:
 
 
 def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> None:
-    """`command` is the search as it was typed; `is_run`: it was calibrated on a run, whose profile is extended.
+    """Write the recommended setting as a profile. `command`: the search as it was typed; `is_run`: the workload was calibrated on
+    a run, whose profile the new one extends.
 
-    Raises RefusedError if someone else has made the file meanwhile, OSError if it cannot be written.
+    Raises RefusedError if the file exists by now, OSError if it cannot be written.
     """
     best, current = tuned.found.best, tuned.found.current
     before = "" if current is None else f" (before: {current.setting.split}, {current.window_time_s:.4g} s)"
@@ -213,7 +214,8 @@ def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> No
 
 
 def _extended(reference: str, path: Path) -> str:
-    """A name, or a file: relative where it lies below the new file's directory, so that both can be moved together."""
+    """What to extend: a profile's name, or a file; a relative path if the file lies below the new one's directory, so that both
+    can be moved together."""
     if not is_file_reference(reference):
         return reference
     above, here = locate(reference, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()
@@ -221,7 +223,7 @@ def _extended(reference: str, path: Path) -> str:
 
 
 def _free(path: Path) -> Path:
-    """`my.toml` -> `my-2.toml`."""
+    """The first free name like it: `my.toml` -> `my-2.toml`."""
     number = 2
     while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""`asyncrl`: the commands put together, and what becomes of every error.
+"""`asyncrl`: puts the commands together, and turns every error into a message and an exit code.
 
 Exit codes: 0 done; 1 the run failed; 2 usage or configuration; 3 preflight; 4 refused; 130 interrupted.
 """
@@ -60,18 +60,18 @@ def options(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Options before every command. What --verbose asks for is done in `_answer`, which knows the error."""
+    """Options before every command. `_answer`, which catches errors, handles --verbose."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code; every error is told on stderr, and where JSON was asked for on stdout, too."""
+    """Run a command line and return its exit code. Errors go to stderr and, with `--json`, also to stdout as JSON."""
     args = sys.argv[1:] if arguments is None else list(arguments)
     begin()
     code = 0
     try:
         code = _answer(args)
-        sys.stdout.flush()  # here, and not when Python ends: a closed pipe is to be noticed while it can be handled
-    except BrokenPipeError:  # whoever read it has gone (`| head`): nothing is wrong
+        sys.stdout.flush()  # here, and not when Python ends, so that a closed pipe can be handled
+    except BrokenPipeError:  # the reader has ended (`| head`): not an error
         _lose_stdout()
     except OSError as error:
         _lose_stdout()
@@ -82,7 +82,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _answer(args: Sequence[str]) -> int:
-    """Raises OSError only where stdout cannot be written."""
+    """Run the command, print its error if it fails, and return the exit code. Raises OSError only if stdout cannot be written."""
     try:
         _check_working_directory()
         _refuse_long_names(args)
@@ -99,7 +99,7 @@ def _answer(args: Sequence[str]) -> int:
         told = _of_usage(error) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
     tell(told)
     if "--json" in args:
-        with suppress(OSError):  # whoever cannot read it has the exit code
+        with suppress(OSError):  # stdout cannot be written: the exit code must do
             print_json_error(told)
     return told.exit_code
 
@@ -112,7 +112,7 @@ def _check_working_directory() -> None:
 
 
 def _refuse_long_names(args: Sequence[str]) -> None:
-    """All but the values of `--set` are options, names, numbers or paths: none is longer than what a file system takes."""
+    """Raises ConfigError for an argument longer than a path can be. Only the values of `--set` may be longer."""
     for before, argument in zip(("", *args), args, strict=False):
         if before != "--set" and not argument.startswith("--set=") and not is_path(argument):
             raise ConfigError(
@@ -123,13 +123,13 @@ def _refuse_long_names(args: Sequence[str]) -> None:
 
 def _of_usage(error: TyperException) -> AsyncrlError:
     message, context = error.format_message(), getattr(error, "ctx", None)
-    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # pydantic's words, not ours
+    message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # removes pydantic's prefix
     command = context.command_path if context is not None else "asyncrl"
     return ConfigError(message, hint=f"`{command} --help` shows how it is used")
 
 
 def _lose_stdout() -> None:
-    """Python would complain when it flushes it at exit."""
+    """Send stdout to /dev/null: else Python prints an error when it flushes stdout at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -142,7 +142,7 @@ def main() -> NoReturn:
     ):  # the exit code is settled: a late signal must not print a traceback while Python ends
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
-        # A thread still computes, loads or sends. Python would wait for it, or stop it midway, which makes torch abort.
+        # A thread is still at work. Python would wait for it, or stop it midway, which makes torch abort.
         from asyncrl_cli.job.process import leave
 
         sys.stderr.flush()

@@ -101,7 +101,7 @@ def bench(
 
 
 def _show(comparison: Comparison, directory: Path, *, as_json: bool) -> None:
-    """What was measured is on disk and on the screen before pictures are tried."""
+    """Write and print the results, then draw the pictures: a failure there must not lose the results."""
     from asyncrl_cli.bench.report import short_notes, write_report, write_results
     from asyncrl_cli.bench.table import heading_of, table_of
 

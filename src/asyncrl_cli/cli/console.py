@@ -1,6 +1,6 @@
-"""What commands share: two consoles (stdout carries data, stderr everything else), errors in our words, and common options.
+"""What commands share: two consoles (stdout for data, stderr for everything else), error messages, and common options.
 
-Errors say what and why, then `hint:`.
+An error message says what is wrong and why, then `hint:` what to do.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ RUNS_DIR = Path("runs")
 
 
 class _Stream(io.FileIO):
-    """Stdout's write errors are marked, to be told from those of other files. Stderr's (a closed terminal, a full disk behind
-    `2> file`) are ignored: there is nobody left to tell."""
+    """A raw stdout or stderr. Write errors of stdout get the filename `STDOUT`, which tells them from other files' errors. Those of
+    stderr (a closed terminal, a full disk behind `2> file`) are ignored: they could not be shown anywhere."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -61,8 +61,8 @@ class _Stream(io.FileIO):
 
 
 def open_streams() -> None:
-    """For the whole process: characters that an encoding lacks are written as escapes, and no file of ours or of our children gets
-    the number of a stream that was closed."""
+    """Replace stdout and stderr by streams that escape characters which the encoding lacks. Also opens /dev/null for standard
+    streams that are closed, so that no file of ours or of our children gets their descriptors."""
     while (free := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(free, True)
     os.close(free)
@@ -77,7 +77,7 @@ def _opened(number: int) -> io.TextIOWrapper:
 
 
 def stdout() -> Console:
-    """As wide as the terminal is now."""
+    """A console on stdout, as wide as the terminal is now."""
     return SafeConsole()
 
 
@@ -89,31 +89,31 @@ _has_document = False
 
 
 def begin() -> None:
-    """A command line begins: nothing is on stdout yet."""
+    """Called before each command line: no JSON document is on stdout yet."""
     global _has_document
     _has_document = False
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout, and nothing of the terminal in it."""
+    """Print one JSON document on stdout, without colours or line wrapping."""
     global _has_document
     _has_document = True
     sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
 
 
 def print_json_error(error: AsyncrlError) -> None:
-    """For whoever asked for JSON and would get nothing; a failed run's summary, or a refused plan, is a document already."""
+    """Print the error as JSON, unless there is a document on stdout already (a failed run's summary, a refused plan)."""
     if not _has_document:
         print_json({"error": error.message, "hint": error.hint, "exit_code": error.exit_code})
 
 
 def print_text(text: str) -> None:
-    """Text on stdout, its lines as they are, so that it can be piped into a file."""
+    """Print text on stdout without wrapping its lines, so that it can be piped into a file."""
     sys.stdout.write(neutral(text if text.endswith("\n") else text + "\n"))
 
 
 def print_prose(text: str) -> None:
-    """Sentences on stdout: a terminal breaks them between words, a pipe gets the lines as they are."""
+    """Print sentences on stdout: wrapped between words on a terminal, unwrapped in a pipe."""
     console = stdout()
     console.print(Text(text), soft_wrap=not console.is_terminal)
 
@@ -127,7 +127,7 @@ def warn(text: str) -> None:
 
 
 def tell(error: AsyncrlError) -> None:
-    """What went wrong and what to do; an end that somebody asked for is no error."""
+    """Print the error and its hint on stderr. An interruption is not labelled as an error."""
     if isinstance(error, Interrupted):
         say(error.message)
     else:
@@ -137,8 +137,8 @@ def tell(error: AsyncrlError) -> None:
 
 
 def in_our_words(error: BaseException, *, verbose: bool) -> AsyncrlError:
-    """The error itself, or the first one that a TaskGroup wrapped; what the system or the locale refused; else a bug of ours. With
-    `verbose` its traceback is printed first."""
+    """Turn any exception into an AsyncrlError. One that is neither ours (even inside a TaskGroup's group) nor a refusal of the
+    system or the locale is reported as a bug. With `verbose` the traceback is printed first."""
     if verbose:
         stderr().print(Text("".join(traceback.format_exception(error)), style="dim"), soft_wrap=True)
     hint = "" if verbose else "this is a bug; `asyncrl -v ...` shows where"
@@ -167,21 +167,21 @@ def _labelled(label: str, style: str, text: str) -> None:
 
 
 def epilog(examples: str) -> str:
-    """The end of a command's help. An indented line is an example: typer would join it with its neighbours."""
+    """The end of a command's help. Indented lines are examples; the blank lines keep typer from joining them."""
     return "[bold]Examples[/]" + examples.replace("\n  ", "\n\n  ")
 
 
 def load_profile(reference: str, sets: list[str] | None, name: str | None = None) -> Loaded:
-    """Load a profile, with the options of a command line as its top layers. Showing its warnings is left to the caller."""
+    """Load a profile with the command line's options as its top layers. The caller shows its warnings."""
     from asyncrl_cli.profile.loaded import load
 
     return load(reference, sets or [], {} if name is None else {"run.name": name})
 
 
 def run_to_its_end(run: Run, *, as_json: bool) -> None:
-    """Run it, print its summary on stdout if JSON was asked for, and raise what it failed with.
+    """Run it, print its summary on stdout if `as_json`, and raise its error or its exit code.
 
-    The run keeps handling signals until the process ends: a late one must not end it in another way.
+    The run keeps handling signals until the process ends, so that a late signal cannot end it in another way.
     """
     import asyncio
 
@@ -192,7 +192,7 @@ def run_to_its_end(run: Run, *, as_json: bool) -> None:
     run.requests.take_signals()
     try:
         result = asyncio.run(run.run())
-    except KeyboardInterrupt:  # typer would leave with 130, without a word
+    except KeyboardInterrupt:  # typer would exit with 130 and no message
         raise Interrupted(NEVER_BEGAN) from None
     if as_json:
         with suppress(OSError) if result.error is not None else nullcontext():

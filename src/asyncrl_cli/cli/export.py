@@ -1,4 +1,4 @@
-"""`asyncrl export`: a run's weights become a directory that transformers and vLLM open."""
+"""`asyncrl export`: writes a run's weights as a directory that transformers and vLLM can load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def export(
     from asyncrl_cli.checkpoint.find import resolve
     from asyncrl_cli.observe.starting import Starting
 
-    resolve(source, runs_dir)  # a wrong name is told before torch is imported
+    resolve(source, runs_dir)  # fail on a wrong name before importing torch
     with Starting("auto") as progress:
         progress("looking for the weights")
         from asyncrl_cli.export.export import export as export_weights

@@ -1,4 +1,4 @@
-"""`asyncrl plan`: what a profile comes to, before anything starts; with `--tune`, which settings would be faster."""
+"""`asyncrl plan`: shows what a profile means before anything starts; with `--tune`, searches for faster settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `asyncrl plan` prints: schedule, placement, an estimate of each process's memory, and whether a device has room for it."""
+"""Prints what `asyncrl plan` shows: schedule, placement, an estimate of each process's memory, and whether it fits the devices."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per p
 
 
 def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gib: float | None = None) -> None:
-    """On stdout; for this machine, or another one with `gpus` GPUs of `gpu_memory_gib` each.
+    """Print the plan on stdout, for this machine or for one with `gpus` GPUs of `gpu_memory_gib` each.
 
-    Raises PreflightError for what cannot run there: before the plan where there is none, else after it is printed.
+    Raises PreflightError if the job cannot run there: before printing if no plan can be made, else after the plan is printed.
     """
     profile = loaded.profile
     schedule, job = Schedule.of(profile), _planned(profile, gpus)
@@ -49,7 +49,7 @@ def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gi
 
 
 def _planned(profile: Profile, gpus: int | None) -> JobPlan:
-    """On this machine, or on one with `gpus` GPUs, whose cores nobody has counted: they are as many as the job computes with."""
+    """The plan for this machine, or for one with `gpus` GPUs. The number of that machine's cores is unknown: assume enough."""
     here = cluster.local_cluster()
     if gpus is None:
         return compile_job(profile, here)
@@ -61,7 +61,7 @@ def _planned(profile: Profile, gpus: int | None) -> JobPlan:
 
 
 def _device_memory_bytes(job: JobPlan, gpus: int | None, gpu_memory_gib: float | None) -> int | None:
-    """What was said of the GPUs; else this machine's, unless the plan is for GPUs of another one."""
+    """Memory of a device: as given, else this machine's; None if the plan is for another machine's GPUs of unknown size."""
     if job.device == "cuda" and gpu_memory_gib is not None:
         return int(gpu_memory_gib * GIB)
     if job.device == "cuda" and gpus is not None:

@@ -1,4 +1,4 @@
-"""`asyncrl plan --tune`: the search on the virtual clock, its progress and what it found. All of it is SIMULATED."""
+"""`asyncrl plan --tune`: runs the search on the virtual clock, shows its progress and prints its results, all SIMULATED."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def command(self) -> str:
-        """To type it again."""
+        """The command that repeats this search, without `--out`."""
         options: list[str] = []
         for flag, value in (("--profile", self.profile), ("--gpus", self.gpus), ("--max-staleness", self.bound)):
             options += [] if value is None else [flag, str(value)]
@@ -59,13 +59,13 @@ class Asked:
 
 
 def print_tuned(asked: Asked, *, as_json: bool) -> None:
-    """Search and print; stdout has the data, stderr the progress."""
+    """Search, and print the results on stdout, the progress on stderr."""
     if asked.out is not None:
         check_new(asked.out)
     workload, own_profile = workload_of(asked.reference, asked.runs_dir)
     is_run = own_profile is not None
     with Starting("auto", stderr()) as progress:
-        fit = residuals(workload) if is_run else []  # how well the run itself comes out of its simulation
+        fit = residuals(workload) if is_run else []  # how well the simulation reproduces the run itself
         tuned = tune(
             workload,
             asked.profile or own_profile or DEFAULT_PROFILE,
@@ -94,7 +94,7 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
 
 
 def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
-    """WORKLOAD|RUN: a run's directory or its name is calibrated and comes with its own profile."""
+    """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second value is its profile."""
     for directory in (expand(reference), runs_dir / reference):
         if (directory / "profile.toml").is_file() and (directory / "metrics.jsonl").is_file():
             say(f"calibrating a workload from {directory}")
@@ -143,7 +143,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
-    """Every `--set` on a line of its own, so that all of them can be copied from a narrow terminal."""
+    """Print the best setting. Each `--set` is on a line of its own, so that all can be copied from a narrow terminal."""
     best = tuned.found.best
     print_prose(
         f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.window_time_s:.2f} s "
@@ -156,7 +156,7 @@ def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
 
 
 def _against_current(tuned: Tuned) -> str:
-    """What is won by it, or what the bound costs."""
+    """How the recommended setting compares with the current one, or what the bound costs."""
     best, current, speedup = tuned.found.best, tuned.found.current, tuned.speedup
     if current is None or speedup is None:
         return "the current setting could not be simulated: there is nothing to hold it against"
@@ -172,7 +172,7 @@ def _against_current(tuned: Tuned) -> str:
 
 
 def _of_split(tuned: Tuned) -> str:
-    """Whether it is the split that makes it faster, or the rest."""
+    """How much of the speedup is due to the split, and how much to the other keys."""
     best, current, same_split = tuned.found.best, tuned.found.current, tuned.found.on_current_split
     if current is not None and current.setting.split == best.setting.split:
         others = (row for row in tuned.found.rows if row.is_long and row.setting.split != current.setting.split)
@@ -186,7 +186,7 @@ def _of_split(tuned: Tuned) -> str:
 
 
 def _against_known(tuned: Tuned) -> str:
-    """The simulation's own error is in that factor, too."""
+    """The known time of the current setting, against the predicted best. This factor includes the simulation's own error."""
     if tuned.known is None:
         return ""
     known_s, best_s = tuned.known.window_time_s, tuned.found.best.window_time_s
@@ -194,7 +194,7 @@ def _against_known(tuned: Tuned) -> str:
 
 
 def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
-    """Where the simulation misses the run that it knows by more than what it promises."""
+    """A caveat, if the simulation is off on the calibrated run itself by more than the gain that it predicts."""
     off = max((abs(one.ratio - 1) for one in fit if one.part == WINDOW), default=0.0)
     if speedup is None or not 0 < speedup - 1 < off:
         return ""
@@ -202,7 +202,7 @@ def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
 
 
 def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:
-    """With a profile: `bench --set` would change the baseline, too."""
+    """Print the commands that try the setting. They need a profile file: `bench --set` would change the baseline, too."""
     if asked.out is None:
         print_prose("\nto try it: the same search with --out my.toml writes a profile for `bench --profile` and `train --profile`")
         return

@@ -157,7 +157,7 @@ def logs(
 
 
 def logs_of(directory: Path, role: str | None) -> list[Path]:
-    """The logs of a role: `trainer` is all of its ranks, `trainer-0` one; None is every role."""
+    """The log files of a role: `trainer` means all its ranks, `trainer-0` one rank, None every role."""
     paths = sorted(directory.glob("*.log"))
     return [path for path in paths if role is None or path.stem == role or path.stem.rpartition("-")[0] == role]
 
@@ -165,8 +165,8 @@ def logs_of(directory: Path, role: str | None) -> list[Path]:
 def follow_lines(
     directory: Path, logs: Callable[[], Sequence[Path]], *, follow: bool, wait: Callable[[], None]
 ) -> Iterator[tuple[str, str]]:
-    """(log, line): what is there, file by file; then, with `follow`, what comes, until nobody holds the run. `logs` is asked again
-    each time: a run that starts has only its driver's."""
+    """Yield (log, line): all lines so far, file by file; then, with `follow`, new lines until no process holds the run. `logs` is
+    called each time, because a run that is starting has only its driver's log."""
     from asyncrl_cli.checkpoint.find import is_locked
 
     with ExitStack() as stack:
@@ -190,7 +190,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _whole_lines(file: TextIO, live: bool) -> Iterator[str]:
-    """Lines up to the end of the file; while somebody writes, half a line is left for the next round."""
+    """Lines up to the end of the file. In a `live` file an unfinished last line is left for the next call."""
     while True:
         position = file.tell()
         line = file.readline(MAX_LINE_CHARACTERS)

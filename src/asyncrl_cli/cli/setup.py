@@ -1,4 +1,4 @@
-"""Before a first run: `asyncrl doctor` (this machine), `init` (a directory to start from) and `profiles` (which there are)."""
+"""Commands to use before a first run: `asyncrl doctor` (checks this machine), `init` (copies a template) and `profiles`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def doctor(
 
     if fix and (broken := machine.broken_packages()):
         _uninstall(broken)
-        # A failed import leaves its traces in this process: what is left is looked at in a fresh one.
+        # A failed import leaves traces in this process, so a fresh process checks again.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
     findings = [machine.Finding("asyncrl", __version__), *machine.examine(say)]

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 Run = Callable[[GroupRequest, Callable[[int], None]], Awaitable[tuple[GroupResult, GroupPayload]]]
 Ended = tuple[GroupResult, GroupPayload]
 Head = tuple[Progress, tuple[GroupResult, ...]]
-"""The first object of an answer: progress and results. The other objects are the payloads of these results, in order, then Nones."""
+"""The first object of an answer. The other objects are the payloads of its results, in their order, and then Nones."""
 Answer = Callable[[Any, str], Awaitable[Any]]
 
 
@@ -65,10 +65,10 @@ class GroupDesk:
             task.add_done_callback(self._tasks.discard)
 
     def take(self) -> list[Ended]:
-        """Return the groups that ended first, at most `GROUPS_PER_ANSWER`. With none left, raise the first error of any group: it is
-        the engine's, not the group's.
+        """Return the groups that ended first, at most `GROUPS_PER_ANSWER`. With none left, raise the first error of any group: such
+        an error is the engine's, not the group's.
 
-        If more is left to take, this is noted as an urgent change, so that the next answer comes at once.
+        If more is left to take, notes an urgent change, so that the next answer comes at once.
         """
         if self._failure is not None and not self._ended:
             raise self._failure
@@ -129,7 +129,7 @@ class GroupExchange:
             self._waiting.pop(request.key, None)
 
     def post(self) -> None:
-        """Send the waiting requests in a call of their own. Its answer is not awaited: if it fails, the exchange under way fails, too."""
+        """Send the waiting requests in a call of their own, not awaited: if it fails, the exchange under way fails, too."""
         if self._outgoing:
             self._actor.submit.remote(self._taken())
 

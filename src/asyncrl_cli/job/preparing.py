@@ -117,7 +117,7 @@ def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
 
 
 def characters(items: Sequence[Item]) -> list[int]:
-    """Number of tokens of each prompt for the built-in model, whose tokens are characters: saves the seconds that importing takes."""
+    """Tokens of each prompt for the built-in model: its characters. Opening the model would take seconds of imports."""
     return [len(item["prompt"]) for item in items]
 
 
@@ -143,7 +143,7 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
 
 
 def check_resumable(checkpoint: Checkpoint, profile: Profile) -> None:
-    """Raises RefusedError unless the state of the loop, that of its observers, and the finished groups fit together and fit `profile`."""
+    """Raises RefusedError unless the checkpoint's loop state, observer state and finished groups fit each other and `profile`."""
     from asyncrl_cli.checkpoint.payloads import read_payloads  # imports numpy, which a dry run does not need
 
     state = read_state(checkpoint.loop_state, LoopSettings.of(profile))
@@ -171,7 +171,7 @@ def _refused(checkpoint: Checkpoint, why: str) -> RefusedError:
 
 
 async def interruptible(work: Callable[[Callable[[], None]], T]) -> T:
-    """Run `work(look)` in a thread. If the caller is cancelled, the next call of `look()` raises Interrupted and so ends the work."""
+    """Run `work(look)` in a thread. If the caller is cancelled, the next `look()` raises Interrupted, which ends the work."""
     answer: Future[T] = Future()
 
     def look() -> None:

@@ -23,7 +23,7 @@ log = logging.getLogger("asyncrl")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """mallopt(3)."""
 MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""The largest value that glibc accepts: larger blocks still come from the kernel and go back to it at once."""
+"""The largest value that glibc accepts. Larger blocks still come from the kernel and go back at once."""
 KEPT_BYTES = 2**30
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 GC_THRESHOLDS = (200_000, 20, 100)
@@ -35,7 +35,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def set_up_process(*, threads: int, log_path: Path | None) -> None:
-    """Call this before torch is imported: OpenMP reads its variables once. `threads` replaces Ray's choice, the actor's num_cpus."""
+    """Call this before torch is imported: OpenMP reads its variables once. Without it Ray sets them to the actor's num_cpus."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one of them off its core,
     # two threads on two cores were 10 to 60 times slower than with this setting. On idle cores no cost could be measured.
@@ -179,7 +179,7 @@ def _interrupt() -> NoReturn:
 
 @contextmanager
 def blocked(number: signal.Signals) -> Iterator[None]:
-    """Processes started within the block inherit the mask and never get this signal. If it is sent to us, we get it after the block."""
+    """Processes started within the block inherit the mask and never get this signal. Our own is delivered after the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     try:
         yield
@@ -204,7 +204,7 @@ def end_descendants() -> None:
 
 
 def leave(exit_code: int = INTERRUPTED) -> NoReturn:
-    """End this process now. A normal exit would wait for threads that cannot be interrupted: an import, a download, a stuck terminal."""
+    """End this process now. Python would wait for threads that cannot be interrupted: an import, a download, a stuck terminal."""
     remove_unfinished()
     reaper.say_goodbye()
     with suppress(OSError):

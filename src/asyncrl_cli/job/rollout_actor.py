@@ -212,7 +212,7 @@ class Loader:
             self._meter.load_ended()
 
     async def _probed(self, report: LoadReport, manifest: Manifest) -> LoadReport:
-        """Add the probes' results to `report`: the engine's own logprobs, compared with the trainer's of this version and the last."""
+        """Add the probes' result to `report`: the engine's logprobs against the trainer's of this version and the previous one."""
         scores = await self._engine.score([list(tokens) for tokens in manifest.probe_tokens], manifest.temperature)
         judged = judge(scores.logprobs, manifest.probe_logprobs, manifest.previous_logprobs) if manifest.previous_logprobs else None
         return replace(

@@ -138,7 +138,7 @@ class TrainerActor:
 
     @ray.method(concurrency_group="direct")
     def direct(self, call: str, worker: str, *args: Any) -> Any:
-        """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's sending end (`EngineKind.rank_zero_end`) for `worker`."""
+        """Rank 0: call `join`, `turn`, `broadcast` or `export` of the engine's `EngineKind.rank_zero_end` for `worker`."""
         return getattr(self._end, call)(worker, *args)
 
     @ray.method(concurrency_group="control")

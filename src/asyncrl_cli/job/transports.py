@@ -39,7 +39,7 @@ class ObjectStoreSender(Sender):
 
 
 class HeldRefs(list[Any]):
-    """A version's refs in the driver. As long as this list lives a worker may want the version, and `gather` tells rank 0 to keep it."""
+    """A version's refs in the driver. While this list lives a worker may want the version, and the next gather keeps it."""
 
 
 class Sending:

@@ -28,7 +28,7 @@ from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 STOP_TIMEOUT_S = 1.0
-"""Then actors are killed. That loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end within 5 s."""
+"""A kill after that loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end a run in 5 s."""
 RELEASE_S = 1.0
 """How long Ray's view of free resources lags behind a removed placement group."""
 
@@ -105,7 +105,7 @@ async def _started(executor: RayTrainer | RayRolloutWorker, say: Say) -> None:
 
 
 async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
-    """Load the trainer's state; return refs of the finished groups' payloads. The loop itself publishes the checkpoint's version."""
+    """Load the trainer's state; return refs of the finished groups' payloads. The loop publishes the checkpoint's version."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.load(checkpoint.directory)
     return [ray.put(payload) for payload in await asyncio.to_thread(read_payloads, checkpoint.directory)]
