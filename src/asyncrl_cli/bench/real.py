@@ -167,7 +167,7 @@ def end(child: subprocess.Popen[Any], grace_s: float, interrupts: Sequence[float
 
 
 def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[float]) -> int | None:
-    """The exit code, or None if the child still runs after `limit_s`, or as soon as a new interrupt came."""
+    """The exit code; None if the child still runs after `limit_s` or when a new interrupt comes."""
     until_s, seen = time.monotonic() + limit_s, len(interrupts)
     while (code := child.poll()) is None and time.monotonic() < until_s and len(interrupts) == seen:
         time.sleep(min(0.1, limit_s))

@@ -160,7 +160,7 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
 
 
 def unevenness(results: Sequence[Result]) -> float:
-    """By what share the most tokens of any profile's measured groups exceed the fewest. Policies learn differently."""
+    """How many more tokens the largest profile's measured groups have than the smallest's, as a share. Policies learn differently."""
     known = [(result.median("tokens_per_s"), result.median("window_time_s")) for result in results]
     tokens = [rate * seconds for rate, seconds in known if rate is not None and seconds is not None]
     return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0
@@ -172,8 +172,8 @@ def is_uneven(results: Sequence[Result]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s. `workload` is empty for
-    real runs. `error`: what ended the comparison early; `missing`: runs that were not finished."""
+    """All that is shown, written and drawn. `window_groups` is W of the baseline, the unit of window_time_s. `workload` is empty
+    for real runs. `error`: what ended the comparison early; `missing`: runs that were not finished."""
 
     results: Sequence[Result]
     workload: str

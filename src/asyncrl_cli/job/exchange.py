@@ -100,7 +100,8 @@ class GroupExchange:
     """The driver's side, for one life of a worker's process.
 
     `answer(pending, call)` awaits the actor's answer within a limit, and raises as `job.calls.answer` does. A `generate` ends only
-    if `progress` is called again and again. A cancelled `progress` loses the groups that it would have brought: cancel them, too.
+    if `progress` is called again and again. A cancelled `progress` loses the groups that it would have brought: cancel every
+    `generate` with it.
     """
 
     def __init__(self, actor: Any, answer: Answer) -> None:

@@ -35,7 +35,7 @@ _SHOW_CURSOR = b"\x1b[?25h"
 
 
 def set_up_process(*, threads: int, log_path: Path | None) -> None:
-    """Call this before torch is imported: OpenMP reads its variables once. Without it Ray sets them to the actor's num_cpus."""
+    """Call this before torch is imported: OpenMP reads its variables once. `threads` replaces Ray's value, num_cpus."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # By default OpenMP's threads spin while they wait for one another. Beside a busy process, which keeps one of them off its core,
     # two threads on two cores were 10 to 60 times slower than with this setting. On idle cores no cost could be measured.

@@ -2,7 +2,7 @@
 
     profile -> run directory -> engine, task, model -> Ray, placement, actors -> Pipeline -> RunResult
 
-Checks come before the things that they check are started, in the order above. A run that never began leaves nothing behind.
+Whatever can be refused is refused before anything is started. A run that never began leaves nothing behind.
 """
 
 from __future__ import annotations
