@@ -160,7 +160,7 @@ def _result(contestant: Contestant, own: Mapping[int, Figures], base: Mapping[in
 
 
 def unevenness(results: Sequence[Result]) -> float:
-    """How many more tokens the largest profile's measured groups have than the smallest's, as a share. Policies learn differently."""
+    """How much the measured groups' tokens differ: the most of any profile over the fewest, minus 1. Policies learn differently."""
     known = [(result.median("tokens_per_s"), result.median("window_time_s")) for result in results]
     tokens = [rate * seconds for rate, seconds in known if rate is not None and seconds is not None]
     return max(tokens) / min(tokens) - 1 if tokens and min(tokens) > 0 else 0.0

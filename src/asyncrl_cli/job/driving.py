@@ -233,7 +233,7 @@ def _out() -> None:
 
 
 def _as_ours(failure: Exception, directory: RunDirectory) -> AsyncrlError:
-    """The failure as an error for the user, with a hint what to do next."""
+    """The failure as an error for the user, with a hint about what to do next."""
     name = directory.name
     if isinstance(failure, OSError):
         return storage_error(failure)

@@ -158,8 +158,8 @@ class Received:
 
 
 class Loader:
-    """A rollout worker's side of a weight sync. Versions only rise: one that is not newer than the loaded version, and than one
-    that waits to be loaded, is refused.
+    """A rollout worker's side of a weight sync. Versions only rise: it refuses one that is not newer than the loaded
+    version and than any version that waits to be loaded.
 
     `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it.
     """
