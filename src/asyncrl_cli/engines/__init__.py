@@ -1,1 +1,1 @@
-"""Inference engines behind one port."""
+"""Inference engines: the port that rollout workers use, and the engines `transformers` and `vllm` behind it."""

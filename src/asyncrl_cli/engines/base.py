@@ -1,4 +1,4 @@
-"""What our engines have in common: a request waits for one of `rollout.slots`, runs, and ends; one failure ends all of them."""
+"""The base class of both engines. A request waits for one of `rollout.slots`, runs, and ends; a failed engine fails all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Track:
-    """One response in the making."""
+    """A response while it is being generated."""
 
     request_id: str
     prompt_tokens: list[int]
@@ -24,7 +24,7 @@ class Track:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    """Grows last: an aborted response may still be growing, and tokens without a version are no part of it."""
+    """Appended to after the other two lists. An aborted response may still be growing: tokens without a version don't count."""
 
     def completion(self, finish_reason: FinishReason) -> Completion:
         count = len(self.versions)
@@ -40,10 +40,10 @@ AnyTrack = TypeVar("AnyTrack", bound=Track)
 
 
 class SlotGate:
-    """Who may generate now: first come, first served, at most `slots` at once, nobody while a drain closes the gate.
+    """Decides which request may generate: first come, first served, at most `slots` at once, none while the gate is closed.
 
         entered(name) -> waiting (a pending future) -> True: running -> leave()
-                                                    -> False: given up, by give_up(name)
+                                                    -> False: withdrawn by give_up(name)
 
     `on_change(running)` is called whenever the number of running sequences changes.
     """
@@ -58,20 +58,20 @@ class SlotGate:
         self._on_change = on_change
 
     async def entered(self, name: str) -> bool:
-        """True when the slot is held: `leave` it then. False if it was given up meanwhile."""
+        """Wait for a slot. True: the caller holds one and must call `leave`. False: `give_up` withdrew the request."""
         turn = self._waiting[name] = asyncio.get_running_loop().create_future()
         self._let_in()
         try:
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.result():
-                self.leave()  # it was let in and cancelled at once
+                self.leave()  # cancelled between getting the slot and returning it to the caller
             raise
         finally:
             self._waiting.pop(name, None)
 
     def give_up(self, name: str) -> None:
-        """Its `entered` returns False, if it still waits."""
+        """Withdraw a waiting request: its `entered` returns False. Does nothing if it no longer waits."""
         turn = self._waiting.pop(name, None)
         if turn is not None and not turn.done():
             turn.set_result(False)
@@ -92,7 +92,7 @@ class SlotGate:
         self._let_in()
 
     async def idle(self) -> None:
-        """Until nobody runs. Only sensible behind a closed gate."""
+        """Wait until no request runs. The gate must be closed."""
         assert not self.is_open
         await self._idle.wait()
 
@@ -109,7 +109,10 @@ class SlotGate:
 
 
 class SlottedEngine(Engine, Generic[AnyTrack]):
-    """`_tracks` has all requests that wait or run, by id. What an engine adds is `_respond`, and its own kind of track."""
+    """An engine with a `SlotGate`. Subclasses add `_respond` and their own Track class.
+
+    `_tracks` holds all waiting and running requests by id.
+    """
 
     _make_track: type[AnyTrack]
 
@@ -147,7 +150,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
             del self._tracks[request_id]
 
     async def _respond(self, track: AnyTrack) -> FinishReason:
-        """Fill the track, which holds a slot."""
+        """Generate the response into `track`. The request holds a slot meanwhile."""
         raise NotImplementedError
 
     def _num_tokens(self, track: AnyTrack) -> int:
@@ -155,7 +158,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
 
     @contextlib.asynccontextmanager
     async def _closed(self, interrupt: Interrupt) -> AsyncIterator[None]:
-        """Nobody is let in for a load; with `drain` nobody runs either."""
+        """Let no request start during the block; with `drain`, first wait for the running ones to finish."""
         self._gate.close()
         try:
             if interrupt == "drain":
@@ -176,7 +179,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
             raise ValueError(f"prompt of {request_id} has {why}")
 
     def _fail(self, why: str) -> None:
-        """From now on, all that wait for a slot and all that come raise ExecutorFailed with the first `why`."""
+        """From now on, waiting and new requests raise ExecutorFailed with the first `why`."""
         self._failure = self._failure or why
         self._gate.close()
         for request_id in self._tracks:

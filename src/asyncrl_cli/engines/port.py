@@ -1,5 +1,7 @@
-"""The engine port: what a rollout worker asks of an inference engine, and the values that cross. A profile's engine by its kind:
-checked before it is made, and made."""
+"""The engine port: the `Engine` protocol that rollout workers call, and the values that cross it.
+
+`EngineKind` describes an engine before one is made; `check_engine` and `make_engine` use it to check and make a profile's engine.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseReport:
-    """`load_s`: copying the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of that in which weights came in."""
+    """`load_s`: time to copy the weights; `pause_s`: how long no sequence ran; `fetch_s`: the part of `pause_s` spent fetching."""
 
     load_s: float
     pause_s: float
@@ -74,7 +76,7 @@ class PauseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """`logprobs` of the tokens 1, 2, ... of each sequence; `pause_s`: how long no sequence ran for it."""
+    """`logprobs` of the tokens 1, 2, ... of each sequence; `pause_s`: how long scoring kept sequences from running."""
 
     logprobs: list[list[float]]
     pause_s: float
@@ -82,10 +84,10 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounters:
-    """Further figures of an engine, by name: `sums` since its start, momentary `gauges`. An engine tells what it has.
+    """Optional figures of an engine, by name: `sums` since its start, and momentary `gauges`. Each engine reports those it has.
 
     sums    preemptions: responses that lost their KV cache to others and had to compute it again
-    gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: the engine's own queues
+    gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: lengths of the engine's own queues
     """
 
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -100,13 +102,13 @@ class Engine(Protocol):
 
     slots: int
     running: int
-    """Sequences now generating."""
+    """Number of sequences generating now."""
     version: int
-    """Of the weights it samples with right now."""
+    """Version of the weights that the engine samples with now."""
     sampled_tokens: int
-    """Since the start."""
+    """Tokens sampled since the start."""
     decode_steps: int
-    """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is their mean batch."""
+    """Forward passes since the start that sampled a token: sampled_tokens / decode_steps is the mean batch size."""
     stops_to_score: bool
     """Whether no sequence runs during `score`."""
 
@@ -114,76 +116,80 @@ class Engine(Protocol):
         return EngineCounters()
 
     def tokens_of(self, request_id: str) -> int:
-        """Tokens so far of a request that waits or runs; 0 for others."""
+        """Number of tokens that a waiting or running request has so far; 0 for unknown ids."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None:
-        """Ends all requests with an error."""
+        """Stop the engine. All requests end with an error."""
 
     async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
         """Wait for a free slot (first come, first served) and sample a response.
 
-        Raises ValueError for what the engine was not made for, ExecutorFailed once the engine has failed or is closed.
+        Raises ValueError for a request that the engine was not configured for (too long, say), ExecutorFailed once the engine has
+        failed or is closed.
         """
 
     async def abort(self, request_id: str) -> None:
-        """Its `generate` returns what it has, with finish reason `abort`. Unknown ids are ignored."""
+        """End a request: its `generate` returns the tokens so far, with finish reason `abort`. Unknown ids are ignored."""
 
     async def connect(self, rank_zero: RankZero) -> None:
-        """For direct transports: agree with rank 0 on how weights come. After `start`, before the first load."""
+        """Set up a direct transport of weights with rank 0. Called after `start`, before the first load."""
         raise NotImplementedError
 
     def receive(self, buckets: Iterable[Bucket]) -> Mapping[str, torch.Tensor]:
-        """Copy buckets, as they arrive, to where `load` takes them from, beside generation. In any thread; may take long."""
+        """Copy buckets, as they arrive, into memory that `load` reads. Runs beside generation, in any thread; may take long."""
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
-        """Swap the weights in place: what `receive` returned, or by a direct transport `AnnouncedWeights`. Always resumes.
+        """Swap the weights in place, then resume generation.
 
-        Names, shapes and kinds of dtypes are looked at before anything has changed: ValueError, and the old version goes
-        on. (Damaged bytes are refused earlier, by their fingerprints.) A failure after that leaves layers of two versions
-        in the model: it ends the engine, and what runs and what comes later raises ExecutorFailed.
+        `weights` is what `receive` returned, or `AnnouncedWeights` with a direct transport.
 
-        `drain`: start nothing, wait for the running ones. `keep-kv`: freeze, go on with the old KV cache.
-        `recompute-kv`: freeze, go on with a cache rebuilt by the new weights.
+        Names, shapes and kinds of dtypes are checked before anything changes: on a mismatch ValueError is raised and the engine
+        keeps the old version. (Fingerprints catch damaged bytes earlier.) A later failure leaves layers of two versions in
+        the model, so it ends the engine: running and later requests raise ExecutorFailed.
+
+        `drain`: start no sequence and wait for the running ones. `keep-kv`: freeze them, then continue with the old KV cache.
+        `recompute-kv`: freeze them, then continue with a cache rebuilt by the new weights.
         """
 
     async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:
-        """As `load`, with nothing held beside the model (`weights.dual_buffer = false`).
+        """Like `load`, but without a second copy of the weights beside the model (`weights.dual_buffer = false`).
 
-        `fetch` is called in a thread while no sequence runs. It returns all buckets, verified; what it raises is raised, and
-        the old version goes on.
+        `fetch` is called in a thread while no sequence runs, and returns all buckets, verified. An exception from `fetch` is
+        passed on, and the engine keeps the old version.
         """
         raise NotImplementedError
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
-        """Given tokens, scored by the current weights."""
+        """Logprobs of the given tokens under the current weights."""
 
     async def sleep(self) -> None:
-        """The trainer has the device (colocate): lend it what memory can be lent. Nothing runs, and nothing comes before `wake`."""
+        """Free device memory for the trainer (colocate). No request runs, and none arrives before `wake`."""
 
     async def wake(self) -> None:
-        """The device is back, with the weights that were there before."""
+        """Take the device back, with the weights from before `sleep`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """What a worker takes, of an engine that manages memory by itself and lends it to the trainer on a shared GPU."""
+    """Memory that one worker takes, for engines that manage memory themselves and can free it for a trainer on the same GPU."""
 
     name: str
     batch_tokens: int
-    """Of one forward pass, at most."""
+    """Most tokens in one forward pass."""
     own_bytes: int
-    """Host memory of the processes that it starts, with nothing loaded."""
+    """Host memory of the processes that the engine starts, with nothing loaded."""
     own_processes: str
-    """Which processes these are."""
+    """Description of those processes, for messages."""
     num_caches: int
-    """Processes on one device that have a KV cache each."""
+    """Number of processes on one device with a KV cache of their own."""
     cache_bytes: int | None
-    """Of one cache, where the engine is told; it then ignores `share`."""
+    """Size of one cache if asyncrl sets it (the engine then ignores `share`), else None."""
     share: float
-    """Of a device's memory, for all that the engine has there: the cache takes what the rest leaves."""
+    """Share of the device's memory that the engine may use in all; the cache takes what weights and activations leave of it."""
     default_share: float
+    """The engine's own default for `share`."""
 
 
 def _fine(*args: object) -> None:
@@ -192,31 +198,33 @@ def _fine(*args: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """What is known of an engine while none is made; importing it imports no inference library.
+    """What asyncrl needs to know of an engine before one is made. Importing an EngineKind must not import an inference library.
 
-    An engine of another package is an entry point of `asyncrl.engines` that leads to one of these. Only `make` must be given.
+    Another package adds an engine by an entry point in the group `asyncrl.engines` that names one. Only `make` has no default.
     """
 
     make: Callable[[Profile, Place, Callable[[int], None]], Engine]
-    """Not yet started. The last argument is called in the event loop with the number of generating sequences as it changes."""
+    """Makes an engine that is not yet started. Its last argument is a callback, called in the event loop with the number of
+    generating sequences whenever that changes."""
     keys: frozenset[str] = frozenset()
-    """Those of [rollout] that not every engine knows and this one does."""
+    """Keys of [rollout] that this engine understands and some others do not."""
     direct_transports: frozenset[str] = frozenset()
-    """Values of `weights.transport` by which it takes weights from rank 0's GPU."""
+    """Values of `weights.transport` with which the engine takes weights from rank 0's GPU."""
     rank_zero_end: Callable[[WeightsSection, HeldVersions, torch.device], Any] | None = None
-    """Of a direct transport: what serves the calls of `RankZero` on rank 0, each with the worker's name before its arguments."""
+    """Makes rank 0's end of a direct transport: an object with the methods that `RankZero` asks for, each taking the worker's
+    name before its other arguments."""
     loads_in_place: bool = False
-    """Whether it does without a second buffer (`Engine.load_in_place`)."""
+    """Whether the engine implements `Engine.load_in_place`, which needs no second buffer."""
     memory: Callable[[Profile, str], EngineMemory | None] = lambda profile, device: None
-    """What a worker takes on that device; None: the cache has half of what is free, as with the transformers engine."""
+    """Memory that a worker takes on that device. None: the cache takes half of what is free, as in the transformers engine."""
     conflicts: Callable[[Profile], Iterable[ConfigError]] = lambda profile: ()
-    """What in a profile it cannot do."""
+    """Yields an error for each setting in the profile that the engine does not support."""
     check_arguments: Callable[[Profile, str], None] = _fine
-    """ConfigError for arguments that it would refuse on that device."""
+    """Raises ConfigError for arguments that the engine would refuse on that device."""
     check_here: Callable[[str], None] = _fine
-    """PreflightError if it cannot run on this machine, on that device."""
+    """Raises PreflightError if the engine cannot run on this machine, on that device."""
     check_driver: Callable[[], None] = _fine
-    """PreflightError for what breaks the driver of a job whose workers are on other machines."""
+    """Raises PreflightError for what would break the driver of a job whose workers are on other machines."""
 
 
 def kind_of(profile: Profile) -> EngineKind:
@@ -225,7 +233,7 @@ def kind_of(profile: Profile) -> EngineKind:
 
 
 def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None]) -> Engine:
-    """Not yet started. Raises PreflightError if it cannot run on this machine."""
+    """The profile's engine, not yet started. Raises PreflightError if it cannot run on this machine."""
     kind = kind_of(profile)
     kind.check_here(place.device)
     return kind.make(profile, place, on_running)
@@ -234,7 +242,7 @@ def make_engine(profile: Profile, place: Place, on_running: Callable[[int], None
 def check_engine(profile: Profile, device: str, *, is_elsewhere: bool = False) -> None:
     """Raises PreflightError if the engine cannot run here, ConfigError if it would refuse its arguments.
 
-    `is_elsewhere`: the workers run on the nodes of a cluster, and each looks on its own node when it starts.
+    `is_elsewhere`: the workers run on other nodes of a cluster. Each makes these checks on its own node when it starts.
     """
     kind = kind_of(profile)
     if is_elsewhere:

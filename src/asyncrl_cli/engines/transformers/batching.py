@@ -6,8 +6,8 @@
 - `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: nobody waits for cache, and
   nobody is evicted.
 - No block sharing: a shared prompt block would hold keys of older weights after a load.
-- The attention that the trainer has, too (models/attention.py): never switched to another kernel, however fast. Where that is
-  sdpa, on a CPU in a form that keeps the packed sequences apart (paged_attention.py) instead of a mask over all of them.
+- Attention is the trainer's (models/attention.py), never a faster kernel. Where that is sdpa on a CPU, packed sequences are
+  attended one by one (paged_attention.py) instead of all at once under a mask.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and its own
   sampling has one seed for all.
 
@@ -32,13 +32,13 @@ from asyncrl_cli.models.attention import choose_attention, takes_attention
 from asyncrl_cli.profile.schema import Place, Profile
 
 PREFILL_TOKENS_MASKED = 512
-"""Instead of PREFILL_TOKENS_PACKED where attention needs a mask: it has (batch tokens) x (all cached tokens) entries."""
+"""Used instead of PREFILL_TOKENS_PACKED where attention needs a mask: the mask has (batch tokens) x (all cached tokens) entries."""
 MAX_LOGITS_BYTES = 256 * 2**20
-"""Of the sequences that one pass scores."""
+"""Largest logits of one scoring pass."""
 
 
 def open_model(profile: Profile, place: Place) -> PreTrainedModel:
-    """With the attention that the trainer chooses, too. PreflightError for a model that takes none from outside."""
+    """Load the model with the same attention as the trainer. PreflightError for a model whose attention cannot be exchanged."""
     how = profile.model
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         place.model_dir, dtype=how.dtype, attn_implementation="eager", trust_remote_code=how.trust_remote_code
@@ -84,7 +84,7 @@ def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """End-of-sequence tokens: of the generation config, else of the model's, else of the tokenizer."""
+    """End-of-sequence tokens: of the generation config, else of the model config, else of the tokenizer."""
     for source in (model.generation_config, model.config, tokenizer):
         eos = getattr(source, "eos_token_id", None)
         if eos is not None:
@@ -115,8 +115,8 @@ def _score_batch(model: PreTrainedModel, sequences: list[list[int]], temperature
 
 
 def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
-    """All slots at full length; less where that is more than half of the free memory (then sequences may be evicted and
-    prefilled again, which costs time but loses nothing)."""
+    """Cache blocks for all slots at full length, within CACHE_SHARE_OF_MEMORY of the free memory. With fewer, sequences may be
+    evicted and prefilled again, which costs time but loses nothing."""
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -127,7 +127,7 @@ def _num_blocks(model: PreTrainedModel, slots: int, max_tokens: int) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """psutil is also what continuous batching itself needs to know the memory of a CPU."""
+    """psutil is no new dependency: continuous batching itself needs it on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

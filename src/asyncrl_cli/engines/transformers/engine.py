@@ -1,16 +1,16 @@
-"""The engine `transformers`: its own continuous batching in a background thread, behind the engine port.
+"""The engine `transformers`: the library's continuous batching in a background thread, behind the engine port.
 
     generate() -> SlotGate -> add_request -> [generation thread: forward, TokenSampler] -> result handler -> returns
                                                         ^
     load(), score() -> worker thread -> manager.pause() -> parks the generation thread between two forwards
 
-Who waits for whom: `generate` waits for a slot (given by `leave` of another, or by the end of a drain), then for its
+Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends), then for its
 result (the generation thread calls back once per batch of finished responses; there is no polling and no cost per token
 in the event loop). `load` with `drain` waits for the running responses. A pause waits for at most one forward pass. If
 the generation thread dies, continuous batching fails every request and every pause.
 
-What is reproducible: see token_sampler.py. What is not done here: CUDA graphs and asynchronous batching, since the
-sampler reads each token on the host; on GPUs this engine is correct rather than fast.
+token_sampler.py says what is reproducible. CUDA graphs and asynchronous batching are off, because the sampler reads each
+token on the host: on GPUs this engine is correct rather than fast.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class TransformersEngine(SlottedEngine[SampledTrack]):
-    """See `engines.port.Engine`."""
+    """Implements `engines.port.Engine`, which documents the public methods."""
 
     stops_to_score = True
     _make_track = SampledTrack
@@ -60,7 +60,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         self._manager: ContinuousBatchingManager
         self._started = False
         self._requests_lock = threading.Lock()
-        """Held while requests are submitted, withdrawn or interrupted: an interrupt comes from a load's thread."""
+        """Held while requests are submitted, withdrawn or interrupted: loads interrupt them from a worker thread."""
 
     @property
     def version(self) -> int:
@@ -81,8 +81,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         await self._check_itself()
 
     async def _check_itself(self) -> None:
-        """Sampled tokens come through a paged cache, scores (and all that is trained) through a plain forward: a feature of the
-        model that the first leaves out would go unseen. PreflightError unless the two agree."""
+        """Compare sampling with scoring. Sampling uses a paged cache; scoring and training use a plain forward pass. If the paged
+        path ignored a feature of the model, nobody would notice. PreflightError unless the logprobs agree."""
         vocab_size, rollout = int(self._model.config.get_text_config().vocab_size), self._profile.rollout
         (prompt,) = make_probes(1, vocab_size, seed=0, length_tokens=min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens))
         how = Sampling(temperature=1.0, max_response_tokens=min(SELF_CHECK_TOKENS, rollout.max_response_tokens))
@@ -91,7 +91,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         diff = mean_abs_diff([answer.logprobs], [scores.logprobs[0][len(prompt) - 1 :]])
         if not diff < MAX_ATTENTION_DIFF[self._model.dtype]:
             raise batching.unbatchable(self._model, f"its logprobs differ by {diff:.2g} from those of a plain forward pass")
-        self._sampler.sampled_tokens = self._sampler.decode_steps = 0  # this was no work of a run
+        self._sampler.sampled_tokens = self._sampler.decode_steps = 0  # the self-check does not count
 
     def _start(self) -> None:
         place, trusts = self._place, self._profile.model.trust_remote_code
@@ -160,7 +160,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             return await asyncio.to_thread(self._score, sequences, temperature)
 
     def _submit(self, track: SampledTrack) -> None:
-        """Hand prompt and tokens so far to continuous batching; the budget counts the earlier tokens."""
+        """Hand the prompt and the tokens so far to continuous batching, with a budget of the tokens that are left."""
         if track.done.done():
             return
         with self._requests_lock:
@@ -179,14 +179,14 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
 
     def _withdraw(self, track: SampledTrack) -> None:
-        """Forget a submitted request, and stop it if it still runs."""
+        """Forget a submitted request, and cancel it if it is still running."""
         with self._requests_lock:
             self._sampler.tracks.pop(track.submitted_as, None)
             if self._manager.output_router.result_handlers.pop(track.submitted_as, None) is not None:
                 self._manager.cancel_request(track.submitted_as)
 
     def _on_result(self, track: SampledTrack, output: GenerationOutput) -> None:
-        """In the event loop. A result of an earlier submit cannot arrive: its handler was removed."""
+        """Runs in the event loop. The result of an earlier submit cannot arrive: its handler was removed."""
         if output.error is None and track.finished is not None:
             track.finish(track.finished)
         elif not track.done.done():
@@ -194,7 +194,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             track.done.set_exception(ExecutorFailed(f"continuous batching failed {track.request_id}: {how}"))
 
     def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[SampledTrack]]:
-        """In a worker thread. Returns the responses that have to be submitted again."""
+        """Runs in a worker thread. Also returns the responses that must be submitted again."""
         with self._manager.pause():
             paused_s = time.perf_counter()
             weights = fetched()
@@ -207,7 +207,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s), interrupted
 
     def _copy(self, weights: Weights, version: int) -> None:
-        """If it fails, what runs is failed before a later forward can tell the event loop of any token."""
+        """Copy the weights into the model. On an error, fail all requests before a later forward pass can report a token."""
         own = self._model.state_dict()
         try:
             with torch.no_grad():
@@ -220,10 +220,10 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             raise ExecutorFailed(failure) from error
 
     def _interrupt(self) -> list[SampledTrack]:
-        """Inside a pause: end all unfinished requests in continuous batching, so that their cache is freed.
+        """Cancel all unfinished requests in continuous batching, so that their cache is freed. Call it inside a pause.
 
-        The scheduler's own mark takes effect before its next batch; the queued one catches a request that the
-        scheduler has not seen yet.
+        Each request is cancelled twice: in the scheduler, before its next batch, and through the queue, for a request that
+        the scheduler has not seen yet.
         """
         assert self._manager.batch_processor is not None
         with self._requests_lock:
@@ -244,4 +244,4 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     def _fail(self, why: str) -> None:
         super()._fail(why)
         for track in self._tracks.values():
-            track.finish("abort")  # `generate` raises the failure then
+            track.finish("abort")  # wakes `generate`, which then raises the failure

@@ -1,4 +1,4 @@
-"""The engine `transformers` as the rest of the code knows it."""
+"""The EngineKind of the engine `transformers`, importable without transformers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,15 @@
-"""Attention of packed sequences over transformers' paged cache: `packed_attention` for a CPU, where a sequence attends to its own
-keys only, and `own_paged_attention`, for models whose attention has more than sdpa computes.
+"""Attention of packed sequences over transformers' paged cache.
 
-transformers' continuous batching packs all running sequences into one row. With `sdpa` it masks the others out, so one
-step of B sequences of length L costs B * B * L; here it costs B * L. The function is registered with transformers'
-AttentionInterface. Its name contains "flash" because that is how continuous batching recognises attention that goes by
-`cu_seq_lens_*` and wants no mask.
+`packed_attention` is for CPUs: each sequence attends to its own keys only. `own_paged_attention` is for models whose attention
+computes more than sdpa does.
 
-New keys are written to the cache; what a sequence has there is read once, to where it is attended. (The cache's own `update`
-reads all keys into one packed row first.)
+transformers' continuous batching packs all running sequences into one row. With `sdpa` a mask hides the other sequences, so
+one step of B sequences of length L costs B * B * L; `packed_attention` costs B * L. It is registered with transformers'
+AttentionInterface. Its name contains "flash" because that is how continuous batching recognises attention that takes
+`cu_seq_lens_*` and no mask.
+
+New keys are written to the cache, and the keys of a sequence are read once, where they are attended to. (The cache's own
+`update` would first copy all keys into one packed row.)
 
 Legend: Q = packed query tokens, K = packed key tokens, B = sequences, H = query heads, J = key-value heads, G = H / J,
 L = longest key length of a block, D = head dimension, C = places in the cache, S = prompts of one length P.
@@ -30,14 +32,14 @@ from asyncrl_cli.models.attention import own_attention
 
 NAME = "asyncrl_flash_cpu"
 PAGED_EAGER = "paged|eager"
-"""What continuous batching makes of a model's `eager`."""
+"""The name under which continuous batching looks up a model's `eager` attention."""
 MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
-"""Models with plain causal attention: no window, no soft cap, no sinks. The others run with transformers' `sdpa`."""
+"""Models with plain causal attention: no window, no soft-cap, no sinks. Other models run with transformers' `sdpa`."""
 
 MAX_PADDING = 1.3
-"""Decoding sequences are attended in blocks of similar length, so that no more than this factor of keys is read."""
+"""Decoding sequences are grouped into blocks of similar length, so that at most this many times their keys are read."""
 MIN_BLOCK = 8
-"""Sequences below which a block is not cut: a call costs more than the padding it saves."""
+"""Blocks with fewer sequences are not cut: another call would cost more than the padding it saves."""
 
 
 def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
@@ -47,7 +49,7 @@ def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sequences with one query each: where their queries are, and where the keys that they see (padded with the first)."""
+    """Sequences with one query each: the rows of the queries, and the cache places of the keys, padded to the longest sequence."""
 
     queries_B: torch.Tensor
     places_BL: torch.Tensor
@@ -56,8 +58,8 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """`count` neighbours of one length, all new: they see no keys but their own. With `places_K` one sequence: its
-    queries are its last tokens, and its keys are there in the cache."""
+    """Either `count` adjacent new sequences of one length, which see no cached keys (`places_K` is None); or one sequence
+    with cached keys at `places_K`, whose queries are its last tokens."""
 
     queries: slice
     count: int
@@ -66,7 +68,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Who attends to what in one forward pass; the same for all layers."""
+    """Which queries attend to which keys in one forward pass; the same for all layers."""
 
     blocks: tuple[_Block, ...]
     prefills: tuple[_Prefill, ...]
@@ -82,7 +84,7 @@ def packed_attention(
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache: transformers' causal sdpa."""
+    """query (1, H, Q, D), key and value (1, J, Q, D) -> (1, Q, H, D). Without a cache it is transformers' causal sdpa."""
     if cache is None:
         kwargs = {name: kwargs[name] for name in ("dropout", "is_causal") if name in kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -116,9 +118,9 @@ def own_paged_attention(
     cache: PagedAttentionCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """The model's own attention function, with keys and values of the paged cache if there is one.
+    """The model's own attention function, with keys and values from the paged cache if there is one.
 
-    In the place of transformers' `paged|eager`, which is one function for all models: it knows sinks, and no soft-cap.
+    Replaces transformers' `paged|eager`, one function for all models, which implements sinks but no soft-cap.
     """
     own = own_attention(module)
     assert own is not None, "the engine refuses models without one"
@@ -162,9 +164,9 @@ def _decode(
 
 
 def _plan_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
-    """One per forward pass: all its layers get the same `starts_q` object, which carries the plan.
+    """The plan of this forward pass, made once: all layers get the same `starts_q` tensor, which carries the plan.
 
-    `places_K`: where in the cache the packed keys are; empty if no sequence has a key there but the new ones.
+    `places_K`: where the packed keys are in the cache; empty if all sequences are new.
     """
     plan: _Plan | None = getattr(starts_q, "asyncrl_plan", None)
     if plan is None:
@@ -188,7 +190,7 @@ def _make_plan(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor,
 
 
 def _add_new(prefills: list[_Prefill], start: int, stop: int) -> None:
-    """A sequence without earlier keys. Where its neighbour has the same length (a group's prompts do), one call does both."""
+    """Add a sequence without earlier keys. If the sequence before it has the same length (as in a group), one call does both."""
     before = prefills[-1] if prefills and prefills[-1].places_K is None else None
     if before is not None and before.queries.stop == start and (start - before.queries.start) == before.count * (stop - start):
         prefills[-1] = _Prefill(queries=slice(before.queries.start, stop), count=before.count + 1, places_K=None)
@@ -197,7 +199,7 @@ def _add_new(prefills: list[_Prefill], start: int, stop: int) -> None:
 
 
 def _cut(decoding: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Longest first, cut where padding to a block's longest would read too many keys."""
+    """Cut sequences, sorted longest first, into blocks: a new block begins where padding would read too many keys."""
     blocks: list[list[tuple[int, int, int]]] = []
     total = 0
     for entry in decoding:

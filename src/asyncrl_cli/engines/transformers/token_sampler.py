@@ -1,13 +1,13 @@
-"""Samples the next token of every running sequence, and writes down its logprob and the version that sampled it.
+"""Samples the next token of every running sequence, and records its logprob and the version that sampled it.
 
-It is a logits processor of transformers' continuous batching, which calls it once per forward pass, in the generation
-thread, between the weights that made the logits and the choice of the token. That is the one place where the
-untruncated distribution, the version and the token are all known, so nothing has to be inferred from timestamps
-afterwards. It returns scores in which only the chosen token is high; continuous batching itself takes the argmax.
+TokenSampler is a logits processor of transformers' continuous batching, which calls it once per forward pass in the
+generation thread. That is the one place where the untruncated distribution, the version and the token are all known, so
+nothing has to be inferred from timestamps afterwards. The sampler returns scores in which only the chosen token is high;
+continuous batching takes the argmax.
 
-Random numbers are a function of (seed of the request, position in the response), not of who else is in the batch: the
-same prompt, seed and weights give the same response, as long as the batch's arithmetic gives the same probabilities (it
-differs in the last bits with the batch's shape, which matters when a random number falls on the border of two tokens).
+Random numbers depend on the request's seed and the position in the response, not on the rest of the batch: the same
+prompt, seed and weights give the same response, as long as the batch's arithmetic gives the same probabilities (the last
+bits depend on the batch's shape, which matters when a random number falls on the border between two tokens).
 
 Legend: N = sequences that get a token in this pass, V = vocabulary.
 """
@@ -32,14 +32,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SampledTrack(Track):
-    """The generation thread appends; the event loop reads when `done` is set."""
+    """The generation thread appends tokens; the event loop reads them when `done` is set."""
 
     done: asyncio.Future[FinishReason] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     finished: FinishReason | None = None
     submitted_as: str = ""
     num_submits: int = 0
     stream: int = field(init=False)
-    """Where its random numbers begin."""
+    """Start of this response's random numbers."""
 
     def __post_init__(self) -> None:
         self.stream = int(_mix(np.array([self.seed % 2**64], dtype=np.uint64))[0])  # so that neighbouring seeds share nothing
@@ -49,16 +49,16 @@ class SampledTrack(Track):
         return self.sampling.max_response_tokens - len(self.tokens)
 
     def finish(self, reason: FinishReason) -> None:
-        """In the event loop. The first reason counts."""
+        """Set `done`. Call it in the event loop; later calls have no effect."""
         if not self.done.done():
             self.done.set_result(reason)
 
 
 class TokenSampler(ContinuousBatchingLogitsProcessor):
-    """`tracks` maps continuous batching's request ids to responses; a row without one is sampled and forgotten.
+    """`tracks` maps continuous batching's request ids to responses; a row without a response is sampled and forgotten.
 
-    `call_soon` calls in the event loop: a stop string ends a response from here, because continuous batching knows nothing of it.
-    `eos_tokens` and `tail_text` (tokens -> text) belong to the model and are set when it is there.
+    `call_soon` runs a call in the event loop: the sampler ends responses at stop strings, which continuous batching does not know.
+    `eos_tokens` and `tail_text` (tokens -> text) depend on the model and are set once it is loaded.
     """
 
     supported_kwargs: dict[str, type] = {}  # noqa: RUF012  (the base class declares it so)
@@ -82,7 +82,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         return torch.zeros(len(self._rows), dtype=torch.int32)
 
     def __call__(self, scores: torch.FloatTensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        """scores: at least N rows of V logits (float32); rows beyond N belong to unfinished prefills."""
+        """`scores`: at least N rows of V logits (float32); rows beyond N belong to unfinished prefills."""
         rows = self._rows
         logits_NV = scores[: len(rows)]
         logprobs_NV = torch.log_softmax(_scaled(logits_NV, rows), dim=-1)
@@ -98,7 +98,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
         return chosen
 
     def _choose(self, logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
-        """Inverse transform sampling: one uniform number per row, so that rows do not depend on each other. (N,)"""
+        """The next tokens (N,), by inverse transform sampling: one uniform number per row makes rows independent of each other."""
         probs_NV = _truncated(logprobs_NV, rows).exp()
         cumulative_NV = probs_NV.cumsum(dim=-1, dtype=torch.float64)
         uniform_N1 = torch.from_numpy(_uniform(rows)).to(probs_NV.device)[:, None]
@@ -128,7 +128,7 @@ class TokenSampler(ContinuousBatchingLogitsProcessor):
 
 
 def _uniform(rows: list[SampledTrack | None]) -> NDArray[np.float64]:
-    """In [0, 1), 32 bits: less than 1 even when multiplied by a rounded sum of probabilities."""
+    """A number in [0, 1) for each row, of 32 bits only: its product with a rounded sum of probabilities stays below the sum."""
     streams = np.array([track.stream if track is not None else 0 for track in rows], dtype=np.uint64)
     positions = np.array([len(track.tokens) + 1 if track is not None else 0 for track in rows], dtype=np.uint64)
     return (_mix(streams + positions * _GOLDEN) >> np.uint64(32)).astype(np.float64) / 2.0**32
@@ -149,7 +149,7 @@ def _scaled(logits_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.T
 
 
 def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> torch.Tensor:
-    """Top-k, then top-p among the kept ones; the most likely token always stays. Untouched where both are off."""
+    """Apply top-k, then top-p among the tokens kept; the most likely token always stays. Rows with both off are unchanged."""
     limits = [(track.sampling.top_k, track.sampling.top_p) if track is not None else (0, 1.0) for track in rows]
     if all(limit == (0, 1.0) for limit in limits):
         return logprobs_NV

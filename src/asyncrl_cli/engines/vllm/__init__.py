@@ -1,1 +1,1 @@
-"""All that knows vLLM."""
+"""The engine `vllm`. All code that depends on vLLM is in this folder."""

@@ -1,8 +1,8 @@
-"""vLLM's side of a load from memory that a rollout worker shares with it (weights/held.py), on CPUs and GPUs.
+"""Loads weights into vLLM from memory that the rollout worker shares with it (weights/held.py), on CPUs and GPUs.
 
-`update_weights` does it all, while the model stands still: it maps the shared buffer, and vLLM's own layerwise reload puts the
-weights in. Each layer is processed as at the start (CPUs pack linear weights into a layout of their own), then copied into the
-storage that it had, which captured graphs know. What the reload leaves out on CPUs is done here.
+`update_weights` runs while generation is paused. It maps the shared buffer, and vLLM's layerwise reload loads the weights.
+Each layer is processed as at the start (CPUs pack linear weights into a layout of their own), then copied into its old
+storage, which captured graphs refer to. On CPUs the reload misses experts and tied layers; `load` handles them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl_cli.weights.held import attached, views
 
 @dataclass
 class BucketUpdateInfo(WeightTransferUpdateInfo):
-    """`SharedWeights.describe`: all weights of one version, in one update."""
+    """What `SharedWeights.describe` returns: all weights of one version, in one update."""
 
     path: str
     num_bytes: int
@@ -30,14 +30,14 @@ class BucketUpdateInfo(WeightTransferUpdateInfo):
 
 
 class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo]):
-    """Made by vLLM in each of its workers; with tensor parallelism each maps the buffer and takes its shards."""
+    """vLLM makes one in each of its workers. With tensor parallelism each worker maps the buffer and takes its shards."""
 
     init_info_cls = WeightTransferInitInfo  # there is nothing to agree on beforehand
     update_info_cls = BucketUpdateInfo
     supports_draft_weight_update = False
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Not the base class's, which waits for an accelerator, also where there is none."""
+        """Overridden because the base class synchronizes an accelerator even where there is none."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -47,13 +47,13 @@ class BucketEngine(WeightTransferEngine[WeightTransferInitInfo, BucketUpdateInfo
         load(self.model, self.model_config, weights)
 
     def _nothing(self, *args: Any) -> None:
-        """Before and after an update there is nothing to do."""
+        """For the hooks before and after an update, which have nothing to do."""
 
     init_transfer_engine = start_weight_update = finish_weight_update = shutdown = _nothing
 
 
 def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """A whole version, layer by layer."""
+    """Load a whole version into the model, layer by layer."""
     forget_kernels_of_experts(model)
     initialize_layerwise_reload(model)
     model.load_weights(iter(weights))
@@ -62,8 +62,10 @@ def load(model: torch.nn.Module, model_config: Any, weights: Iterable[tuple[str,
 
 
 def forget_kernels_of_experts(model: torch.nn.Module) -> None:
-    """On CPUs experts are packed when their kernel is made, and vLLM makes it once: a reload would put plain weights in the place
-    of packed ones, and generation would go on with neither the old experts nor the new, without an error. So it is made anew.
+    """Make vLLM create the experts' CPU kernels again in the reload.
+
+    On CPUs experts are packed when their kernel is created, which vLLM does once. A reload would replace packed weights with plain
+    ones, and generation would continue with wrong experts, without an error.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -72,10 +74,10 @@ def forget_kernels_of_experts(model: torch.nn.Module) -> None:
 
 
 def pack_tied_layers(model: torch.nn.Module) -> None:
-    """Process layers that share one weight anew where they keep a packed copy of it, as vLLM does on CPUs.
+    """Repack layers that share a weight and keep a packed copy of it, as vLLM does on CPUs.
 
     A layer that shares its weight with another one (a tied lm_head) gets no tensor of its own, so the reload leaves its packed
-    copy as it was: generation would go on with an old head, without an error.
+    copy unchanged: generation would continue with an old head, without an error.
     """
     owners: dict[int, list[torch.nn.Module]] = {}
     for layer in model.modules():

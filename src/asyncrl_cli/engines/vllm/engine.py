@@ -6,14 +6,14 @@
 
 (With tensor_parallel_size > 1 the model is in worker processes of the engine process.)
 
-Who waits for whom: `generate` waits for a slot (given by `leave` of another, or by the end of a drain), then for its tokens.
-`load` with `drain` waits for the running responses; a pause otherwise for one forward pass. If an engine process dies, all of
-these waits end with its error (processes.py), and so does every later call.
+Who waits for whom: `generate` waits for a slot (freed when another request leaves, or when a drain ends), then for its tokens.
+`load` with `drain` waits for the running responses; otherwise its pause waits for one forward pass. If an engine process dies,
+all of these waits end with the error that processes.py finds, and so does every later call.
 
-Versions are vLLM's own: it labels the outputs of each step with the version that is set between steps, and reports them as spans.
-Cached prefixes are keyed by the version that was current when a request began (`cache_salt`): a new request never meets those of
-an older one, and one that a load overtook before its first token begins again. (A running request goes on with its own under
-`keep-kv`, which is what keep-kv means.)
+vLLM keeps track of versions: it labels the outputs of each step with the version that is set between steps, and reports spans.
+Cached prefixes are keyed by the version at which a request began (`cache_salt`), so a request never uses prefixes computed by
+older weights. If a load happens between a request's start and its first token, the request starts again. (Under `keep-kv` a
+running request keeps its own cache; that is what keep-kv means.)
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CLOSE_TIMEOUT_S = 5.0
-LAST_OUTPUTS_S = 1.0  # how long a close waits for its aborted requests to be told
+LAST_OUTPUTS_S = 1.0  # how long `close` waits for aborted requests to end
 
 
 class VllmEngine(SlottedEngine[VllmTrack]):
-    """See `engines.port.Engine`."""
+    """Implements `engines.port.Engine`, which documents the public methods."""
 
     stops_to_score = False
     _make_track = VllmTrack
@@ -79,8 +79,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         """Start vLLM's processes and wait until they are ready: model loaded, cache allocated."""
         profile, place = self._profile, self._place
         set_environment(profile, place)
-        # By itself: vLLM keeps an error of its own import for ever, with the frames of all its callers. An engine that one of them
-        # refers to would live until the interpreter's end, where it cannot tidy up.
+        # In a thread of its own: vLLM keeps errors raised during its import for ever, with the frames of all callers. An engine
+        # that such a frame refers to would live until the interpreter exits, too late to clean up.
         await asyncio.to_thread(importlib.import_module, "vllm.v1.engine.async_llm")
         starting = asyncio.to_thread(start_llm, profile, place, self._counters)
         reading = asyncio.to_thread(skeleton, place.model_dir, trust_remote_code=profile.model.trust_remote_code)
@@ -123,7 +123,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await self._running_llm().abort(request_id)
 
     def receive(self, buckets: Iterable[Bucket]) -> SharedWeights:
-        """One copy, as they arrive, into memory that the engine's processes map."""
+        """Copy buckets once, as they arrive, into memory that the engine's processes map."""
         return SharedWeights(buckets)
 
     async def load(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> PauseReport:
@@ -132,7 +132,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             self._form.check(weights, version)
             if interrupt != "drain":  # generation goes on while rank 0 sends to another worker
                 await self._transfer.turn()
-            async with self._closed(interrupt):  # a request that came during a pause would look for prefixes of the old version
+            async with self._closed(interrupt):  # a request that starts during the pause would use prefixes of the old version
                 stopped_s = time.perf_counter()
                 try:
                     if interrupt == "drain":
@@ -144,7 +144,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 return PauseReport(load_s=load_s, pause_s=time.perf_counter() - stopped_s)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
-        """Beside generation, by vLLM's own forward passes; `pause_s` is 0: nothing stops for it."""
+        """Score in vLLM's own forward passes, beside generation; `pause_s` is 0 because nothing stops."""
         async with self._weights_lock:
             self._raise_failure()
             self._num_scored += 1
@@ -154,7 +154,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             return Scores(logprobs=logprobs, pause_s=0.0)
 
     async def sleep(self) -> None:
-        """On a GPU: weights go to the host, the KV cache is given up. (vLLM on a CPU can do neither: both stay.)"""
+        """On a GPU, move the weights to the host and free the KV cache. (vLLM on a CPU can do neither.)"""
         if sleeps(self._profile, self._place.device):
             self._raise_failure()
             llm = self._running_llm()
@@ -167,7 +167,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up())
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        """A request that a load overtook before its first token has the salt of the version before: it begins again."""
+        """Sample the response. If a load came before the first token, the request carries an old version's salt and starts again."""
         reason = None
         while reason is None:
             salted = self.version
@@ -181,25 +181,26 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     async def _sampled(
         self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
     ) -> FinishReason | None:
-        """None if newer weights than those of the salt sampled the first token: it may have met prefixes of older ones."""
+        """Collect the outputs. None if newer weights than the salt's sampled the first token: its prefix may be of older weights."""
         reason: FinishReason = "abort"
         async for output in outputs:
             part = output.outputs[0]
-            requests.state_of(llm, track)  # while vLLM still knows of it
+            requests.state_of(llm, track)  # noted while vLLM still has the request
             if not (track.tokens or track.aborted) and requests.first_version(track, part) not in (None, salted):
                 track.state = None
                 return None
             track.add(part)
             self.sampled_tokens += len(part.token_ids)
             if track.aborted and not output.finished:
-                await llm.abort(track.request_id)  # it was not known to vLLM yet
+                await llm.abort(track.request_id)  # when `abort` was called, vLLM did not know the request yet
             if output.finished:
                 track.versions = requests.versions_of(part.weight_versions, len(track.tokens))
                 reason = requests.reason_of(part.finish_reason)
         return reason
 
     async def _swap(self, weights: Mapping[str, torch.Tensor], version: int, interrupt: Interrupt) -> float:
-        """Seconds of the load. If it fails before it has begun, the old version goes on; later, the engine has failed."""
+        """Pause, load and resume; returns the load's seconds. If the pause fails, the old version stays; if the load fails, the
+        engine has failed."""
         llm = self._running_llm()
         async with paused(llm, interrupt):
             began_s = time.perf_counter()
@@ -209,7 +210,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
                 await self._transfer.update(llm, weights, version, self._form.required.keys())
             except BaseException as error:
                 self._fail(told(error) if llm.errored else f"loading version {version} into vLLM failed half-way: {told(error)}")
-                await end_processes(llm)  # they may still wait for bytes, and would not hear a resume
+                await end_processes(llm)  # they may still be waiting for bytes, and would not react to a resume
                 if isinstance(error, Exception):
                     raise ExecutorFailed(self._failure) from error
                 raise

@@ -2,10 +2,10 @@
 
     export(part 0)   allocate the buffer, copy the first tensors into it -> its CUDA IPC handle, names, sizes
     export(part i)   the next tensors into the same buffer: vLLM has copied the part before (its `update_weights` has returned)
-    leave            the buffer is given up
+    leave            free the buffer
 
-vLLM's own producer and consumer. A handle is exported for each load, and never before: torch pairs one export with one consumer
-that opens and closes it. A handle that nobody opens, or that two processes open in turn, would keep its memory for ever.
+Producer and consumer are vLLM's own. A handle is exported for each load, never in advance: torch expects exactly one consumer to
+open and close each export. A handle that no process opens, or that two processes open in turn, would keep its memory for ever.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.weights.held import HeldVersions
 
 Produce = Callable[[Iterator[tuple[str, torch.Tensor]], int], Iterator[Any]]
-"""Tensors and the buffer's size -> what lies in the buffer, and its handle: a `PackedIpcChunk` of vLLM each time it is filled."""
+"""(tensors, buffer size) -> one `PackedIpcChunk` of vLLM for each filling of the buffer: its contents and its handle."""
 
 
 def produce_on(device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]], buffer_bytes: int) -> Iterator[Any]:
-    """vLLM's producer on that GPU."""
+    """A `Produce`: vLLM's own producer, on the GPU `device`."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
     torch.cuda.set_device(device)
@@ -36,12 +36,12 @@ def produce_on(device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
 
 
 class IpcExports:
-    """One load at a time per worker; its `leave` may come from another thread, while a part is made."""
+    """Rank 0's exports to all workers, one load at a time per worker. `leave` may be called in another thread during `export`."""
 
     def __init__(
         self, held: HeldVersions, produce: Produce, *, buffer_bytes: int, collect: Callable[[], None] = torch.cuda.ipc_collect
     ) -> None:
-        """`buffer_bytes`: at least; a tensor that is larger makes the buffer as large as it is. `collect` frees what was closed."""
+        """`buffer_bytes`: least size of the buffer, which grows to the largest tensor. `collect` frees exports that were closed."""
         self._held = held
         self._produce = produce
         self._buffer_bytes = buffer_bytes
@@ -50,11 +50,11 @@ class IpcExports:
         self._lock = threading.Lock()
 
     def export(self, worker: str, version: int, names: Mapping[str, str], part: int) -> dict[str, Any] | None:
-        """vLLM's update info of the next part, None after the last.
+        """Fill the buffer with the next part and return vLLM's update info for it; None after the last part.
 
         Raises:
             ValueError: for a version that is not held, or a part that is not the next one.
-            ExecutorFailed: the worker has left meanwhile.
+            ExecutorFailed: if the worker has left meanwhile.
         """
         if part == 0:
             self.leave(worker)
@@ -70,14 +70,14 @@ class IpcExports:
         chunk = next(chunks, None)
         with self._lock:
             has_left = self._open.get(worker) is not asked
-        if has_left:  # the buffer was in use here when `leave` collected
+        if has_left:  # `leave` could not free the buffer while this call was using it
             del asked, chunks, chunk
             self._collect()
             raise ExecutorFailed(f"{worker} has left while rank 0 made part {part} of version {version}")
         return None if chunk is None else update_info(chunk)
 
     def leave(self, worker: str) -> None:
-        """What the worker's processes have closed is free afterwards; what a killed one had open stays, one buffer."""
+        """End a worker's load and free what its processes have closed. A process that was killed leaves one buffer allocated."""
         with self._lock:
             is_open = self._open.pop(worker, None) is not None
         if is_open:
@@ -85,7 +85,7 @@ class IpcExports:
 
 
 def update_info(chunk: Any) -> dict[str, Any]:
-    """vLLM's IPCWeightTransferUpdateInfo, with the handle in the form that passes through vLLM's sockets."""
+    """vLLM's IPCWeightTransferUpdateInfo, with the handle encoded so that it can pass through vLLM's sockets."""
     return {
         "names": chunk.names,
         "dtype_names": chunk.dtype_names,

