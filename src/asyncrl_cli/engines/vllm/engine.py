@@ -167,7 +167,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up())
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        """Sample the response. If a load came before the first token, the request carries an old version's salt and starts again."""
+        """Sample the response. If a load came before the first token, start again: the request has an old version's salt."""
         reason = None
         while reason is None:
             salted = self.version
@@ -181,7 +181,7 @@ class VllmEngine(SlottedEngine[VllmTrack]):
     async def _sampled(
         self, llm: AsyncLLM, track: VllmTrack, outputs: AsyncGenerator[RequestOutput, None], salted: int
     ) -> FinishReason | None:
-        """Collect the outputs. None if newer weights than the salt's sampled the first token: its prefix may be of older weights."""
+        """Collect the outputs. None if newer weights than the salt's sampled the first token: it may have used old prefixes."""
         reason: FinishReason = "abort"
         async for output in outputs:
             part = output.outputs[0]

