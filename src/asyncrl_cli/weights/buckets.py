@@ -3,8 +3,8 @@
     trainer   plan_layout(specs) -> Packing.put(name, tensor)... -> Packing.seal_bucket(i) -> Bucket   (gather, publish)
     worker    verified(buckets, manifest) -> unpack(bucket)...                                       (prefetch, load)
 
-A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once, under the
-first of their names; the others are recorded as `aliases`.
+A packed bucket owns its bytes: it never shares memory with a live parameter. Tied parameters travel once, under their
+first name; the other names are recorded as `aliases`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DamagedWeights(AsyncrlError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor that will travel: full shape, dtype on the wire (torch's name of it), further names it goes by."""
+    """A tensor that will travel: its full shape, its dtype on the wire (torch's name for it), and its other names."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class Spec:
         return (self.name, *self.aliases)
 
     def name_among(self, required: Collection[str]) -> str | None:
-        """The first of its names that is asked for; None if it is to be left out."""
+        """The tensor's first name that is in `required`; None if none is."""
         return next((name for name in self.names if name in required), None)
 
 
@@ -68,14 +68,14 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """One flat buffer of uint8 and what lies in it."""
+    """One flat buffer of uint8 and the layout of the tensors in it."""
 
     data: NDArray[np.uint8]
     entries: tuple[Entry, ...]
 
     @cached_property
     def fingerprint(self) -> int:
-        """xxh3_64 of `data`, which is read once, however often and in whichever thread this is asked for."""
+        """xxh3_64 of `data`, computed at the first use and cached."""
         return fingerprint(self.data)
 
 
@@ -90,7 +90,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def plan_layout(specs: Iterable[Spec], bucket_size_bytes: int) -> list[tuple[Entry, ...]]:
-    """Lay tensors into buckets in the given order; one that is larger than a bucket gets a bucket of its own."""
+    """Lay out tensors in buckets in the given order. A tensor that is larger than a bucket gets one of its own."""
     if bucket_size_bytes < 1:
         raise ValueError(f"bucket size is {bucket_size_bytes} bytes: it must be positive")
     layout: list[list[Entry]] = []
@@ -118,9 +118,9 @@ class Packing:
         return sum(len(bucket.data) for bucket in self.buckets)
 
     def put(self, name: str, tensor: torch.Tensor) -> int | None:
-        """Copy a full tensor (any device, any dtype: it is cast to the wire's) to its place.
+        """Copy a full tensor of any device and dtype to its place, cast to the dtype on the wire.
 
-        Returns the index of its bucket if that is full now: from then on nothing writes to it.
+        Returns the index of its bucket if that bucket is now full (nothing writes to it from then on), else None.
         """
         index, entry = self._places[name]
         assert tuple(tensor.shape) == entry.spec.shape, f"{name}: {tuple(tensor.shape)} != {entry.spec.shape}"
@@ -133,7 +133,7 @@ class Packing:
         return [self.seal_bucket(index) for index in range(len(self.buckets))]
 
     def seal_bucket(self, index: int) -> Bucket:
-        """A filled bucket with its fingerprint, while others may still be filled. In any thread."""
+        """A filled bucket with its fingerprint. May be called in any thread, while other buckets are still being filled."""
         assert not self._missing[index], f"never put: {sorted(self._missing[index])}"
         bucket = self.buckets[index]
         _ = bucket.fingerprint  # computed here, in the thread that sends
@@ -163,12 +163,12 @@ def fingerprint(data: NDArray[np.uint8]) -> int:
 
 
 def verified(buckets: Iterable[Bucket], manifest: Manifest) -> Iterator[Bucket]:
-    """The buckets as they arrive, each after its fingerprint was compared with the manifest's.
+    """Yield the buckets as they arrive, each after its fingerprint was compared with the manifest's.
 
-    Only when the last one has come is the version known to be whole: load nothing before.
+    The version is known to be whole only after the last bucket: load nothing before that.
 
     Raises:
-        DamagedWeights: naming the version and the first bucket that differs.
+        DamagedWeights: if a bucket differs or the number of buckets is wrong; the message names the version and the bucket.
     """
     count = len(manifest.fingerprints)
     arrived = 0
@@ -192,7 +192,7 @@ def _compare(bucket: Bucket, index: int, manifest: Manifest) -> None:
 
 
 def parameter_dtype(specs: Iterable[Spec]) -> str | None:
-    """The dtype of the parameters, which share one and come before buffers; None if nothing is floating point."""
+    """The dtype that all parameters share (they come before buffers); None if nothing is floating point."""
     return next((spec.dtype for spec in specs if torch_dtype(spec.dtype).is_floating_point), None)
 
 

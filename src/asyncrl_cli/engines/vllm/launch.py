@@ -91,7 +91,7 @@ def is_eager(profile: Profile, device: str) -> bool:
 
 
 def set_environment(profile: Profile, place: Place) -> None:
-    """Set environment variables for this process and vLLM's. Call it before vLLM is imported. Most keep a value that the user set."""
+    """Set environment variables for this process and vLLM's, before vLLM is imported. Most leave a value set by the user alone."""
     os.environ[OWNER_VARIABLE] = str(os.getpid())
     # A forked process would not call our plugin, which ends the process with its parent. (In a Ray actor vLLM spawns anyway.)
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"

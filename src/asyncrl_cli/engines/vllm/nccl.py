@@ -175,7 +175,7 @@ class NcclLinks:
         return f"{link.worker} has left" if link.ended.is_set() else f"longer than {TIMEOUT_KEY} = {self._timeout_s:g} s{each}"
 
     def _bounded(self, link: _Link, made: Future[T], call: Callable[[], T], waits: str) -> None:
-        """Run `call` in its own thread and put its result into `made`. If it fails or is not done in time, end the link and raise."""
+        """Run `call` in a thread and put its result into `made`. If it fails or takes too long, end the link and raise."""
         ends_s = self._clock() + self._timeout_s
         threading.Thread(target=_make, args=(made, call), name=f"nccl with {link.worker}", daemon=True).start()
         while not (made.done() or link.ended.is_set() or self._clock() > ends_s):

@@ -1,12 +1,12 @@
-"""vLLM's processes: how they are started, how they are asked, and that nobody waits for them once they are dead.
+"""Starts vLLM's processes, waits for their answers without hanging when one of them dies, and finds out why it died.
 
     this process: AsyncLLM ──ZMQ──> engine process: scheduler ─> model (tensor_parallel_size > 1: worker processes)
 
-When an engine process dies, vLLM fails the requests that generate. What else it was asked (to pause, to load, to resume) is
-never answered: `answer` is how we wait for that. The other way round: a killed parent takes them along (engines/vllm/plugin.py).
+When an engine process dies, vLLM fails the requests that generate, but never answers other calls (pause, load, resume):
+`answer` waits for those and notices the death. In the other direction, a killed parent ends its children (plugin.py).
 
-Why a process ended is in its log: they all write to the stdout that they share with us. In a rollout worker that is its log file.
-(A terminal or a pipe cannot be read again: nothing is known then.)
+The reason for a death is in the log: all of vLLM's processes write to our stdout, which in a rollout worker is its log file.
+(A terminal or a pipe cannot be read again, so there the reason stays unknown.)
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOK_S = 0.2
-"""How often `answer` looks whether the engine still lives."""
+"""How often `answer` checks that the engine is alive."""
 END_TIMEOUT_S = 10.0
 STDOUT = 1
 TAIL_BYTES = 512 * 1024
 LONGEST_ERROR = 400
-"""Characters of it in a message; all of it is in the log."""
+"""Most characters of an error from the log that a message quotes."""
 DIED = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+)\)")
 ERROR = re.compile(r"^(?:.*\bERROR\b[^\]\n]*\] )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt)\b(?:: .*)?)$", re.MULTILINE)
 """The last line of a traceback, as vLLM's loggers write it (with process, level, time and place before it), or bare."""
@@ -46,19 +46,19 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLog:
-    """What has been written since this was made: the log of a restarted worker begins with its predecessor's."""
+    """The part of the log written since this object was made. (A restarted worker appends to its predecessor's log.)"""
 
     def __init__(self, descriptor: int = STDOUT) -> None:
         self._descriptor = descriptor
         self._begin = self._size()
 
     def killed_worker(self) -> str:
-        """The worker process that a signal has ended, as the engine process saw it; "" if none was."""
+        """The worker process that a signal ended, as logged by the engine process; "" if there is none."""
         found = DIED.search(self._tail())
         return _ended(found[1], int(found[2])) if found else ""
 
     def why(self) -> str:
-        """The signal or the last error with which a process of the engine has ended; "" if the log has neither."""
+        """The signal or the last error that ended a process of the engine; "" if the log has neither."""
         errors = [error for error in ERROR.findall(self._tail()) if not POINTS_ELSEWHERE.search(error)]
         last = errors[-1] if errors else ""
         return self.killed_worker() or (last if len(last) <= LONGEST_ERROR else f"{last[:LONGEST_ERROR]}...")
@@ -69,7 +69,7 @@ class EngineLog:
         if size <= begin:
             return ""
         try:
-            # Opened anew: ours may be open for writing only.
+            # Opened again because our descriptor may be write-only.
             with open(f"/proc/self/fd/{self._descriptor}", "rb") as log:
                 log.seek(begin)
                 return log.read(size - begin).decode(errors="replace")
@@ -86,13 +86,13 @@ class EngineLog:
 
 
 _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
-"""Of each engine, since its start."""
+"""The log of each running engine, from its start on."""
 
 
 def start_llm(profile: Profile, place: Place, counters: VllmCounters) -> AsyncLLM:
-    """Blocks until the model is loaded and the cache allocated. `counters` is its stat logger.
+    """Start vLLM; blocks until the model is loaded and the cache allocated. `counters` becomes its stat logger.
 
-    ExecutorFailed, with what the log tells of it, if one of its processes ends instead.
+    ExecutorFailed, with the reason from the log, if one of vLLM's processes ends instead.
     """
     from vllm.config.weight_transfer import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -104,14 +104,14 @@ def start_llm(profile: Profile, place: Place, counters: VllmCounters) -> AsyncLL
     log = EngineLog()
     try:
         llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[lambda config, index: counters])
-    except RuntimeError as error:  # "see root cause above": it was another process's, and is in the log
+    except RuntimeError as error:  # says only "see root cause above": the cause, in another process, is in the log
         raise ExecutorFailed(f"vLLM did not start: {log.why() or error}") from error
     _logs[llm] = log
     return llm
 
 
 async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
-    """What vLLM answers; ExecutorFailed if an engine process is dead or dies meanwhile."""
+    """Await vLLM's answer; ExecutorFailed if an engine process is dead or dies meanwhile."""
     task = asyncio.ensure_future(asked)
     try:
         while not task.done():
@@ -126,9 +126,9 @@ async def answer(llm: AsyncLLM, asked: Awaitable[T]) -> T:
 
 
 async def end_processes(llm: AsyncLLM) -> None:
-    """Kill vLLM's processes, which may wait for something that never comes. Returns once vLLM has noticed: nobody asks them then.
+    """Kill vLLM's processes, which may be waiting for ever. Returns once vLLM has noticed and sends them no more calls.
 
-    If vLLM does not notice in time, that is only a warning: the caller has an error of its own to raise."""
+    If vLLM does not notice in time, this only logs a warning: the caller has its own error to raise."""
     for process in llm.engine_core.resources.engine_manager.processes:
         process.kill()
     try:
@@ -140,7 +140,7 @@ async def end_processes(llm: AsyncLLM) -> None:
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:
-    """Says which process ended and how, as far as vLLM or its log knows. (Only the engine process knows of its own children.)"""
+    """An error that says which process ended and how, from vLLM or its log. (Worker processes are known to the engine process only.)"""
     manager = getattr(llm.engine_core.resources, "engine_manager", None)
     ended = manager.finished_procs() if manager is not None else {}
     killed = {name: code for name, code in ended.items() if code < 0}

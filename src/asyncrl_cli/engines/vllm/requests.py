@@ -1,4 +1,4 @@
-"""Requests and their outputs in vLLM's words: prompts, sampling parameters, logprobs, version spans, scores; and what it counts."""
+"""Translates requests and outputs between asyncrl and vLLM: prompts, sampling parameters, versions, scores, counters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 SCORE_PREFIX = "score-"
-"""Requests named so are scores: the token that each samples is thrown away, and is no part of a response."""
+"""Prefix of the ids of scoring requests. The token that such a request samples is discarded and not counted."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmTrack(Track):
     aborted: bool = False
     state: Any = None
-    """See `state_of`. It stays readable after vLLM has let go of the request."""
+    """vLLM's state of the request, set by `state_of`. It stays readable after vLLM has forgotten the request."""
 
     def add(self, part: CompletionOutput) -> None:
-        """New tokens. With `logprobs=0` there is a logprob of each, and of no other."""
+        """Append new tokens and their logprobs. (`logprobs=0` gives the logprobs of the sampled tokens only.)"""
         self.tokens.extend(part.token_ids)
         if part.logprobs is not None:
             self.logprobs.extend(part.logprobs.logprobs)
@@ -34,10 +34,10 @@ class VllmTrack(Track):
 
 
 class VllmCounters:
-    """One engine's figures: a stat logger of vLLM, which hears of each forward pass from the scheduler and from the frontend.
+    """One engine's figures, collected as a stat logger of vLLM: the scheduler and the frontend report every forward pass to it.
 
-    `decode_steps`: passes that sampled a token of a response, so those that only scored are not among them. `preemptions`:
-    because the cache was full. vLLM also preempts what runs when all caches are cleared for a load; those are not counted.
+    `decode_steps`: passes that sampled a token of a response; passes that only scored do not count. `preemptions`: those for lack
+    of cache. When all caches are cleared for a load, vLLM preempts the running requests, too; those are not counted.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class VllmCounters:
         self._gauges: dict[str, float] = {}
 
     def caches_cleared(self) -> None:
-        """Call it in the pause: of each response that ran, vLLM will tell one preemption with its next token."""
+        """Call it during the pause: vLLM will report one preemption, not to be counted, for each response that was running."""
         self._cleared = int(self._gauges.get("engine_running", 0))
 
     def record(self, scheduler: Any, iteration: Any, **others: Any) -> None:
-        """`SchedulerStats` and `IterationStats` of vLLM; either may be None."""
+        """Called by vLLM with its `SchedulerStats` and `IterationStats`; either may be None."""
         if scheduler is not None:
             self._gauges = {
                 "kv_cache_usage": scheduler.kv_cache_usage,
@@ -70,7 +70,7 @@ class VllmCounters:
         return EngineCounters(sums={"preemptions": self.preemptions}, gauges=dict(self._gauges))
 
     def log_engine_initialized(self) -> None:
-        """vLLM says so to each of its stat loggers."""
+        """Required of vLLM's stat loggers; nothing to do."""
 
     def log(self) -> None: ...
 
@@ -78,7 +78,7 @@ class VllmCounters:
 
 
 def check_logprobs_exist(sampling: Sampling, *, truncated_sampling: bool) -> None:
-    """ValueError for a request whose logprobs vLLM would give of another distribution than the scaled, untruncated one."""
+    """ValueError if vLLM's logprobs for this request would not be of the temperature-scaled, untruncated distribution."""
     truncates = sampling.top_p < 1 or sampling.top_k > 0
     possible = sampling.temperature == 1 if truncated_sampling else not truncates
     if sampling.temperature and not possible:
@@ -94,7 +94,7 @@ def prompt(tokens: list[int], version: int) -> Any:
 
 
 def parameters(sampling: Sampling, seed: int) -> SamplingParams:
-    """Tokens and their logprobs as they come; text is made only where a stop string has to be found in it."""
+    """vLLM's parameters: stream tokens with their logprobs; decode text only if stop strings must be found in it."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -114,7 +114,7 @@ def parameters(sampling: Sampling, seed: int) -> SamplingParams:
 
 
 def reason_of(reason: str | None) -> FinishReason:
-    """RuntimeError for what is no end of a response (vLLM's `error`)."""
+    """vLLM's finish reason as ours. RuntimeError for any other (vLLM's `error`)."""
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"vLLM ended a response with {reason!r}")
     return reason
@@ -128,20 +128,20 @@ def versions_of(spans: Iterable[Any] | None, num_tokens: int) -> list[int]:
 
 
 def first_version(track: VllmTrack, part: CompletionOutput) -> int | None:
-    """Of the weights that sampled the response's first token, as its first output came; None if it has none."""
+    """Version of the weights that sampled the response's first token; None if vLLM reports none."""
     spans = part.weight_versions or ()
     starts = [span.version for span in spans] or [version for version, _ in getattr(track.state, "weight_version_starts", ())]
     return int(starts[0]) if starts else None
 
 
 def num_tokens_so_far(llm: AsyncLLM, track: VllmTrack) -> int:
-    """With those that vLLM has not handed over yet: all of them are in this process already."""
+    """Number of tokens so far, including those that are in this process but that vLLM has not delivered yet."""
     state = state_of(llm, track)
     return len(track.tokens) if state is None else int(state.detokenizer.num_output_tokens())
 
 
 def state_of(llm: AsyncLLM, track: VllmTrack) -> Any:
-    """vLLM's own account of a request, noted with it; None before vLLM knows of it."""
+    """vLLM's state of a request, kept in `track.state` once found; None before vLLM knows the request."""
     if track.state is None:
         processor = llm.output_processor
         internal_ids = processor.external_req_ids.get(track.request_id, [])
@@ -152,8 +152,8 @@ def state_of(llm: AsyncLLM, track: VllmTrack) -> Any:
 async def score(llm: AsyncLLM, name: str, sequences: Sequence[list[int]], temperature: float) -> list[list[float]]:
     """Logprobs of the tokens 1, 2, ... of each sequence.
 
-    vLLM scores prompts, but not at a temperature. At another one than 1, each token is scored as a sample that might
-    follow the tokens before it; their prefixes are cached, and by nobody else (each score has a salt of its own).
+    vLLM scores prompts at temperature 1 only. At other temperatures, each token is scored as a possible next sample after the
+    tokens before it. Those share cached prefixes, which no other request uses: each score has its own salt.
     """
     scored = _scored_as_prompt if temperature == 1 else _scored_as_samples
     return list(await asyncio.gather(*(scored(llm, f"{name}/{i}", tokens, temperature) for i, tokens in enumerate(sequences))))

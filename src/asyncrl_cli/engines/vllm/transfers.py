@@ -1,11 +1,11 @@
-"""How a version comes into vLLM's processes, while they are paused: one class for each kind of transport.
+"""Brings a version's weights into vLLM's processes while they are paused: one class for each kind of transport.
 
     object-store, disk  SharedMemory: the worker has received the version, and vLLM's processes map its memory
-    nccl                Nccl    join: both ends meet.  turn: rank 0 is free.  bring: rank 0 broadcasts while vLLM receives and loads
-    ipc                 Ipc     join: vLLM is told what comes.  bring: rank 0 fills its buffer -> vLLM loads it -> the next part ...
+    nccl                Nccl    join: both ends meet.  turn: rank 0 is free.  _bring: rank 0 broadcasts, vLLM receives and loads
+    ipc                 Ipc     join: vLLM is set up.  _bring: rank 0 fills its buffer -> vLLM loads it -> the next part ...
 
-If a transfer fails or is late, rank 0 is told, and ends its side. vLLM's processes that wait for bytes hear nothing else, so
-the engine fails with the transfer's error and ends them.
+If a transfer fails or is late, this worker tells rank 0 to end its side. vLLM's processes that wait for bytes react to nothing
+else, so the engine fails with the transfer's error and kills them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 @contextlib.asynccontextmanager
 async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
-    """No forward pass runs inside; without `keep-kv` all caches are empty at the end.
+    """Pause generation for the block; unless `interrupt` is `keep-kv`, all caches are cleared.
 
-    If the pause fails or is cancelled, generation goes on. If the block raises, the engine has failed and nobody asks it to resume.
+    If the pause fails or is cancelled, generation goes on. If the block raises, the engine has failed and is not resumed.
     """
     try:
         mode = "wait" if interrupt == "drain" else "keep"
@@ -47,16 +47,16 @@ async def paused(llm: AsyncLLM, interrupt: Interrupt) -> AsyncIterator[None]:
 
 
 class SharedMemory:
-    """vLLM's processes map what the worker has received, and our bucket engine loads it. The base of the other kinds."""
+    """vLLM's processes map the buffer that the worker has received, and BucketEngine loads it. Base class of the other kinds."""
 
     async def join(self, llm: AsyncLLM) -> None:
-        """Once for each start of the engine, before the first update."""
+        """Set up the transport. Called once for each start of the engine, before the first update."""
 
     async def turn(self) -> None:
-        """Before vLLM is paused: returns when rank 0 is free for this worker. ExecutorFailed if that takes too long."""
+        """Wait, before vLLM is paused, until rank 0 is free for this worker. ExecutorFailed if that takes too long."""
 
     async def update(self, llm: AsyncLLM, weights: Mapping[str, torch.Tensor], version: int, required: Collection[str]) -> None:
-        """Within `paused`: `weights`, by the names that are `required`. If it raises, layers may be of either version."""
+        """Load the `required` tensors of `weights`. Call it within `paused`. If it raises, layers may be of either version."""
         await answer(llm, llm.start_weight_update())
         await self._bring(llm, weights, version, required)
         await answer(llm, llm.finish_weight_update(weight_version=str(version)))
@@ -66,7 +66,7 @@ class SharedMemory:
 
 
 class Nccl(SharedMemory):
-    """Each of the two wire buffers at both ends has the size of a load bucket, but for a last tensor that may exceed it."""
+    """Each end has two wire buffers of the size of a load bucket, which the last tensor in a buffer may exceed."""
 
     def __init__(self, rank_zero: RankZero, weights: WeightsSection) -> None:
         self._rank_zero = rank_zero
@@ -92,9 +92,9 @@ class Nccl(SharedMemory):
         await self._both(sends, _updated(llm, nccl_update_info(chosen)), f"the transfer of version {version} by NCCL")
 
     async def _both(self, sends: Coroutine[Any, Any, None], receives: Coroutine[Any, Any, None], what: str) -> None:
-        """Neither end can be interrupted from outside: where one fails or is late, both are ended.
+        """Run both ends. Neither can be interrupted from outside, so if one fails or is late, both are ended.
 
-        Rank 0, which bounds its end by `timeout_s` itself, says so if vLLM's processes do not come: it has the margin to be heard.
+        Rank 0 bounds its end by `timeout_s` and reports if vLLM's processes do not come; the margin lets its report arrive first.
         """
         ends: dict[str, asyncio.Task[None]] = {}
         try:
@@ -111,7 +111,7 @@ class Nccl(SharedMemory):
 
 
 class Ipc(SharedMemory):
-    """There is one worker, so nobody waits for a turn."""
+    """Parts pass through one buffer on the GPU that rank 0 and vLLM share. There is only one worker, so no turns."""
 
     def __init__(self, rank_zero: RankZero, weights: WeightsSection) -> None:
         self._rank_zero = rank_zero
@@ -125,7 +125,7 @@ class Ipc(SharedMemory):
         try:
             await super().update(llm, weights, version, required)
         finally:
-            await _leave(self._rank_zero)  # vLLM has closed the buffer, or never will: rank 0's GPU gets it back
+            await _leave(self._rank_zero)  # vLLM has closed the buffer, or never will: rank 0 frees it
 
     async def _bring(self, llm: AsyncLLM, weights: Any, version: int, required: Collection[str]) -> None:
         what, names = f"the transfer of version {version} by CUDA IPC", {spec.name: name for name, spec in weights.chosen(required)}
@@ -146,11 +146,11 @@ class Ipc(SharedMemory):
 
 
 DIRECT = {"nccl": Nccl, "ipc": Ipc}
-"""By `weights.transport`."""
+"""Class of each direct transport, by `weights.transport`."""
 
 
 def nccl_init_info(meeting: Meeting) -> dict[str, Any]:
-    """vLLM's NCCLWeightTransferInitInfo: its processes come behind rank 0."""
+    """vLLM's NCCLWeightTransferInitInfo: vLLM's processes have ranks 1, 2, ... in the group."""
     return {
         "master_address": meeting.host,
         "master_port": meeting.port,
@@ -163,7 +163,7 @@ def nccl_init_info(meeting: Meeting) -> dict[str, Any]:
 
 
 def nccl_update_info(chosen: list[tuple[str, Any]]) -> dict[str, Any]:
-    """vLLM's NCCLWeightTransferUpdateInfo: what comes, in this order."""
+    """vLLM's NCCLWeightTransferUpdateInfo: the tensors that will be sent, in order."""
     return {
         "names": [name for name, _ in chosen],
         "dtype_names": [spec.dtype for _, spec in chosen],
@@ -184,7 +184,7 @@ async def _updated(llm: AsyncLLM, update_info: dict[str, Any]) -> None:
 
 
 async def _leave(rank_zero: RankZero) -> None:
-    """Ends rank 0's side of a transfer. If rank 0 does not answer, that is only a warning: it bounds its waits itself."""
+    """End rank 0's side of a transfer. If rank 0 does not answer, log a warning only: rank 0 bounds its own waits."""
     try:
         await rank_zero.leave()
     except AsyncrlError as error:
@@ -192,7 +192,7 @@ async def _leave(rank_zero: RankZero) -> None:
 
 
 def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
-    """If neither end has answered, rank 0 is missing: it would have said that it waits for the other."""
+    """`waits_for` is rank 0 if neither end has answered: rank 0 would have reported that it waits for vLLM's processes."""
     return ExecutorFailed(f"{what} took longer than {TIMEOUT_KEY} = {timeout_s:g} s: still waiting for {waits_for}")
 
 
