@@ -1,9 +1,9 @@
-"""Versions as ordinary Hugging Face directories: for the workers (`weights.transport = "disk"`), and to be kept.
+"""Writes versions as ordinary Hugging Face directories: for `weights.transport = "disk"` and for `weights.keep_versions`.
 
     <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it
 
-A version is written under a hidden name and appears by a rename, whole or not at all. The files need no checksums: a worker
-compares what it reads with the fingerprints in the manifest that the driver sends.
+A version is written under a hidden name and then renamed, so it appears whole or not at all. The files have no checksums: a
+worker compares what it reads with the fingerprints in the manifest that the driver sends.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def kept_versions(root: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketFile:
-    """A bucket's ref: where it lies once its version is finished, and what lies in it."""
+    """A bucket's ref: its file once the version is finished, and the layout of the tensors in it."""
 
     path: Path
     entries: tuple[Entry, ...]
 
     def read(self) -> Bucket:
-        """Raises DamagedWeights if it cannot be read, or holds other tensors."""
+        """Read the bucket. Raises DamagedWeights if the file cannot be read, or holds other tensors."""
         data = np.zeros(self.entries[-1].end_bytes, dtype=np.uint8)
         try:
             with safe_open(self.path, framework="pt") as file:
@@ -67,9 +67,9 @@ class BucketFile:
 
 
 class DiskSender(Sender):
-    """Rank 0's end. `root` must be the same directory on all nodes; `model_dir` gives configuration and tokenizer.
+    """Rank 0's end. `root` must be the same directory on all nodes; configuration and tokenizer are copied from `model_dir`.
 
-    `durable` waits for the disk itself before a version appears. Without it nobody may read one after a power cut.
+    With `durable`, files are flushed to the disk before a version appears; without, a version may be damaged after a power cut.
     """
 
     def __init__(self, root: Path, model_dir: Path, *, durable: bool = False) -> None:
@@ -95,7 +95,7 @@ class DiskSender(Sender):
         return self._put[-1]
 
     def finish(self, manifest: Manifest) -> None:
-        """A version that is there already (a resumed run publishes it again) is replaced."""
+        """Complete the version's directory and rename it. Replaces an older copy, as when a resumed run publishes a version again."""
         file_of = {entry.spec: file.path.name for file in self._put for entry in file.entries}
         with self._telling():
             copy_model_files(self._model_dir, self._working, parameter_dtype(file_of))
@@ -125,7 +125,7 @@ class DiskSender(Sender):
 def keep_version(
     root: Path, manifest: Manifest, buckets: Sequence[Bucket], model_dir: Path, keep_versions: int | Literal["all"]
 ) -> None:
-    """Write a version for audits and tests, and remove those beyond the newest `keep_versions` up to it."""
+    """Write a version for audits and tests. Of this and older versions, keep the newest `keep_versions` and remove the rest."""
     send(DiskSender(root, model_dir, durable=True), manifest, buckets)
     if keep_versions != "all":
         for old in [version for version in kept_versions(root) if version <= manifest.version][:-keep_versions]:

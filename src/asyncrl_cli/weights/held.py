@@ -1,22 +1,22 @@
-"""A published version while it is held: on rank 0, and by a rollout worker until its engine loads it.
+"""Holds the bytes of published versions in memory: on a rollout worker until its engine loads them, or on rank 0.
 
 `object-store` and `disk`: the worker has the bytes, in memory that its engine's processes map.
 
     worker   SharedWeights(buckets) -> anonymous file (memfd), one flat buffer ──> describe(): path, size, tensors
     engine   attached(path, num_bytes) -> the same pages, copied on write ──> views(...) -> the model's own loaders
 
-The file has no name: it is opened through /proc by whoever may read the worker's descriptors (the same user), it does not
-count against the size of /dev/shm, and it goes when the last process that maps it ends, however that ends.
+The file has no name: processes of the same user can open it through /proc. It does not count against the size of /dev/shm, and it
+disappears when the last process that maps it ends, even if that process is killed.
 
 `nccl` and `ipc`: rank 0 has the bytes, which go from its GPU straight into vLLM's processes.
 
-    rank 0   keeps the gathered buckets (HeldVersions): what travels as a bucket's ref is its layout, without a byte
-    driver   carries (manifest, layouts), and says with each gather which versions are still wanted
-    worker   prefetch: notes the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
-    rank 0   sends exactly that version to exactly that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
+    rank 0   keeps the gathered buckets (HeldVersions); a bucket's ref is only its layout
+    driver   carries (manifest, layouts), and tells rank 0 at each gather which versions are still wanted
+    worker   prefetch: keeps the layouts (AnnouncedWeights). load: pauses its engine, then asks rank 0 for the bytes (RankZero)
+    rank 0   sends that version to that worker, in a thread beside training: engines/vllm/{nccl,ipc}.py
 
-The worker asks, because it alone knows when its engine has paused. So rank 0 keeps nothing ready on its GPU, and no transfer waits
-for a worker that drains.
+The worker asks because only the worker knows when its engine has paused. So rank 0 keeps nothing ready on its GPU, and no transfer
+waits for a worker that drains.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SharedWeights(dict[str, torch.Tensor]):
     """All tensors of one version by name; aliases map to the same tensor. The tensors are views of the shared buffer."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
-        """Copied once, each as it arrives: the whole is never held twice."""
+        """Copy each bucket as it arrives, so that the whole version is never held twice."""
         self.num_bytes = 0
         self._entries: list[Entry] = []
         self._descriptor = os.memfd_create("asyncrl-weights")
@@ -62,9 +62,9 @@ class SharedWeights(dict[str, torch.Tensor]):
             self |= dict.fromkeys(entry.spec.names, view_of(data, entry))
 
     def describe(self, required: Collection[str]) -> dict[str, Any]:
-        """For another process of this machine: where the buffer is, and where these tensors lie in it. Plain values.
+        """Plain values that tell another process on this machine where the buffer is, and where each tensor lies in it.
 
-        It is valid for as long as this object lives. Of a tensor's names the first that is required is described.
+        Valid as long as this object lives. A tensor is described under its first name that is in `required`, or left out.
         """
         tensors = [
             (name, entry.spec.dtype, list(entry.spec.shape), entry.offset_bytes)
@@ -74,7 +74,7 @@ class SharedWeights(dict[str, torch.Tensor]):
         return {"path": f"/proc/{os.getpid()}/fd/{self._descriptor}", "num_bytes": self.num_bytes, "tensors": tensors}
 
     def _append(self, bucket: Bucket) -> None:
-        """The bucket's bytes, aligned behind what is there."""
+        """Append the bucket's bytes, aligned."""
         begin_bytes = -(-self.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         data = memoryview(bucket.data)
         self._grow(begin_bytes + len(data))
@@ -84,8 +84,8 @@ class SharedWeights(dict[str, torch.Tensor]):
         self._entries += [replace(entry, offset_bytes=begin_bytes + entry.offset_bytes) for entry in bucket.entries]
 
     def _grow(self, num_bytes: int) -> None:
-        """To at least that size, with all pages allocated. Raises AsyncrlError if memory is short: the kernel would not refuse, it
-        would kill processes."""
+        """Grow the file to at least that size and allocate its pages. Raises AsyncrlError if memory is short; the kernel would not
+        refuse but kill processes."""
         missing = num_bytes - self.num_bytes
         if missing <= 0:
             return
@@ -101,7 +101,7 @@ class SharedWeights(dict[str, torch.Tensor]):
 
 
 def attached(path: str, num_bytes: int) -> NDArray[np.uint8]:
-    """Another process's buffer. Writing to it copies the page and stays private. ValueError if it is not that large."""
+    """Map another process's buffer. Writes copy the page and stay private. ValueError if the file has another size."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if (found := os.fstat(descriptor).st_size) != num_bytes:
@@ -112,7 +112,7 @@ def attached(path: str, num_bytes: int) -> NDArray[np.uint8]:
 
 
 def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that `SharedWeights.describe` told of. ValueError if one lies outside of the buffer."""
+    """The tensors that `SharedWeights.describe` describes. ValueError if one lies outside the buffer."""
     found = []
     for name, dtype, shape, offset_bytes in tensors:
         entry = Entry(spec=Spec(name=name, dtype=dtype, shape=tuple(shape)), offset_bytes=offset_bytes)
@@ -123,7 +123,7 @@ def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[in
 
 
 class HeldVersions(Sender):
-    """Rank 0's `Sender`: the host buckets of published versions, until `keep` leaves them out."""
+    """Rank 0's `Sender` for direct transports: keeps the host buckets of published versions until `keep` drops them."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, list[Bucket]] = {}
@@ -144,15 +144,15 @@ class HeldVersions(Sender):
         assert manifest.version == self._begun, f"version {self._begun} was begun, {manifest.version} is finished"
 
     def keep(self, wanted: Collection[int]) -> None:
-        """One that is being sent goes when it is sent."""
+        """Drop all other versions. The memory of one that is being sent is freed when the transfer ends."""
         with self._lock:
             self._buckets = {version: buckets for version, buckets in self._buckets.items() if version in wanted}
 
     def tensors(self, version: int, names: Mapping[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the order of the layouts: the name that vLLM loads, the tensor in host memory.
+        """(name for vLLM, tensor in host memory) for each of `names` (first name -> name for vLLM), in the layouts' order.
 
         Raises:
-            ValueError: at once, if the version is not held or has no tensor of one of the names.
+            ValueError: before the first tensor, if the version is not held or lacks one of the names.
         """
         with self._lock:
             buckets = list(self._buckets.get(version, ()))
@@ -164,7 +164,7 @@ class HeldVersions(Sender):
 
 
 class AnnouncedWeights(dict[str, torch.Tensor]):
-    """A version by its layouts: all names, aliases too, to tensors of the right shape and dtype that have no memory."""
+    """A version known by its layouts only: maps all names, aliases too, to meta tensors of the right shape and dtype."""
 
     def __init__(self, layouts: Iterable[Layout]) -> None:
         self.specs: tuple[Spec, ...] = tuple(entry.spec for layout in layouts for entry in layout)
@@ -172,5 +172,5 @@ class AnnouncedWeights(dict[str, torch.Tensor]):
             self |= dict.fromkeys(spec.names, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta"))
 
     def chosen(self, required: Collection[str]) -> list[tuple[str, Spec]]:
-        """What an engine is to load: each tensor once, by the first of its names that is required; the others are left out."""
+        """The tensors that an engine will load, each once, under its first name that is in `required`. Others are left out."""
         return [(name, spec) for spec in self.specs if (name := spec.name_among(required)) is not None]

@@ -1,4 +1,4 @@
-"""What a Hugging Face directory holds beside its tensors: configuration, tokenizer, names of its weight files, their index."""
+"""Writes Hugging Face directories: copies configuration and tokenizer, names and writes the weight files and their index."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 RUN_COPY = "model"
-"""Below a run's directory: a copy of all but the weights of its model directory, so that an export needs nothing else."""
+"""Folder in a run's directory with a copy of its model directory without the weights, so that an export needs nothing else."""
 WEIGHTS = "model.safetensors"
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) -> None:
-    """Copy everything but weights to an existing directory. `dtype`: of the weights that will lie there; the copied configuration
-    names it, because transformers and vLLM open them in that dtype."""
+    """Copy everything but weights to an existing directory. `dtype`: of the weights that will be written there; it is set in the
+    copied configuration, because transformers and vLLM open weights in the dtype named there."""
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHT_SUFFIXES):
             shutil.copyfile(path, target / path.name)
@@ -34,7 +34,7 @@ def copy_model_files(model_dir: Path, target: Path, dtype: str | None = None) ->
 
 
 def keep_model_files(model_dir: Path, run_dir: Path) -> None:
-    """The run's own copy, made once."""
+    """Make the run's copy of the model files, if it is not there yet."""
     if not (run_dir / RUN_COPY).exists():
         working = run_dir / f".{RUN_COPY}.tmp"
         shutil.rmtree(working, ignore_errors=True)
@@ -44,7 +44,7 @@ def keep_model_files(model_dir: Path, run_dir: Path) -> None:
 
 
 def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str) -> None:
-    """A safetensors file with its directory's permissions. (safetensors itself lets only the writer read it.)"""
+    """Write a safetensors file with its directory's permissions. (By default safetensors makes it readable for its owner only.)"""
     from safetensors.torch import save_file
 
     with naming(path):
@@ -53,19 +53,19 @@ def write_weights(tensors: Mapping[str, torch.Tensor], path: Path, **header: str
 
 
 def weight_file(index: int, num_files: int) -> str:
-    """The name of the file of that index (from 0) of so many."""
+    """Name of weight file `index` (from 0) of `num_files`."""
     return WEIGHTS if num_files == 1 else f"model-{index + 1:05d}-of-{num_files:05d}.safetensors"
 
 
 def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> None:
-    """Which tensor lies in which file; a directory with one file has no index."""
+    """Write the index, which says in which file each tensor lies. With a single file there is no index."""
     if len(set(file_of.values())) > 1:
         content = {"metadata": {"total_size": num_bytes}, "weight_map": dict(file_of)}
         (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Set once at the top, under the name that transformers writes, and in each part of the model that has it."""
+    """The configuration with `dtype` at the top, and in each nested part that names a dtype, under the key that transformers uses."""
     parts = {key: _with_dtype(value, dtype) if _says_dtype(value) else value for key, value in config.items()}
     return {**{key: value for key, value in parts.items() if key not in DTYPE_KEYS}, "dtype": dtype}
 

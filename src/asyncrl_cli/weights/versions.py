@@ -1,11 +1,11 @@
-"""A version on its way from rank 0 to the workers: what carries it, how long each waits, and the probes that verify it.
+"""The protocols that carry a version from rank 0 to the workers, their timeouts, and the probes that verify a load.
 
     rank 0   begin(version) -> put(bucket) -> ref ... -> finish(manifest)     a Sender; `keep` ends older versions
     driver   carries (manifest, refs) to every worker
     worker   ref -> bucket ..., and `buckets.verified` compares fingerprints
 
-`object-store` lives in job/transports.py (its refs are Ray's), `disk` in disk.py, `nccl` and `ipc` in held.py. This module
-imports no torch, for the driver uses it, too.
+The Sender of `object-store` is in job/transports.py (its refs are Ray's), of `disk` in disk.py, of `nccl` and `ipc` in held.py.
+This module does not import torch, because the driver uses it, too.
 
 The waits of `nccl` and `ipc` are bounded. Each wait is longer than those inside it: the innermost fails first, and its
 error is the most precise.
@@ -15,10 +15,10 @@ error is the most precise.
     driver     a meeting: T + DRIVER_MARGIN_S.  a load: a turn + T + DRIVER_MARGIN_S, after a drain, however long that takes
     loop       until all have loaded: a load + LOOP_MARGIN_S in which nothing has moved
 
-A part of a transfer by ipc has no bound at rank 0: there it is a copy to the GPU, which waits for nobody.
+At rank 0 a part of a transfer by ipc has no bound: it is a copy to the GPU, which waits for no other process.
 
-Probes are fixed token sequences that trainer and workers score with the same weights. Fingerprints say that the bytes arrived;
-only logprobs say that the engine computes with them (an engine may hold prepacked or tied copies that a load does not reach).
+Probes are fixed token sequences that trainer and workers score with the same weights. Fingerprints show that the bytes arrived;
+only logprobs show that the engine computes with them (it may hold prepacked or tied copies that a load does not update).
 """
 
 from __future__ import annotations
@@ -37,30 +37,29 @@ if TYPE_CHECKING:
 
 TIMEOUT_KEY = "weights.timeout_s"
 AT_ONCE_S = 10.0
-"""For what rank 0 answers at once, whatever else it does: an address, a worker's leave."""
+"""Timeout of calls that rank 0 answers at once, even while it sends: an address, a worker's `leave`."""
 WORKER_MARGIN_S = 10.0
-"""Time for rank 0's own error to arrive. If none has come by then, it is rank 0 that does not answer."""
+"""Time for rank 0's own error to arrive. If none has arrived by then, rank 0 itself does not answer."""
 CALL_MARGIN_S = 20.0
 """Longer than WORKER_MARGIN_S: the worker waits for both ends, so it reports a late meeting or transfer first."""
 DRIVER_MARGIN_S = 60.0
-"""An address, the worker's margin, the pause; and when a transfer has failed, to tell rank 0 and to end vLLM's processes."""
+"""Covers getting an address, the worker's margin and the pause; after a failure, telling rank 0 and ending vLLM's processes."""
 LOOP_MARGIN_S = 60.0
-"""Until the worker has been told of the version and begins to load it."""
+"""Covers the time until the worker has been told of the version and begins to load it."""
 ERRORS = 5.0
-"""How many standard errors a verdict needs: the noise of neighbouring tokens is alike, and a run has many syncs."""
+"""Number of standard errors that a verdict needs. High, because neighbouring tokens' noise correlates and a run has many syncs."""
 OUTLIER = 5.0
-"""A token that has changed by more than so many medians is left out: the trainer chose another expert for it, say."""
+"""Tokens whose logprob changed by more than this many medians are left out: an expert may have been routed differently, say."""
 SLACK = 0.05
-"""How far from 1 the share of a loaded version may be, beside what noise explains."""
+"""How far the share of a loaded version may be from 1, beyond what noise explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a version must look like on arrival.
+    """Describes a version, so that workers can verify what they received and loaded.
 
     `fingerprints` are the buckets', in order. `probe_logprobs[i]` are the trainer's logprobs (at `temperature`) of
-    tokens 1.. of `probe_tokens[i]`, made with these very weights; `previous_logprobs[i]` with those of the version before, if there
-    is one.
+    tokens 1.. of `probe_tokens[i]` under these weights; `previous_logprobs[i]` those under the version before, if there is one.
     """
 
     version: int
@@ -73,19 +72,19 @@ class Manifest:
 
 
 class Sender(Protocol):
-    """Rank 0's end. One version at a time, one call at a time, in any thread."""
+    """Rank 0's end of a transport. One version at a time, one call at a time, in any thread."""
 
     def begin(self, version: int, num_buckets: int) -> None:
-        """Forgets a version that was not finished."""
+        """Start a version. Discards one that was not finished."""
 
     def put(self, bucket: Bucket) -> Any:
-        """What a worker gets this bucket by, once the version is finished. In the order of the layout."""
+        """Returns a ref with which workers get this bucket once the version is finished. Call it in the layout's order."""
 
     def finish(self, manifest: Manifest) -> None:
-        """All buckets of the version are put."""
+        """Complete the version after its last bucket."""
 
     def keep(self, wanted: Collection[int]) -> None:
-        """No worker can want another version any more: let go of all others."""
+        """Drop all versions but `wanted`: no worker will ask for another one."""
 
 
 def send(sender: Sender, manifest: Manifest, buckets: Sequence[Bucket]) -> list[Any]:
@@ -107,23 +106,23 @@ class Meeting:
 
 
 class RankZero(Protocol):
-    """Rank 0, as one worker asks it in `nccl` and `ipc`. Every answer is bounded; what it raises says what rank 0 failed in."""
+    """One worker's calls to rank 0, for `nccl` and `ipc`. Every call has a timeout; errors say what rank 0 failed to do."""
 
     async def meeting_point(self) -> tuple[str, int]: ...
 
     async def leave(self) -> None:
-        """Whatever rank 0 does for this worker, or holds on its GPU for it, ends. Answered at once."""
+        """End all that rank 0 does for this worker, and free what rank 0's GPU holds for the worker. Answered at once."""
 
     async def ask(self, call: str, *args: Any) -> Any:
-        """A method of rank 0's end (`EngineKind.rank_zero_end`), for this worker."""
+        """Call a method of rank 0's end (`EngineKind.rank_zero_end`) for this worker."""
 
     async def join(self, meeting: Meeting) -> None:
-        """`nccl`: make the group, as its rank 0; an older one of this worker is given up."""
+        """`nccl`: make the group, in which the trainer's rank 0 is rank 0. Replaces an older group of this worker."""
         await self.ask("join", meeting)
 
     async def turn(self) -> None:
-        """`nccl`: wait until rank 0 sends to no other worker; it then waits for this one's `broadcast`, or `leave`, for as long as
-        a transfer may take."""
+        """`nccl`: wait until rank 0 sends to no other worker. Rank 0 then waits for this worker's `broadcast` or `leave`, for as
+        long as a transfer may take."""
         await self.ask("turn")
 
     async def broadcast(self, version: int, names: Mapping[str, str]) -> None:
@@ -138,25 +137,25 @@ class RankZero(Protocol):
 
 
 def turn_s(timeout_s: float, workers: int) -> float:
-    """Each worker before it in the line may take as long as a transfer may."""
+    """Longest wait for a turn: each worker before this one may take as long as a transfer may."""
     return workers * timeout_s
 
 
 def load_s(timeout_s: float, workers: int) -> float:
-    """Of a load as the driver waits for it, after the drain."""
+    """How long the driver waits for one worker's load, after the drain."""
     return turn_s(timeout_s, workers) + timeout_s + DRIVER_MARGIN_S
 
 
 def all_loads_s(weights: WeightsSection, workers: int) -> float:
-    """Until every worker has loaded a version, as the loop waits for it, after the drain."""
+    """How long the loop waits, after the drain, until every worker has loaded a version."""
     is_direct = weights.transport in DIRECT_TRANSPORTS
     return load_s(weights.timeout_s, workers) + LOOP_MARGIN_S if is_direct else weights.timeout_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """`share`: how far a worker's probes have gone from the version before to the new one: 0 for nothing loaded, 1 for all of it.
-    None where it says nothing (`unclear`)."""
+    """`share`: how far a worker's probe logprobs moved from the old version's to the new one's: 0 if nothing was loaded, 1 if all.
+    None if it cannot be told (`unclear`)."""
 
     verdict: Literal["loaded", "not loaded", "unclear"]
     share: float | None
@@ -169,7 +168,7 @@ def make_probes(num_sequences: int, vocab_size: int, seed: int, length_tokens: i
 
 
 def mean_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """Mean absolute difference over all tokens; infinite if any value is not finite, so that no alarm is missed."""
+    """Mean absolute difference over all tokens; infinite if any value is not finite, so that a NaN cannot pass a threshold."""
     diffs = [abs(difference) for difference in _differences(ours, theirs)]
     if not diffs:
         raise ValueError("there are no probe logprobs to compare")
@@ -179,18 +178,18 @@ def mean_abs_diff(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[flo
 def judge(worker: Sequence[Sequence[float]], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]) -> Judgement:
     """Whether a worker computes with the new version or still with (some of) the old one; docs/weights.md has the reasons.
 
-    The share is the least-squares slope of worker - old on new - old. What each token is off by when the share is found without
-    it is the engines' numerical noise: with it the share of a loaded version may be as much lower as the square of noise to change.
-    Its standard error is the one that holds for noise of any distribution (HC3: MacKinnon and White 1985).
+    The share is the least-squares slope of worker - old on new - old. Each token's leave-one-out residual estimates the engines'
+    numerical noise, which may lower the share of a loaded version by the square of the ratio of noise to change.
+    The slope's standard error is valid for noise of any distribution (HC3: MacKinnon and White 1985).
     """
     both = list(zip(_differences(worker, old), _differences(new, old), strict=True))
     usual = OUTLIER * statistics.median(abs(change) for _, change in both)
     moved, change = zip(*((m, c) for m, c in both if not abs(c) > usual), strict=True)
     size = math.fsum(c * c for c in change)
-    if max(c * c for c in change) == size:  # none, or of one token
+    if max(c * c for c in change) == size:  # no token changed, or only one
         return Judgement(verdict="unclear", share=None)
     share = math.fsum(m * c for m, c in zip(moved, change, strict=True)) / size
-    if not math.isfinite(share):  # `mean_abs_diff` finds what the worker or the new version has that is not
+    if not math.isfinite(share):  # `mean_abs_diff` reports values of the worker or the new version that are not finite
         return Judgement(verdict="unclear", share=None)
     off = [(m - share * c) / (1 - c * c / size) for m, c in zip(moved, change, strict=True)]
     noise = math.sqrt(math.fsum(e * e for e in off) / size)

@@ -140,7 +140,7 @@ async def end_processes(llm: AsyncLLM) -> None:
 
 
 def dead(llm: AsyncLLM) -> ExecutorFailed:
-    """An error that says which process ended and how, from vLLM or its log. (Worker processes are known to the engine process only.)"""
+    """An error that says which process ended and how, from vLLM or its log. (Only the engine process knows its workers.)"""
     manager = getattr(llm.engine_core.resources, "engine_manager", None)
     ended = manager.finished_procs() if manager is not None else {}
     killed = {name: code for name, code in ended.items() if code < 0}
