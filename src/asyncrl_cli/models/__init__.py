@@ -1,12 +1,13 @@
-"""Where a run's first model comes from: a directory, the hub, or `builtin:tiny`, built and taught here.
+"""Provides a run's initial model: from a directory, from the hub, or `builtin:tiny`, which is built and trained here.
 
 resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with config, weights and tokenizer
     resolve.py                                   which of the three it is; builtin:tiny is built once, then found again
-    inspection.py                                whether it is whole, and could be opened
-    tiny.py                                      builtin:tiny's configuration, its tokenizer of characters, its lessons
-    warm_start.py                                supervised learning on them
+    inspection.py                                checks that the model is complete and can be opened
+    tiny.py                                      builtin:tiny's configuration, its character tokenizer, its lessons
+    warm_start.py                                supervised learning on the lessons
 
-attention.choose_attention(model)                which attention function computes what the model means
+attention.choose_attention(model)                sdpa where it equals the model's own attention, else eager
+shape.shape_of(path)                             a model's sizes, read without torch and without the network
 saved_form.skeleton(directory)                   a model without memory: the names and shapes of its tensors
-saved_form.SavedForm                             those names and shapes as the model's own files have them
+saved_form.SavedForm                             converts tensors between the names in memory and those in the model's files
 """

@@ -1,9 +1,9 @@
-"""Which attention a model computes with, in trainer and embedded engine: `sdpa` where it equals the model's own (`eager`).
+"""Chooses the attention function for the trainer and the transformers engine: `sdpa` where it equals the model's own (`eager`).
 
-In transformers every model has an attention function of its own, `eager`, that computes all the model defines. torch's `sdpa` is
-faster, and silently leaves out what it does not implement: a soft-cap (Gemma-2), sinks (gpt-oss), whatever comes next. No list of
-models says which need what, so the two are compared before anything is sampled or trained: each layer's own function and sdpa get
-the same tensors in one forward pass of the model (`_Comparison`), and then the whole model gets the same tokens with each of them.
+In transformers every model has its own attention function, `eager`, that computes all the model defines. torch's `sdpa` is
+faster, but silently ignores what it does not implement: a soft-cap (Gemma-2), sinks (gpt-oss), and so on. No list says which
+models need what, so the two are compared before anything is sampled or trained: first each layer's own function and sdpa on the
+same tensors in one forward pass of the model (`_Comparison`), then the whole model's logprobs of the same tokens with each.
 
 Legend: B = sequences, T = tokens, V = vocabulary.
 """
@@ -26,30 +26,30 @@ AttentionFunction = Callable[..., tuple[torch.Tensor, Any]]
 COMPARISON = "asyncrl_comparison"
 SAMPLE_BT = (2, 32)
 LARGEST_LOGIT = 300.0
-"""Attention logits are also compared at this size: those of small weights are too small for a soft-cap to show."""
+"""Attention is also compared with logits of up to this size: small weights give logits too small for a soft-cap to show."""
 MAX_LAYER_DIFF = 1e-3
 """Relative, in float32: rounding makes it 1e-6, a soft-cap of 50 makes it 0.1."""
 MAX_ATTENTION_DIFF = {torch.float32: 1e-3, torch.bfloat16: 0.05}
-"""Mean over the sample's tokens: rounding, in this dtype."""
+"""Largest mean difference of logprobs over the sample's tokens that rounding explains, by dtype."""
 
 logger = logging.getLogger(__name__)
 
 
 def own_attention(module: torch.nn.Module) -> AttentionFunction | None:
-    """The attention function of the file that defines this layer; None if its model has none to be exchanged."""
+    """The eager attention function from the Python module that defines this layer; None if there is none to exchange."""
     modules = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)
     return next((module.eager_attention_forward for module in modules if hasattr(module, "eager_attention_forward")), None)
 
 
 def takes_attention(model: PreTrainedModel) -> bool:
-    """Whether the model asks transformers' AttentionInterface for its attention (older ones do not, Bloom for one)."""
+    """Whether the model gets its attention from transformers' AttentionInterface (older models such as Bloom do not)."""
     return any(own_attention(module) is not None for module in model.modules() if hasattr(module, "layer_idx"))
 
 
 def choose_attention(model: PreTrainedModel) -> Attention:
-    """`sdpa` if it computes what the model's own attention does, else `eager`; sets it in the model.
+    """Set the model's attention to `sdpa` if that computes what the model's own attention does, else to `eager`.
 
-    Call it on a whole model in eval mode, loaded with `attn_implementation="eager"`.
+    The model must be unsharded, in eval mode, and loaded with `attn_implementation="eager"`.
     """
     chosen: Attention = "sdpa" if _is_sdpa(model) else "eager"
     model.set_attn_implementation(chosen)
@@ -81,7 +81,7 @@ def _logprobs(model: PreTrainedModel, sample_BT: torch.Tensor, implementation: s
 
 
 class _Comparison:
-    """An attention function for transformers: the layer's own, beside which sdpa is measured."""
+    """An attention function for transformers that returns the layer's own result and records how much sdpa's differs."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -114,7 +114,7 @@ def _float32(value: Any) -> Any:
 
 
 def _sharpened(query: torch.Tensor, key: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """The query made larger, so that no attention logit is above LARGEST_LOGIT and some may reach it."""
+    """The query scaled so that the bound on its attention logits is LARGEST_LOGIT."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     bound = query.norm(dim=-1).max() * key.norm(dim=-1).max() * abs(scaling)
     return query * (LARGEST_LOGIT / bound.clamp(min=1e-30))

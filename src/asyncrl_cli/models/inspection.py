@@ -1,4 +1,4 @@
-"""Whether trainer and engine could open a model, told before anything starts: files, class, positions, vocabulary, shapes."""
+"""Checks, before anything starts, that trainer and engine can open a model: files, class, positions, vocabulary, shapes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-"""Of a configuration, as most families name them."""
+"""Keys of a configuration that hold sizes, as most model families name them."""
 
 
 class _Sizes(TypedDict):
-    """transformers makes a list of as many entries as there are layers."""
+    """The number of layers is bounded because transformers makes a list with one entry per layer."""
 
     num_hidden_layers: NotRequired[Annotated[int, Interval(ge=1, le=100_000)] | None]
 
 
 class _Config(_Sizes):
-    """What is read here of config.json; the rest is its model's."""
+    """The keys of config.json that are checked here."""
 
     model_type: NotRequired[str | None]
     text_config: NotRequired[_Sizes | None]
@@ -68,7 +68,7 @@ def check_model_directory(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """PreflightError for a config.json that no model can be made from, or one too large to try."""
+    """PreflightError if config.json cannot describe a model, or describes one with too many layers to try."""
     if not _read_json(directory / "config.json", _Config).get("model_type"):
         raise refused(f"{directory}/config.json names no model_type", "save the model with save_pretrained")
 
@@ -97,13 +97,16 @@ def _read_json(path: Path, kind: type[T]) -> T:
 
 
 def check_model(profile: Profile, directory: Path) -> int:
-    """Returns its vocabulary's size. Raises PreflightError, or ConfigError for responses that are longer than its positions."""
+    """Check class, positions and shapes; returns the vocabulary's size.
+
+    Raises PreflightError for a model that cannot be opened, ConfigError if prompt and response may exceed its positions.
+    """
     from asyncrl_cli.models.saved_form import skeleton
 
     _check_class(directory, trust_remote_code=profile.model.trust_remote_code)
     try:
         model = skeleton(directory, trust_remote_code=profile.model.trust_remote_code)
-    except Exception as error:  # whatever a configuration of another kind makes a library raise
+    except Exception as error:  # an unsuitable configuration makes the library raise anything
         hint = "asyncrl trains causal language models that this transformers knows, as written by save_pretrained"
         raise refused(f"{directory} cannot be opened: {first_line(error)}", hint) from error
     config = model.config.get_text_config()
@@ -113,14 +116,14 @@ def check_model(profile: Profile, directory: Path) -> int:
 
 
 def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
-    """PreflightError unless config.json is that of a causal language model that transformers knows, with sizes that can be."""
+    """PreflightError unless config.json describes a causal language model that transformers knows, with plausible sizes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, __version__
 
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
         sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
-    except Exception as error:  # of values that are no configuration's, transformers raises anything
+    except Exception as error:  # transformers raises anything for malformed values
         why = f"{directory}/config.json is no configuration that transformers {__version__} reads: {first_line(error)}"
         raise refused(why) from error
     if not known:
@@ -150,7 +153,7 @@ def check_positions(profile: Profile, positions: int | None) -> None:
 
 
 def _positions(config: Any) -> int | None:
-    """None where they are stretched (YaRN and the like), or not counted at all."""
+    """How many positions the model has; None if rope scaling (YaRN and the like) stretches them, or there is no limit."""
     rope = getattr(config, "rope_parameters", None) or {}
     positions = getattr(config, "max_position_embeddings", None)
     is_plain = rope.get("rope_type", "default") == "default" and not any(isinstance(entry, dict) for entry in rope.values())
@@ -158,7 +161,7 @@ def _positions(config: Any) -> int | None:
 
 
 def _check_shapes(directory: Path, model: PreTrainedModel) -> None:
-    """PreflightError if a tensor has another shape in its file than in the model: the files are of a model of another size."""
+    """PreflightError if a tensor's shape in a file differs from the model's: the file is of a model of another size."""
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for path in sorted(directory.glob("*.safetensors")):
         for name, found in tensor_shapes(path).items():

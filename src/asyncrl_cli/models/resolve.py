@@ -1,6 +1,6 @@
-"""`model.path` -> a local Hugging Face directory: one that is there, a snapshot from the hub, or builtin:tiny.
+"""Resolves `model.path` to a local Hugging Face directory: an existing one, a snapshot from the hub, or builtin:tiny.
 
-builtin:tiny is built once: the directory's name is a hash of all that made it, and it appears whole or not at all.
+builtin:tiny is built once and cached: its directory is named by a hash of all inputs, and appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ if TYPE_CHECKING:
 BUILTIN = "builtin:"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.py"]
 RECIPE_VERSION = 3
-"""To be increased when this code would make another model from the same inputs."""
+"""Increase this when the code would build another model from the same inputs."""
 
 DESCRIPTION = "asyncrl-recipe.json"
 PHASE = "warm start"
 SHOWN_LOSSES = 20
-"""Steps over which the loss that is shown is a mean: batches of short texts are easier than those of long ones."""
+"""The loss shown is the mean over this many steps, because batches of short texts have a lower loss than those of long ones."""
 
 Progress = Callable[[str, int, int, str], None]
-"""Called with (what is being done, done so far, of how many, figures to show beside it)."""
+"""Called with (name of the phase, steps done, steps in all, figures to show beside them)."""
 
 
 def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
     """A directory from which AutoModelForCausalLM and AutoTokenizer load without the network.
 
-    Raises ConfigError if there is no such builtin, PreflightError if the model is not there or not whole.
+    Raises ConfigError if there is no such builtin, PreflightError if the model is missing or incomplete.
     """
     directory = model_here(profile)
     if directory is not None:
@@ -103,7 +103,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     except (RepositoryNotFoundError, HFValidationError) as error:
         hint = 'a hub name is like "Qwen/Qwen3-0.6B"'
         raise refused(f'"{name}" is neither a directory here nor a model on the hub', hint) from error
-    except OSError as error:  # the hub's own errors are OSErrors, too
+    except OSError as error:  # huggingface_hub's own errors derive from OSError, too
         why = f'"{name}" is not a directory here, and the hub cannot be asked for it: {first_line(error)}'
         raise refused(why, "check the name and the network, or give the path of a local directory") from error
     check_model_directory(directory)
@@ -111,7 +111,7 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
 
 
 def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
-    """The directory of this profile's warm-started model; built if it is not in the cache. `progress` is told which."""
+    """The directory of this profile's warm-started model, built unless it is in the cache. `progress` is called in either case."""
     recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
     lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
@@ -121,7 +121,7 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
         return directory
-    from transformers.utils import logging  # with torch it takes seconds to import, which a cached model saves
+    from transformers.utils import logging  # imported late: a cached model needs no torch, whose import takes seconds
 
     from asyncrl_cli.models.warm_start import warm_start
 
@@ -166,7 +166,7 @@ def _digest(content: Any) -> str:
 
 
 def _save(directory: Path, model: PreTrainedModel, tokenizer: Any, description: Mapping[str, Any]) -> None:
-    """Raises PreflightError with the key that names another place, if it cannot be written there."""
+    """Write the model to the cache. PreflightError, naming the key of the cache's place, if it cannot be written."""
     try:
         with appearing_directory(directory) as working, naming(working):
             model.save_pretrained(working)

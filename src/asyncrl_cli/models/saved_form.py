@@ -1,7 +1,7 @@
-"""A model's tensors as its own files have them. transformers joins or renames some in memory: a layer's experts, for one.
+"""Converts a model's tensors between memory and its files: transformers joins or renames some in memory, such as experts.
 
-Files are what other programs know (vLLM's loaders), so published weights have their names, too. The conversions are transformers'
-own, those of `save_pretrained` and `from_pretrained`. They never reach across layers, so a layer at a time can be converted.
+Published weights have the names and shapes of the files, which other programs know (vLLM's loaders). The conversions are those of
+transformers' `save_pretrained` and `from_pretrained`. None involves more than one layer, so layers can be converted one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedModel:
-    """The model that a configuration describes, without memory for its weights: names and shapes."""
+    """The model that a configuration describes, on the meta device: names and shapes of its tensors, without memory."""
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -29,28 +29,28 @@ def skeleton(model_dir: Path | str, *, trust_remote_code: bool) -> PreTrainedMod
 
 
 def persistent_buffers(model: torch.nn.Module) -> Tensors:
-    """The buffers that files have."""
+    """The buffers that are saved in files."""
     saved = model.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
 
 class SavedForm:
-    """`converts`: whether files differ from memory at all. Where they do not, nothing is copied or looked at."""
+    """Conversions for one model. `converts`: whether its files differ from memory; if not, tensors pass through unchanged."""
 
     def __init__(self, empty: PreTrainedModel) -> None:
-        """`empty`: the model's `skeleton`. A loaded model would convert to the form of the files that it was loaded from."""
+        """`empty`: the model's `skeleton`. (A loaded model would convert to the form of the files that it was loaded from.)"""
         empty.tie_weights()
         self._empty = empty
         mapping = get_model_conversion_mapping(empty, add_legacy=False)
         self.converts = any(not isinstance(conversion, PrefixChange) for conversion in mapping)
 
     def to_files(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """All tensors of a model, or those of whole layers."""
+        """Tensors as files have them. `tensors`: all of a model, or those of whole layers."""
         return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
 
     def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """All of a model's tensors, as files have them, under all their names in memory. If it converts they are copies in float32:
-        while transformers loads another dtype, that is the default dtype of the whole process."""
+        """Convert all of a model's tensors from the form in files to all their names in memory. Converted tensors are float32 copies:
+        loading another dtype, transformers would change the whole process's default dtype meanwhile."""
         if not self.converts:
             return dict(tensors)
         config = deepcopy(self._empty.config)
@@ -59,23 +59,23 @@ class SavedForm:
 
     @property
     def memory(self) -> Tensors:
-        """Names and shapes of parameters and persistent buffers, tied ones once: tensors without memory."""
+        """Parameters and persistent buffers by their names in memory, tied ones once, as meta tensors."""
         return {name: parameter.detach() for name, parameter in self._empty.named_parameters()} | persistent_buffers(self._empty)
 
     @property
     def required(self) -> Tensors:
-        """The parameters of `memory` as files have them: what a version must bring."""
+        """The parameters that a version must contain, under their names in files."""
         return self.to_files({name: parameter.detach() for name, parameter in self._empty.named_parameters()})
 
     @property
     def known(self) -> Tensors:
-        """What a version may bring: tied ones under all their names, and buffers."""
+        """The tensors that a version may contain, under their names in files: tied ones under all names, and buffers."""
         return self.to_files(self._empty.state_dict())
 
     def check(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """ValueError unless `weights` has every parameter (tied ones once or more), nothing else, and the same shapes.
 
-        Dtypes may differ (a copy casts), but what is floating point must be so on both sides.
+        Dtypes may differ (copying casts), but a tensor must be floating point on both sides or on neither.
         """
         known = self.known
         mine = [name for name in weights if name in known]

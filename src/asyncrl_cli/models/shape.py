@@ -23,23 +23,23 @@ from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.safe_files import UnsafeFile, expand, load_json, open_regular
 
 FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types whose parameters follow from the configuration; others are counted in their weights' files."""
+"""Model types whose number of parameters follows from the configuration. For others it is counted in the weight files."""
 LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 """Matches a tensor's name up to the number of its layer."""
 QWEN3_HEAD_DIM = 128
 TINY_VOCABULARY = 64
-"""Characters of most tasks, and three special tokens; the real number is known when the task has been read."""
+"""Enough for the characters of most tasks and three special tokens; the real size is known once the task has been read."""
 
 
 class ShapeUnknown(Exception):
-    """Why a model's sizes are not known here; the text is for people."""
+    """A model's sizes cannot be read here. The text says why, for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """`layer_parameters` is the largest layer's, `root_parameters` what lies outside all layers (embedding, last norm, head).
 
-    `remarks`: what is assumed, for people.
+    `remarks`: assumptions made, for users.
     """
 
     model_type: str
@@ -58,12 +58,12 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Number of values in one token's keys and values, over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
 
 def shape_of(path: str) -> ModelShape:
-    """Of a profile's `model.path`. Raises ShapeUnknown where that would take the network, or the files do not say."""
+    """Sizes of a profile's `model.path`. ShapeUnknown if that would need the network, or the files do not tell."""
     if path == "builtin:tiny":
         remark = f"builtin:tiny with {TINY_VOCABULARY} characters: the task may have more"
         return shape_of_config({"model_type": "qwen3", "vocab_size": TINY_VOCABULARY, **TINY}, remarks=(remark,))
@@ -86,7 +86,7 @@ def shape_of_directory(directory: Path) -> ModelShape:
 
 
 def shape_of_config(config: Mapping[str, Any], remarks: tuple[str, ...] = ()) -> ModelShape:
-    """Of a model of the llama family: `config` as in config.json."""
+    """Sizes of a model of the llama family. `config`: the content of config.json."""
     sizes = _sizes(config)
     h, i = sizes["hidden_size"], sizes["intermediate_size"]
     a, j = sizes["num_heads"] * sizes["head_dim"], sizes["num_kv_heads"] * sizes["head_dim"]
@@ -135,7 +135,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
-    """Any other model: parameters from the headers of its safetensors files."""
+    """Sizes of any other model: parameters are counted in the headers of its safetensors files."""
     kind = str(config.get("model_type"))
     try:
         files = [tensor_shapes(path) for path in sorted(directory.glob("*.safetensors"))]
@@ -160,9 +160,9 @@ def _counted(config: Mapping[str, Any], directory: Path) -> ModelShape:
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """By name, of a safetensors file: its header and the length that this promises, not the numbers themselves.
+    """Shapes in a safetensors file by tensor name. Reads the header and checks the file's length against it, not the values.
 
-    Raises PreflightError if it is damaged.
+    Raises PreflightError if the file is damaged.
     """
     from safetensors import SafetensorError, safe_open
 

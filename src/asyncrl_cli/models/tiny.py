@@ -1,8 +1,8 @@
-"""builtin:tiny before it has learned anything: a small Qwen3, a tokenizer whose tokens are single characters, and its lessons.
+"""builtin:tiny before training: a small Qwen3, a tokenizer whose tokens are single characters, and the lessons it learns from.
 
-It is taught prompts of the training split with responses, a given share of which has a slip in it. The slips are the room that RL
-has: a model taught without any would begin near its end, and one taught by nothing would begin at 0, where no reward tells a good
-response from a bad one.
+A lesson is a prompt of the training split with a response; a given share of the responses contains a mistake. The mistakes leave
+RL room to improve: a model taught without mistakes would start near the maximum reward, and an untaught one at 0, where no reward
+tells a good response from a bad one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TINY: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 32,
-    # Untied: an engine that keeps a copy of its own of a tied head would go on with the old one after a weight load.
+    # Untied: an engine that keeps its own copy of a tied head would continue with the old copy after a weight load.
     "tie_word_embeddings": False,
 }
 """Its sizes, under the names of a Qwen3's config.json."""
@@ -57,12 +57,12 @@ def tiny_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def tiny_sizes(vocab_size: int) -> dict[str, Any]:
-    """What its Qwen3Config is made of; `vocab_size` is rounded up to a multiple of 64."""
+    """Arguments of builtin:tiny's Qwen3Config; `vocab_size` is rounded up to a multiple of 64."""
     return {
         "vocab_size": -(-vocab_size // 64) * 64,
         **TINY,
         "max_position_embeddings": MAX_POSITIONS,
-        # Texts are short: at the usual 10,000 most of a head's dimensions would hardly turn within them.
+        # Texts are short: with the usual theta of 10,000 most of a head's dimensions would hardly rotate within one.
         "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         "bos_token_id": None,
         "eos_token_id": SPECIAL_TOKENS.index(EOS),
@@ -82,9 +82,9 @@ def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
 
 
 class Course(Protocol):
-    """What a task has to teach: the prompts of both splits, and responses to them.
+    """A task as source of lessons: the prompts of both splits, and functions that write responses to them.
 
-    `demonstration` is a correct response to an item, `flawed_demonstration` one with a slip in it; None where the task knows none.
+    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if the task has none.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Course(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Everything about the learning that changes its result; part of a built model's content hash."""
+    """Hyperparameters of the warm start; part of a built model's content hash."""
 
     steps: int
     batch_size: int = 32
@@ -119,9 +119,9 @@ class Lesson(NamedTuple):
 
 
 def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
-    """`num` lessons: the training items in random order, again and again.
+    """`num` lessons: passes over the training items, each in random order.
 
-    Raises ConfigError if the task shows no working.
+    Raises ConfigError if the task has no demonstrations.
     """
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(

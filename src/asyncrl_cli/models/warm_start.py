@@ -1,11 +1,11 @@
-"""Supervised warm start: a model learns to answer prompts as demonstrations do, in some hundred steps.
+"""Supervised warm start: a model learns to answer prompts as demonstrations do, in a few hundred steps.
 
-Matrices inside the layers are trained by Muon and the rest by AdamW: copying earlier text, which every worked answer needs, is
-learned in about half the steps that AdamW alone takes. It is plain next-token learning on the responses (prompts are not learned).
-It is no part of the RL run: nothing of its optimizers is kept.
+Matrices inside the layers are trained by Muon and the rest by AdamW: the model learns to copy earlier text, which every worked
+answer needs, in about half the steps that AdamW alone takes. The loss is plain next-token cross entropy on the responses only.
+The warm start is not part of the RL run: its optimizer states are not kept.
 
-Muon is momentum whose direction is made orthogonal (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16, which a CPU
-without bfloat16 instructions emulates: seven times slower, and with another result than on its neighbour. Here it is in float32.
+Muon is momentum whose direction is made orthogonal (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16, which CPUs
+without bfloat16 instructions emulate seven times slower and with other results than other CPUs. Here it is done in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from asyncrl_cli.models.tiny import Pair, Recipe
 
 IGNORED = -100
-"""Label of a token that is not learned."""
+"""Label of a token that is not part of the loss."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic that pulls singular values towards 1 fastest."""
 ITERATIONS = 5
@@ -65,8 +65,8 @@ def warm_start(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """A second thread makes matrices this small a tenth faster on idle cores, and ten times slower beside one busy process: the two
-    spin while they wait for each other. How they wait is fixed when torch is loaded, too early to be changed here."""
+    """Compute with one thread. With matrices this small a second thread saves a tenth of the time on idle cores, but beside one busy
+    process it makes them ten times slower: threads spin while they wait. How threads wait is fixed when torch is loaded."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -86,13 +86,13 @@ def _optimizers(model: PreTrainedModel, recipe: Recipe) -> list[torch.optim.Opti
 
 
 def _schedule(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a half cosine down to zero: the noise of the last steps would be RL's starting point."""
+    """Linear warm-up times a half cosine that ends at zero, so that RL does not start from the noise of large last steps."""
     warmup = min(1.0, (step + 1) / recipe.lr_warmup_steps)
     return warmup * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 
 
 def _batches(pairs: Sequence[Pair], recipe: Recipe, rng: Random) -> Iterator[list[Pair]]:
-    """`recipe.steps` batches, each of pairs of like length, in random order within a bucket."""
+    """`recipe.steps` batches of pairs of similar length, in random order within a bucket."""
     size = recipe.batch_size
     wanted = pairs[: recipe.steps * size]
     for start in range(0, len(wanted), size * recipe.bucket_batches):
@@ -118,7 +118,7 @@ def _loss(model: PreTrainedModel, batch: Sequence[Pair]) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum, orthogonalised; a tall matrix steps further by the square root of its aspect. No weight decay."""
+    """Orthogonalised Nesterov momentum. A tall matrix's step is multiplied by sqrt(rows / columns). No weight decay."""
 
     def __init__(self, matrices: Iterable[torch.Tensor], *, lr: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
@@ -134,7 +134,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """About U V^T of its singular value decomposition: all singular values come to lie between 0.7 and 1.2."""
+    """Approximately U V^T of the matrix's singular value decomposition: singular values end up between 0.7 and 1.2."""
     a, b, c = NEWTON_SCHULZ
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
     x = x / x.norm().clamp(min=SMALLEST_NORM)

@@ -95,7 +95,7 @@ class DiskSender(Sender):
         return self._put[-1]
 
     def finish(self, manifest: Manifest) -> None:
-        """Complete the version's directory and rename it. Replaces an older copy, as when a resumed run publishes a version again."""
+        """Complete the version's directory and rename it. Replaces an older copy: a resumed run publishes a version again."""
         file_of = {entry.spec: file.path.name for file in self._put for entry in file.entries}
         with self._telling():
             copy_model_files(self._model_dir, self._working, parameter_dtype(file_of))

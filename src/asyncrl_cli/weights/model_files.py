@@ -65,7 +65,7 @@ def write_index(directory: Path, file_of: Mapping[str, str], num_bytes: int) -> 
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The configuration with `dtype` at the top, and in each nested part that names a dtype, under the key that transformers uses."""
+    """The configuration with `dtype` (under the key that transformers writes) at the top and in each part that names a dtype."""
     parts = {key: _with_dtype(value, dtype) if _says_dtype(value) else value for key, value in config.items()}
     return {**{key: value for key, value in parts.items() if key not in DTYPE_KEYS}, "dtype": dtype}
 
