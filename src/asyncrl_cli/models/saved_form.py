@@ -49,8 +49,8 @@ class SavedForm:
         return dict(revert_weight_conversion(self._empty, dict(tensors))) if self.converts else dict(tensors)
 
     def to_memory(self, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-        """Convert all of a model's tensors from the form in files to all their names in memory. Converted tensors are float32 copies:
-        loading another dtype, transformers would change the whole process's default dtype meanwhile."""
+        """Convert all of a model's tensors, as files have them, to all their names in memory. Converted tensors are float32 copies:
+        while it loads another dtype, transformers changes the default dtype of the whole process."""
         if not self.converts:
             return dict(tensors)
         config = deepcopy(self._empty.config)

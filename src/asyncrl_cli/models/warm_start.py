@@ -65,8 +65,8 @@ def warm_start(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute with one thread. With matrices this small a second thread saves a tenth of the time on idle cores, but beside one busy
-    process it makes them ten times slower: threads spin while they wait. How threads wait is fixed when torch is loaded."""
+    """Compute with one thread. With matrices this small a second thread saves a tenth of the time on idle cores, but is ten times
+    slower beside one busy process, because threads spin while they wait. How they wait is fixed when torch is loaded."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

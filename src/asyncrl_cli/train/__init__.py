@@ -1,1 +1,1 @@
-"""The policy trainer: advantages, batches, loss, optimizer steps under FSDP2, gather, trainer state. Knows no Ray."""
+"""The policy trainer: advantages, batches, loss, optimizer steps under FSDP2, gather, trainer state. Does not use Ray."""

@@ -1,5 +1,5 @@
-"""Who trains what: gives each trajectory of a train step its advantage, and splits the step into optimizer steps, ranks and
-microbatches. Pure Python, deterministic.
+"""Plans a train step: computes each trajectory's advantage, and splits the step into optimizer steps, ranks and microbatches.
+Pure Python, deterministic.
 
 GRPO advantages compare a trajectory's reward with the other trajectories of its prompt. With normalization:
 (r - mean) / (std + 1e-6), std with n - 1 in the denominator, as verl computes it (Shao et al. 2024, DeepSeekMath,
@@ -33,7 +33,7 @@ class PlannedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepPlan:
-    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` are of all ranks' shares."""
+    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` are totals over all ranks."""
 
     trajectories: tuple[PlannedTrajectory, ...]
     num_loss_tokens: int
@@ -53,10 +53,11 @@ class RankPlan:
 
 
 def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed: int, step: int) -> list[GroupResult]:
-    """The groups of a train step in the order in which its mini-batches are cut. Within one they stay in take order.
+    """The groups of a train step in the order in which they are cut into mini-batches.
 
-    They were taken as they finished, the shortest first: cut like that, a step's first mini-batches would hold its short
-    answers and its last ones the long. So they are dealt out at random, by `seed` and `step` alone: a resumed run deals the same.
+    `groups` come in the order in which they finished, the shortest first: cut like that, a step's first mini-batches would hold
+    its short responses and the last ones its long responses. So groups are assigned to mini-batches at random, depending only on
+    `seed` and `step`, so that a resumed run repeats it. Within a mini-batch the order stays.
     """
     if num_minibatches == 1:
         return list(groups)
@@ -66,7 +67,7 @@ def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed:
 
 
 def plan_train_step(groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool) -> list[RankPlan]:
-    """Plan `num_minibatches` optimizer steps on the groups of a train step, in order. ValueError if they do not divide."""
+    """Plan `num_minibatches` optimizer steps on a train step's groups, in order. ValueError if the groups do not divide evenly."""
     if not groups or len(groups) % num_minibatches:
         raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
     size = len(groups) // num_minibatches
@@ -87,8 +88,8 @@ def group_advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
 
 
 def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Indices per rank so that token sums are near equal: longest first to the least loaded rank (Graham's LPT rule,
-    at most 4/3 of the best makespan). Each rank's indices stay in ascending order."""
+    """Indices per rank with nearly equal token sums: the longest go first, each to the least loaded rank (Graham's LPT rule,
+    at most 4/3 of the best makespan). Each rank's indices are in ascending order."""
     loads = [0] * ranks
     shares: list[list[int]] = [[] for _ in range(ranks)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -101,9 +102,9 @@ def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 def microbatches(lengths: Sequence[int], max_tokens: int, split_cost_tokens: int) -> list[list[int]]:
     """Row indices per microbatch: as few as the budget of padded tokens allows, then split where padding costs more.
 
-    Rows are bucketed by length (longest first). A microbatch is cut in two when that saves more padded tokens than
-    `split_cost_tokens`, the price of one more forward and backward. A row above the budget goes alone. Inside a
-    microbatch the order of `lengths` is kept.
+    Rows are grouped by length, longest first. A microbatch is cut in two if that saves more padded tokens than
+    `split_cost_tokens`, the cost of one more forward and backward pass. A row longer than the budget gets a microbatch of its
+    own. Within a microbatch the order of `lengths` is kept.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     cut: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Microbatches: segments and advantages -> padded tensors on the trainer's device.
+"""Builds microbatches: segments and advantages -> padded tensors on the trainer's device.
 
 Legend: B = rows (segments), T = padded positions, K = kept positions at the end of T, N = sampled tokens, row by row.
 """
@@ -39,7 +39,7 @@ def build_microbatches(
     split_cost_tokens: int,
     device: torch.device,
 ) -> list[Microbatch]:
-    """This rank's rows of an optimizer step; all segments of a trajectory share its advantage."""
+    """Microbatches of this rank's share of an optimizer step; all segments of a trajectory share its advantage."""
     rows = [
         (segment, planned.advantage)
         for planned in plan.trajectories
@@ -52,9 +52,9 @@ def build_microbatches(
 
 
 def build_microbatch(rows: Sequence[tuple[Segment, float]], device: torch.device) -> Microbatch:
-    """Rows are segments, each with its trajectory's advantage; they are padded to the longest.
+    """One microbatch of `rows`: segments, each with its trajectory's advantage, padded to the longest.
 
-    Padding lies to the right of every real token, so causal attention never sees it.
+    Padding is to the right of all real tokens, so causal attention never sees it. ValueError if a segment's first token is sampled.
     """
     if any(segment.mask_T[0] for segment, _ in rows):
         raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
@@ -81,12 +81,12 @@ def build_microbatch(rows: Sequence[tuple[Segment, float]], device: torch.device
 
 
 def empty_microbatch(device: torch.device) -> Microbatch:
-    """Two tokens, none of them sampled: its loss is 0, but it takes part in every collective of a step."""
+    """A microbatch of two tokens, neither of them sampled: its loss is 0, but it takes part in every collective of a step."""
     return scoring_microbatch([[0, 0]], device, is_scored=False)
 
 
 def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device, *, is_scored: bool = True) -> Microbatch:
-    """Whole sequences of any lengths, of which every token but the first is scored."""
+    """A microbatch of whole sequences of any lengths, in which every token but the first is scored (none unless `is_scored`)."""
     rows = []
     for tokens in sequences:
         length = len(tokens)

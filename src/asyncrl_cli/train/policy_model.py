@@ -1,9 +1,9 @@
-"""The policy under FSDP2: loading, sharding, its parameters, logprobs of tokens.
+"""The policy under FSDP2: loading, sharding, parameters, logprobs of tokens.
 
 Every decoder layer is one shard group and the rest (embedding, norm, head) another. Master weights are float32; with
-dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. FSDP2 is used for one rank
-too: measured on a CPU it costs about 4 ms per microbatch there, and one code path is worth that. The attention function is
-chosen as in the embedded engine (models/attention.py).
+dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. A single rank uses FSDP2, too:
+it costs about 4 ms per microbatch (measured on a CPU), and a single code path is worth that. The attention function is
+chosen as in the transformers engine (models/attention.py).
 
 Legend: B = rows, T = positions, K = kept positions, V = vocabulary, N = sampled tokens.
 """
@@ -29,14 +29,14 @@ from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
 
 ENTROPY_CHUNK_ELEMENTS = 2**25
-"""Largest float32 temporary of the entropy: with a large vocabulary it would otherwise be as large as the logits."""
+"""Size limit of float32 temporaries when the entropy is computed; without it they would be as large as the logits."""
 
 
 class PolicyModel:
     """One rank's part of the model. `parameters` are the sharded float32 master weights by first name.
 
-    `specs` are what travels at a publish, by the names that the model's own files have: every parameter once, in the engine's
-    dtype; then persistent buffers as they are.
+    `specs` describe the tensors that a publish sends, under their names in the model's files: every parameter once, in the
+    engine's dtype, then persistent buffers in their own dtype.
     """
 
     def __init__(self, profile: Profile, model_dir: str, ranks: Ranks) -> None:
@@ -47,18 +47,18 @@ class PolicyModel:
             attn_implementation="eager",
             trust_remote_code=profile.model.trust_remote_code,
         )
-        # Dropout would make prox and theta two different functions of the same weights.
+        # In eval mode: with dropout, prox and theta would be different functions of the same weights.
         model.eval().to(ranks.device)
         self.attention = choose_attention(model)
         _shard(model, profile.model.dtype, ranks)
-        # Where memory is plenty, gathered parameters and whole gradients stay for an optimizer step: with two ranks on CPUs,
-        # gathering for each pass and reducing after each microbatch cost a quarter of the time.
+        # On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two ranks,
+        # gathering for each pass and reducing after each microbatch took a quarter of the time.
         self._keeps_whole = ranks.device.type == "cpu"
         self._model = model
         self._root = cast(FSDPModule, model)
         self._temperature = profile.rollout.temperature
-        # Saves the logits of prompts. It also changes the last bit of the head's gradient (fewer rows in one sum), so
-        # a CPU, where vocabularies are small, goes without it and equals a plain loop.
+        # `logits_to_keep` avoids computing logits of prompts. It also changes the last bit of the head's gradient (fewer rows in a
+        # sum), so it is not used on CPUs, where vocabularies are small and results equal those of a plain loop.
         can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.keeps_logits = can_keep and ranks.device.type == "cuda"
         self.vocab_size = int(model.config.get_text_config().vocab_size)
@@ -81,14 +81,14 @@ class PolicyModel:
         """Logprobs of the sampled tokens, without gradient. A collective: all ranks call it."""
         with torch.no_grad():
             logprobs_N = select_logprobs(torch.log_softmax(self.logits_NV(microbatch), dim=-1), microbatch.targets_N)
-        # Without a backward nobody frees the gathered parameters, and the next reader would see stale ones.
+        # Without a backward pass FSDP keeps the gathered parameters, and the next forward would use stale ones.
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return logprobs_N
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Called before the forward of each microbatch of an optimizer step: only the last one's backward sums over ranks."""
+        """Call it before the forward of each microbatch of an optimizer step. On CPUs only the last backward sums over ranks."""
         if self._keeps_whole:
             self._root.set_reshard_after_forward(False)
             self._root.set_requires_gradient_sync(is_last)
@@ -99,8 +99,8 @@ class PolicyModel:
         return {name: parameter.to_local().detach() for name, parameter in self.parameters.items()}
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Whole tensors on the device, by their names in memory, a part of the model at a time: `form.to_files` of the parts has
-        what `specs` lists. A collective: every rank goes through all parts. May alias live memory: copy it."""
+        """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` of the
+        parts gives what `specs` lists. A collective: every rank must iterate over all parts. Tensors may alias live memory: copy them."""
         for names in self._parts:
             yield {name: self._full(name) for name in names}
 
@@ -110,7 +110,7 @@ class PolicyModel:
         return cast(DTensor, self.parameters[name].detach().to(self._wire_dtype)).full_tensor()
 
     def _whole_parts(self) -> list[list[str]]:
-        """Names that are converted together: a layer's if anything is converted; each by itself if not."""
+        """Groups of names that must be converted together: one per layer if the form converts, else one per tensor."""
         parts: dict[str, list[str]] = {}
         for name in (*self.parameters, *self._buffers):
             layer = LAYER.search(name)

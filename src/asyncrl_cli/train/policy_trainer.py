@@ -6,9 +6,9 @@
     snapshot / write / load     trainer state to the host, to disk, back
 
 Threads. `train`, `gather`, `score`, `snapshot` and `load` belong to one thread (the trainer's). `published` and `write`
-may run in another one beside them: they touch only what gather and snapshot have copied, and `write` talks to the other
-ranks through a process group of its own. One `write` at a time, in the same order on all ranks. What `gather` tells of a
-full bucket may be used by any thread at once: nothing writes to that bucket again.
+may run in another thread beside them: they touch only what gather and snapshot have copied, and `write` talks to the other
+ranks through its own process group. One `write` at a time, in the same order on all ranks. As soon as `gather` reports a
+full bucket, any thread may use that bucket: nothing writes to it again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from asyncrl_cli.weights.versions import Manifest, make_probes
 
 
 class Publication(NamedTuple):
-    """The newest gathered version, on rank 0. `packing` is never written to once it is filled, so any thread may read it.
+    """The newest gathered version, on rank 0. `packing` is not written to after it has been filled, so any thread may read it.
 
-    `manifest` has no fingerprints yet. Its `previous_logprobs` are empty for the first version of a process, and not saved.
+    `manifest` has no fingerprints yet. Its `previous_logprobs` are empty for a process's first version, and are not saved.
     """
 
     manifest: Manifest
@@ -52,8 +52,8 @@ class Publication(NamedTuple):
 
 
 class PolicyTrainer:
-    """See the module's docstring. `init_method` is tcp://host:port or file://path; `total_optimizer_steps` ends the learning rate's
-    schedule. Raises OSError or ValueError, from transformers, if `place.model_dir` is no model.
+    """One rank of the trainer; see the module's docstring. `init_method` is tcp://host:port or file://path. The learning rate's
+    schedule ends after `total_optimizer_steps`. OSError or ValueError, from transformers, if `place.model_dir` is not a model.
     """
 
     def __init__(self, profile: Profile, place: Place, *, rank: int, init_method: str, total_optimizer_steps: int) -> None:
@@ -83,9 +83,9 @@ class PolicyTrainer:
         self.ranks.close()
 
     def train(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
-        """Make the train step's optimizer steps, without those whose gradient is not finite. A collective.
+        """Make the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
 
-        `payloads` has, by index in the train step, at least `plan.groups`.
+        `payloads` maps indices in the train step to groups, and has at least those in `plan.groups`.
         """
         return self._update.run(step_in_window, plan, payloads)
 
@@ -100,8 +100,8 @@ class PolicyTrainer:
     def gather(self, version: int, on_full: Callable[[Packing, int], None] = lambda packing, index: None) -> float:
         """Copy the full parameters, in the engine's dtype, into fresh host buckets on rank 0, and score the probes.
 
-        Returns seconds. A collective. Rank 0 holds the newest version only: a gather replaces the one before. There,
-        `on_full(packing, index)` is called for each bucket as soon as it is full, in this thread: it should return at once.
+        Returns seconds. A collective. Rank 0 holds only the newest version: a gather replaces the one before. On rank 0,
+        `on_full(packing, index)` is called in this thread for each bucket as soon as it is full, and should return at once.
         """
         started_s = time.monotonic()
         packing = Packing(self._layout) if self.ranks.rank == 0 else None
@@ -198,7 +198,7 @@ class PolicyTrainer:
 
 
 def _save(publication: Publication, directory: Path) -> None:
-    """Write and fsync."""
+    """Write the published version to `directory`, and fsync."""
     manifest = publication.manifest
     header = {
         "format": "pt",
@@ -211,7 +211,7 @@ def _save(publication: Publication, directory: Path) -> None:
 
 
 def _load_published(directory: Path, specs: Sequence[Spec], bucket_size_bytes: int) -> Publication | None:
-    """The saved version, packed as a gather would pack it; None if there is none. RefusedError if it is of another model."""
+    """The saved version, packed as by `gather`; None if none was saved. RefusedError if it is of another model."""
     path = directory / PUBLISHED_FILE
     if not path.exists():
         return None

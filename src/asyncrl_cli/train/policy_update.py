@@ -1,7 +1,7 @@
 """One train step on one rank: microbatches -> [prox logp] -> per optimizer step: forward, loss, backward, clip, AdamW.
 
 An optimizer step's loss is the mean over its sampled tokens on all ranks. Ranks may need different numbers of
-microbatches; the shorter ones add empty microbatches, because every FSDP collective needs every rank.
+microbatches; those with fewer add empty ones, because every rank must take part in every FSDP collective.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logp
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 
 SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
-"""Padded tokens that one more microbatch costs: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); a GPU
-wants full microbatches."""
+"""Cost of one more microbatch in padded tokens: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); on a GPU
+high, because full microbatches are more efficient."""
 
 
 class PolicyUpdate:
-    """`window_first`: a host copy of this rank's shards at the window's start, kept only where prox will need it."""
+    """Runs train steps. `window_first`: a host copy of this rank's shards at the window's start, kept only if prox needs it."""
 
     def __init__(self, profile: Profile, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
         self.window_first: dict[str, torch.Tensor] | None = None
@@ -77,7 +77,7 @@ class PolicyUpdate:
         )
 
     def _microbatches(self, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> list[list[Microbatch]]:
-        """Of each optimizer step, as many as the rank with the most has."""
+        """Microbatches of each optimizer step, padded with empty ones to the number that the rank with the most has."""
         device = self._ranks.device
         max_tokens, cost = self._profile.trainer.max_tokens_per_microbatch, SPLIT_COST_TOKENS[device.type]
         own = [
@@ -90,7 +90,7 @@ class PolicyUpdate:
         ]
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> list[list[torch.Tensor | None]]:
-        """Proximal logprobs of each microbatch of each optimizer step. None: theta's own, detached, which have the same value."""
+        """Proximal logprobs of each microbatch of each optimizer step. None means theta's, detached, which have the same value."""
         if self._profile.algorithm.old_logprobs == "rollout":
             return [[m.logp_mu_N for m in part] for part in work]
         if step_in_window > 0:
@@ -98,7 +98,7 @@ class PolicyUpdate:
                 return [[self._model.logprobs_N(m) for m in part] for part in work]
         if self.needs_window_first:
             self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
-        # The first optimizer step trains the very weights that define prox: its own forward yields both.
+        # The first optimizer step starts from the weights that define prox, so its own forward pass yields both.
         return [[None] * len(work[0]), *([self._model.logprobs_N(m) for m in part] for part in work[1:])]
 
     @contextmanager
@@ -132,7 +132,7 @@ class PolicyUpdate:
                 step_trajectories=plan.num_trajectories,
             )
             loss_sum, metrics = self._loss(given, self._profile.algorithm)
-            # FSDP averages gradients over ranks, the loss is a mean over all ranks' tokens: hence the factor.
+            # FSDP averages gradients over ranks, but the loss is a mean over all ranks' tokens: hence `world_size`.
             (loss_sum * (self._ranks.world_size / num_tokens)).backward()
             entropy = Metric(kind="mean", amount=entropy_sum(logprobs_NV), weight=len(logprobs_NV))
             sums.add({"train/loss": sum_of(loss_sum / num_tokens), "train/entropy": entropy, **metrics})
@@ -145,7 +145,7 @@ def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.
 
 
 class MetricSums:
-    """The metrics of a train step on one rank: summed on the device, and reduced over ranks once at its end.
+    """The metrics of a train step on one rank, summed on the device, and reduced over ranks once at the step's end.
 
     Every rank must add the same names: the reduction is a collective over all of them.
     """
@@ -163,7 +163,7 @@ class MetricSums:
             self._sums[name] = Metric(kind=metric.kind, amount=amount, weight=weight)
 
     def reduced(self) -> dict[str, Value]:
-        """Over all ranks. A collective."""
+        """The metrics of all ranks. A collective."""
         maxima = sorted(name for name, metric in self._sums.items() if metric.kind == "max")
         sums = sorted(self._sums.keys() - set(maxima))
         weights = torch.tensor([self._sums[name].weight for name in sums], dtype=torch.float64, device=self._ranks.device)

@@ -1,5 +1,5 @@
-"""The trainer ranks as torch.distributed sees them (process groups, device meshes, sums over ranks), and AdamW on their shards: one
-optimizer step with global gradient clipping and the scheduled learning rate."""
+"""torch.distributed for the trainer (process groups, device meshes, sums over ranks), and AdamW on sharded parameters with global
+gradient clipping and a learning rate schedule."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class Ranks:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """`cuda` is the first GPU that this process sees (Ray shows a rank its own one only): torch wants it by its number."""
+    """`cuda` as `cuda:0`, because torch needs an index. (Ray lets each rank see its own GPU only, as number 0.)"""
     return torch.device("cuda", 0) if device.type == "cuda" and device.index is None else device
 
 
 def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer_steps: int) -> float:
-    """Rate of the next optimizer step after `optimizer_steps` made: linear warm-up, then the schedule.
+    """Learning rate of the next optimizer step, after `optimizer_steps` were made: linear warm-up, then the schedule.
 
-    linear and cosine fall from `lr` at the first step after the warm-up and would reach zero one step after the run's last.
+    `linear` and `cosine` fall from `lr` at the first step after the warm-up to zero one step after the run's last.
     """
     if optimizer_steps < trainer.warmup_steps:
         return trainer.lr * (optimizer_steps + 1) / trainer.warmup_steps
@@ -89,8 +89,8 @@ def learning_rate(trainer: TrainerSection, optimizer_steps: int, total_optimizer
 
 
 class PolicyOptimizer:
-    """`steps_made` counts optimizer steps of the whole run, over resumes, without skipped ones: the learning rate and AdamW's
-    corrections go by it. `skipped_in_a_row` counts those skipped since the last one made, from 0 in a resumed run."""
+    """AdamW on this rank's shards. `steps_made` counts the run's optimizer steps, across resumes, without skipped ones; learning
+    rate and bias correction depend on it. `skipped_in_a_row` counts steps skipped since the last one made; 0 after a resume."""
 
     def __init__(
         self, section: TrainerSection, ranks: Ranks, parameters: dict[str, DTensor], *, total_optimizer_steps: int
@@ -109,7 +109,7 @@ class PolicyOptimizer:
         self.steps_made = 0
         self.skipped_in_a_row = 0
         for parameter in parameters.values():
-            # Made here and not at the first step, so that step 0 has a state to save and a fresh process one to load.
+            # Created here, not at the first step, so that there is a state to save at step 0, and to load into after a restart.
             self._adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=ranks.device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
@@ -122,7 +122,7 @@ class PolicyOptimizer:
         """
         gradients = [_local(p.grad) for p in self._parameters.values() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        if self._ranks.world_size > 1:  # one rank keeps the plain norm: the detour over squares would change its last bit
+        if self._ranks.world_size > 1:  # with one rank keep the plain norm: squaring would change its last bit
             norm = self._ranks.sum(norm.square()).sqrt()
         norm_value = norm.item()
         rate = learning_rate(self._section, self.steps_made, self._total_steps)

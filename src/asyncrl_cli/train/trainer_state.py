@@ -1,4 +1,4 @@
-"""Trainer state on the host and on disk: what a resume needs to go on bit for bit, read back without executing anything in it.
+"""Trainer state on the host and on disk, for a resume that continues bit for bit. Reading it never executes code in it.
 
     <directory>/  .metadata, *.distcp       torch distributed checkpoint: weights, moments, window's first weights, RNG
                   trainer.json              counters, written by rank 0
@@ -7,8 +7,8 @@
 A checkpoint of N ranks loads on any number of ranks: the shards are DTensors. (RNG states follow their rank; the
 trainer itself draws no random numbers.)
 
-torch writes `.metadata` as a pickle, and a pickle can call anything. Here only the classes that torch writes can be loaded, the
-result is checked, and only files of the directory itself are read: a checkpoint that somebody else has made is treated as data.
+torch writes `.metadata` as a pickle, and a pickle can call anything. So only the classes that torch writes are loaded, the
+result is checked, and only files in the directory itself are read: another person's checkpoint is safe to open.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Counters(TypedDict):
 def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, torch.Tensor]) -> HostState:
     """Copy this rank's shards and its random state to the host.
 
-    Keys of `local_tensors` end in a parameter's name, which tells shape and sharding.
+    Keys of `local_tensors` are `<kind>/<parameter>`; shape and sharding are those of the parameter in `like`.
     """
     state: HostState = {key: _host_shard(ranks, like[key.split("/", 1)[1]], local) for key, local in local_tensors.items()}
     state[f"rng/cpu/{ranks.rank}"] = torch.get_rng_state()
@@ -70,13 +70,13 @@ def to_host(ranks: Ranks, like: dict[str, DTensor], local_tensors: dict[str, tor
 def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, int], directory: Path) -> None:
     """Write and fsync. A collective over `host_group` only, so it may run in a thread beside training.
 
-    Raises OSError with what the system said, where a rank could not write.
+    Raises the system's OSError if a rank could not write.
     """
     directory.mkdir(parents=True, exist_ok=True)
     writer = _Writer(directory, sync_files=True)
     try:
         dcp.save(state, storage_writer=writer, process_group=ranks.host_group)
-    except CheckpointException as error:  # not even an Exception, and its text is every rank's traceback
+    except CheckpointException as error:  # derives from BaseException, and its text is every rank's traceback
         rank, (first, _) = next(iter(error.failures.items()))
         with naming(directory):
             raise first if isinstance(first, OSError) else AsyncrlError(f"rank {rank} failed: {first}") from error
@@ -88,7 +88,7 @@ def write_state(ranks: Ranks, state: HostState, counters: Mapping[str, int], dir
 
 class _Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """torch ends a half-written file with an error of its own, whose context is the system's: that one is raised."""
+        """If a write fails, torch raises a RuntimeError whose context is the system's OSError; raise the latter."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
@@ -96,7 +96,7 @@ class _Writer(FileSystemWriter):
 
 
 def read_counters(directory: Path) -> Counters:
-    """Raises RefusedError if this is no trainer state, or one of another schema."""
+    """Read `trainer.json`. RefusedError if this is not a trainer state, or one of another schema."""
     return load_json(directory / COUNTERS_FILE, Counters, hint="take another checkpoint")
 
 
@@ -106,9 +106,9 @@ def saved_keys(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_state(ranks: Ranks, state: HostState, directory: Path) -> None:
-    """Fill `state` from disk, and go on with the random state found there. A collective.
+    """Fill `state` from disk, and set the random state saved there. A collective.
 
-    RefusedError if a shard is not there, or of another shape.
+    RefusedError if a tensor is missing or has another shape.
     """
     saved = saved_keys(directory)
     lacking = {key for key, tensor in state.items() if saved.get(key) != tuple(tensor.shape)}
@@ -143,14 +143,14 @@ def _layout(name: str) -> torch.layout:
 
 
 class _Frozen(type):
-    """A pickle can set attributes of any object it holds; set on a class they would last for the whole process. These refuse."""
+    """Metaclass of classes whose attributes cannot be set: a pickle could otherwise change a class for the whole process."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise pickle.UnpicklingError(f"it would change the class {cls.__name__}")
 
 
 def _maker(kind: Any) -> type:
-    """What a pickle gets in place of the class `kind`: a class whose instances are those of `kind`."""
+    """A class for a pickle to call in place of `kind`: calling it makes an instance of `kind`."""
     return _Frozen(kind.__name__, (), {"__new__": lambda cls, *args: kind(*args) if args else kind.__new__(kind)})
 
 
@@ -173,7 +173,7 @@ WRITTEN: Mapping[tuple[str, str], Any] = {
         )
     },
 }
-"""All that torch writes into the metadata of tensors, besides dtypes."""
+"""Everything, besides dtypes, that torch pickles in the metadata of tensors."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -187,33 +187,33 @@ class _Unpickler(pickle.Unpickler):
 
 
 class StateReader(FileSystemReader):
-    """torch's reader of a checkpoint's directory, with metadata that are only data."""
+    """torch's reader of a checkpoint's directory, with a safe unpickler for its metadata."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._directory = directory
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """RefusedError unless it describes tensors in files of this directory."""
+        """Read `.metadata`. RefusedError unless it describes only tensors in files of this directory."""
         path = self._directory / METADATA
         try:
             with open_regular(path, max_bytes=MAX_JSON_BYTES) as file:
                 found = _Unpickler(file).load()
             _check(found, self._directory)
-        except Exception as error:  # an unpickler of what is no pickle raises anything
+        except Exception as error:  # unpickling a malformed file raises anything
             raise RefusedError(f"{path} cannot be read: {reason(error)}", hint="take another checkpoint") from error
         found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return found
 
 
 def read_tensors(tensors: dict[str, Any], directory: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Fill `tensors` from `directory`: a collective of `group`, or without one by this process alone.
+    """Fill `tensors` from `directory`. A collective over `group`; without a group, this process reads alone.
 
-    Raises RefusedError if a file is gone or damaged, also on another rank.
+    Raises RefusedError if a file is missing or damaged, also if only another rank found it so.
     """
     try:
         with warnings.catch_warnings():
-            if group is None:  # it also warns where one process is what was asked for
+            if group is None:  # torch warns even though a single process is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             dcp.load(tensors, storage_reader=StateReader(directory), process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -226,7 +226,7 @@ def read_tensors(tensors: dict[str, Any], directory: Path, group: dist.ProcessGr
 
 
 def _check(found: Any, directory: Path) -> None:
-    """Raises for anything but tensors in files of `directory`: torch unpickles other items in full, and reads any path."""
+    """ValueError unless all items are tensors in files of `directory`: torch would unpickle other items, and read any path."""
     if not all(
         type(item) is TensorStorageMetadata and type(item.size) is torch.Size for item in found.state_dict_metadata.values()
     ):

@@ -1,13 +1,14 @@
-"""Losses of the policy, one per file, found by `algorithm.loss_mode`; what a loss is given, and the typed figures it may return.
+"""Losses of the policy, one per file, found by `algorithm.loss_mode`; their input (LossBatch) and their metrics (Metric).
 
 A loss is a function of this signature:
 
     def loss(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]
 
-It returns the sum of its token losses over one microbatch, and what it has measured. A new one is a file here and a line
-in `LOSSES`, or an entry point `asyncrl.losses` of another package.
+It returns the sum of its token losses over one microbatch, and its metrics. To add a loss, add a file here and a line in
+`LOSSES`, or in another package an entry point in the group `asyncrl.losses`.
 
-This module imports no torch: a profile is checked without it. Legend: N = sampled tokens of a microbatch, row by row.
+This module does not import torch, so that a profile can be checked without it. Legend: N = sampled tokens of a microbatch,
+row by row.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ def mean_of(values: torch.Tensor) -> Metric:
 
 
 def max_of(values: torch.Tensor) -> Metric:
-    """-inf for no values: nothing was measured."""
+    """The maximum of `values`; -inf, which means that nothing was measured, if there are none."""
     return Metric(kind="max", amount=values.detach().max() if values.numel() else values.new_tensor(-math.inf))
 
 
 def find_loss(name: str) -> Loss:
-    """Raises ConfigError for a name that nobody has."""
+    """The loss of that name. ConfigError if neither asyncrl nor another package has it."""
     return find("algorithm.loss_mode", name, LOSSES, "asyncrl.losses")
 
 
 def check_loss(name: str) -> None:
-    """Raises ConfigError for a name that nobody has. Ours are not imported: they bring torch along."""
+    """ConfigError for an unknown name. asyncrl's own losses are not imported, because they import torch."""
     if name not in LOSSES:
         find_loss(name)

@@ -20,7 +20,7 @@ from asyncrl_cli.train.losses import LossBatch, Metric, max_of, mean_of
 
 
 def vanilla(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Tokens whose w is above `max_importance_weight` lose 0 but stay in the mean's count.
+    """Tokens whose w exceeds `max_importance_weight` have a loss of 0 but still count in the mean.
 
     `correction/ratio_*` and `clipped_ratio` are of u; `weight_*` of w, present only where w is not 1 by definition;
     `masked_ratio` only where w has a limit.
