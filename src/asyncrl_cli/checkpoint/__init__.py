@@ -1,1 +1,1 @@
-"""A run's state on disk: its directory, its checkpoints, what is inside them, and whether they are whole."""
+"""A run's state on disk: its directory and its checkpoints, which are written, found, verified and read here."""

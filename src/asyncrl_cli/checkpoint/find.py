@@ -1,7 +1,7 @@
-"""Runs and their checkpoints, found by a name or a path on a command line; what a run said last, and whether a driver holds it.
+"""Finds runs and checkpoints by a name or a path from the command line; reads a run's last status, and takes and tests its lock.
 
-Two drivers never write one run: whoever drives it holds an exclusive flock on `<run>/lock`, which ends with its process, also by
-SIGKILL.
+Two drivers never write to the same run: a driver holds an exclusive flock on `<run>/lock`, which the kernel releases when the
+process ends, also by SIGKILL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCK = "lock"
 
 
 class _Holder(TypedDict):
-    """The lock's text."""
+    """The content of the lock file: the process that wrote it last."""
 
     pid: Count
     host: str
@@ -50,7 +50,7 @@ def run_names(runs_dir: Path) -> list[str]:
 
 
 def known_runs(runs_dir: Path) -> str:
-    """For a hint."""
+    """Text for a hint: the names of the runs in `runs_dir`."""
     names = run_names(runs_dir)
     if not names:
         return f"there are no runs in {runs_dir}; --runs-dir names another place"
@@ -58,14 +58,17 @@ def known_runs(runs_dir: Path) -> str:
 
 
 def last_status(run_dir: Path) -> Mapping[str, Any]:
-    """What a run's status.json says; nothing if it cannot be read."""
+    """The content of a run's status.json; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         return parse_json(read_bytes(run_dir / "status.json", max_bytes=MAX_JSON_BYTES), dict[str, Any])
     return {}
 
 
 def take_lock(run_dir: Path) -> TextIO | None:
-    """Lock a run until the file is closed; None if another process holds it. Never waits. RefusedError if the lock is no file."""
+    """Lock a run until the returned file is closed; None, without waiting, if another process holds the lock.
+
+    RefusedError if the lock file cannot be opened or is not a regular file.
+    """
     path = run_dir / LOCK
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -86,10 +89,10 @@ def take_lock(run_dir: Path) -> TextIO | None:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a live driver holds the run. Asks with a shared lock, so two askers do not see each other."""
+    """Whether a live driver holds the run. Tests with a shared lock, so that simultaneous tests do not see each other."""
     try:
         file = open_regular(run_dir / LOCK)
-    except (OSError, UnsafeFile):  # nobody can hold a lock that is not there, or is no file
+    except (OSError, UnsafeFile):  # a lock that is missing or not a regular file cannot be held
         return False
     with file:
         return not _flock(file, fcntl.LOCK_SH)
@@ -100,12 +103,12 @@ def holder(run_dir: Path) -> str:
     try:
         content = load_json(run_dir / LOCK, _Holder)
         return f"pid {content['pid']} on {content['host']}"
-    except RefusedError:  # it has the lock and has not said who it is yet
+    except RefusedError:  # the holder has the lock but has not written its pid yet
         return "another process"
 
 
 def refuse_ended(checkpoint: Checkpoint) -> None:
-    """Raises RefusedError if the run has come to its end with this checkpoint: there is nothing to continue."""
+    """Raises RefusedError if this is the last checkpoint of a run that is done: there is nothing to continue."""
     known = last_status(checkpoint.directory.parent.parent)
     if known.get("phase") == "done" and checkpoint.step == known.get("train_steps"):
         raise RefusedError(
@@ -115,10 +118,11 @@ def refuse_ended(checkpoint: Checkpoint) -> None:
 
 
 def resolve(argument: str, runs_dir: Path) -> Path:
-    """The checkpoint that CHECKPOINT|RUN means. Raises as `find_run_or_checkpoint`, and RefusedError for a run without any.
+    """The checkpoint that an argument CHECKPOINT|RUN names. Raises what `find_run_or_checkpoint` does, and RefusedError for a run
+    without checkpoints.
 
-    For a run it is the newest checkpoint, whole or not: `load_checkpoint` refuses a damaged one and names another, so that nobody
-    resumes from an older state without knowing it.
+    For a run it is the newest checkpoint, even if damaged: `load_checkpoint` then refuses it and names an intact one, so that
+    nobody resumes from an older state without knowing it.
     """
     found = find_run_or_checkpoint(argument, runs_dir)
     if not has_checkpoints(found):
@@ -134,7 +138,7 @@ def resolve(argument: str, runs_dir: Path) -> Path:
 def find_run_or_checkpoint(argument: str, runs_dir: Path) -> Path:
     """The directory of a run, given by name or path, or of a checkpoint.
 
-    Raises ConfigError if there is no such directory, RefusedError if it is something else's.
+    Raises ConfigError if there is no such directory, RefusedError if the directory is neither a run nor a checkpoint.
     """
     for candidate in (runs_dir / argument, Path(argument)):
         if has_checkpoints(candidate):
@@ -163,5 +167,5 @@ def _flock(file: IO[Any], kind: int) -> bool:
 
 
 def _is_run(directory: Path) -> bool:
-    """Whether it is a run's directory. One that cannot be looked into is none."""
+    """Whether this is a run's directory. False if it cannot be read."""
     return any(os.path.exists(directory / name) for name in ("profile.toml", "status.json"))

@@ -1,4 +1,4 @@
-"""Finished, untrained groups in a checkpoint: all arrays end to end in one safetensors file, their cuts in one JSON.
+"""Saves finished, untrained groups in a checkpoint: arrays concatenated in one safetensors file, segment lengths in a JSON file.
 
 payloads.safetensors    tokens, logprobs, versions, mask: every segment of every trajectory, one after the other
 payloads.json           groups -> trajectories (reward, finish reason) -> lengths of their segments
@@ -50,7 +50,7 @@ class _Structure(TypedDict):
 
 
 def write_payloads(directory: Path, payloads: Sequence[GroupPayload]) -> None:
-    """Write the groups in the order given; no groups are fine. The store hashes and flushes the files later."""
+    """Write the groups in the order given; there may be none. The checkpoint store hashes and flushes the files later."""
     segments = [segment for group in payloads for trajectory in group.trajectories for segment in trajectory.segments]
     arrays = {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(segment, f"{name}_T") for segment in segments)]).astype(dtype)

@@ -41,7 +41,7 @@ START_FILES = {
 
 
 class RunDirectory:
-    """Paths and attempts of one run. Made by `create` (a new run) or `open` (a resume); both hold the lock."""
+    """Paths and attempts of one run. `create` (for a new run) and `open` (for a resume) return one that holds the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -61,8 +61,8 @@ class RunDirectory:
     def create(cls, runs_dir: Path, name: str, *, profile_toml: str, resolved: Mapping[str, Any]) -> RunDirectory:
         """Make `runs_dir/name` and lock it. `resolved` is the whole configuration with origins, as JSON.
 
-        A run of that name that was killed before it began is replaced: there is nothing to lose. Raises ConfigError for a name
-        that is no directory name, RefusedError if there is such a run already.
+        A run of that name that was killed before it began is replaced, since it holds nothing of value. Raises ConfigError if
+        `name` is not valid as a directory name, RefusedError if there is such a run already.
         """
         check_name(name)
         path = runs_dir / name
@@ -87,9 +87,9 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Lock an existing run for a resume, and forget requests to stop earlier attempts.
+        """Lock an existing run for a resume, and delete stop requests of earlier attempts.
 
-        Raises RefusedError if it is live or no run.
+        Raises RefusedError if another driver holds the run, or the path is not a run.
         """
         if not (path / "profile.toml").exists():
             raise RefusedError(f"{path} is not a run directory: profile.toml is missing", hint=known_runs(path.parent))
@@ -112,7 +112,7 @@ class RunDirectory:
         return max((int(number) for number in numbers if number.isdigit()), default=0)
 
     def stop_requests(self) -> int:
-        """How many stops were asked for in this attempt: 1 ends it in order, 2 aborts."""
+        """How many stop requests this attempt has had: 1 ends it in order, 2 aborts it."""
         return _requests_in(self.path / STOP_REQUEST)
 
     def remove(self, *, keep_logs: bool = False) -> Path | None:
@@ -125,12 +125,12 @@ class RunDirectory:
         return kept
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
 
     def _take(self) -> None:
-        """Lock it and make what folders it lacks."""
+        """Lock the run and make missing folders. RefusedError if another process holds the lock."""
         self._lock = take_lock(self.path)
         if self._lock is None:
             raise RefusedError(
@@ -167,10 +167,10 @@ def check_free(runs_dir: Path, name: str) -> None:
 
 
 def never_began(run_dir: Path) -> bool:
-    """Whether this is the directory of a run that was killed while it started: nobody holds it, and nothing was trained."""
+    """Whether this is the directory of a run that was killed while it started: unlocked, and nothing was trained."""
     if not (run_dir / LOCK).is_file() or is_locked(run_dir):
         return False
-    status = last_status(run_dir)  # the loop's first one has the same phase as that of a start, but no `doing`
+    status = last_status(run_dir)  # the loop's first status has the phase `starting`, too, but no `doing`
     if os.path.lexists(run_dir / "status.json") and not (status.get("phase") == STARTING and "doing" in status):
         return False
     if any((run_dir / "checkpoints").glob("*")):
@@ -186,7 +186,7 @@ def _in_use(path: Path) -> RefusedError:
 
 
 def fresh_name(profile: str, runs_dir: Path) -> str:
-    """A name for a run that was given none: profile and local time, counted up if it is taken."""
+    """A name for a run without --name: profile and local time, with a number if that is taken."""
     stem = f"{re.sub(r'[^A-Za-z0-9._-]', '-', profile).strip('-.') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
     name, number = stem, 1
     while (runs_dir / name).exists():

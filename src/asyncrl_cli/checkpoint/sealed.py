@@ -1,6 +1,6 @@
-"""Sealed checkpoints: made whole by a manifest, verified byte by byte, read back, and told from damaged ones.
+"""Seals checkpoints with a manifest, verifies them byte by byte, and reads them back.
 
-A checkpoint's manifest has every file's size and checksum. A directory without one is no checkpoint.
+The manifest has the size and checksum of every file. A directory without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEP_NAME = re.compile(r"step-([0-9]{6,15})")
 
 
 class Damaged(Exception):
-    """A checkpoint is not whole, or is no checkpoint. `wrong`: why, one sentence each."""
+    """A checkpoint is damaged, or is not a checkpoint. `wrong`: the reasons, one sentence each."""
 
     def __init__(self, *wrong: str) -> None:
         super().__init__("; ".join(wrong))
@@ -42,7 +42,7 @@ class FileEntry(TypedDict):
 
 
 class Manifest(TypedDict):
-    """`manifest.json`, without its own checksum. `files`: by their paths below the checkpoint's directory."""
+    """`manifest.json`, without its own checksum. `files` is keyed by paths relative to the checkpoint's directory."""
 
     schema_version: Literal[1]
     kind: Literal["asyncrl-checkpoint"]
@@ -138,7 +138,7 @@ class Checkpoint:
 
 
 class LoopStateFile(TypedDict):
-    """`loop_state.json`; what is in `loop_state` is the loop's affair (loop/cuts.py)."""
+    """`loop_state.json`. The content of `loop_state` is defined in loop/cuts.py."""
 
     schema_version: Literal[1]
     step: Count
@@ -158,7 +158,7 @@ def step_of(directory: Path) -> int:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Directories named like checkpoints, newest step first, whole or not."""
+    """Directories named like checkpoints, newest step first, damaged ones included."""
     if not directory.is_dir():
         return []
     named = [path for path in directory.iterdir() if STEP_NAME.fullmatch(path.name) and path.is_dir()]
@@ -195,7 +195,7 @@ def newest_intact(directory: Path) -> Path | None:
 
 
 def sealed_checkpoints(directory: Path) -> list[Path]:
-    """Newest first, and only those with a manifest: whatever else has such a name is nobody's to link or delete."""
+    """Directories with a valid manifest, newest first. Others of such a name must not be linked or deleted."""
     sealed = []
     for path in checkpoints_in(directory):
         with contextlib.suppress(Damaged):
@@ -205,7 +205,7 @@ def sealed_checkpoints(directory: Path) -> list[Path]:
 
 
 def _read(directory: Path) -> Checkpoint:
-    """Raises Damaged with all that is wrong."""
+    """Verify and read a checkpoint. Raises Damaged with all reasons."""
     if not directory.is_dir():
         raise Damaged(f"{directory} is not a directory")
     manifest = read_manifest(directory)
@@ -217,7 +217,7 @@ def _read(directory: Path) -> Checkpoint:
         wrong.append(f"{LOOP_STATE} is not part of it")
     if wrong:
         raise Damaged(*wrong)
-    try:  # a file that is whole need not have been written by asyncrl
+    try:  # a matching checksum does not prove that asyncrl wrote the file
         state = load_json(directory / LOOP_STATE, LoopStateFile)
     except RefusedError as error:
         raise Damaged(error.message) from None
@@ -234,7 +234,7 @@ def _read(directory: Path) -> Checkpoint:
 
 
 def finish_interrupted_replacements(directory: Path) -> None:
-    """After a crash: bring back what was set aside with nothing in its place, clear what was half done."""
+    """Clean up after a crash: restore a checkpoint that was set aside and not replaced, remove half-written and half-deleted ones."""
     for aside in directory.glob(".replaced-step-*"):
         original = aside.with_name(aside.name.removeprefix(".replaced-"))
         if original.exists() or not STEP_NAME.fullmatch(original.name):

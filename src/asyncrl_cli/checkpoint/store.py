@@ -1,11 +1,11 @@
-"""The checkpoints of one run: written beside training, sealed, linked, kept in number, verified, found again.
+"""Writes the checkpoints of one run beside training, seals them, links the latest, and removes old ones.
 
     checkpoints/
-      .writing-step-000040/   in the making: trainer first, then loop state and profile, then the manifest
-      step-000040/            renamed once it is whole on the disk
+      .writing-step-000040/   being written: trainer state first, then loop state and profile, then the manifest
+      step-000040/            renamed once it is complete on the disk
       latest -> step-000040
 
-The invariant: at every instant, also under SIGKILL, the newest directory with a valid manifest is a whole checkpoint.
+The invariant: at every instant, also after a SIGKILL, the newest directory with a valid manifest is a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class CheckpointStore:
         finish_interrupted_replacements(self.directory)
 
     async def write(self, state: LoopStateFile, write_trainer: Callable[[Path], Awaitable[None]]) -> Path:
-        """Make the checkpoint of `state`: `write_trainer(directory)` first, the manifest last.
+        """Write a checkpoint of `state`: `write_trainer(directory)` first, the manifest last.
 
-        Raises on any failure, which leaves the older checkpoints as they were.
+        On any failure, raises and leaves older checkpoints unchanged.
         """
         working = self.directory / f".writing-{step_name(state['step'])}"
         await asyncio.to_thread(remove, working)
@@ -54,14 +54,14 @@ class CheckpointStore:
         try:
             await write_trainer(working)
             return await asyncio.to_thread(self._finish, state, working)
-        except Exception:  # on a full disk its files would take the space that the run's last status needs
+        except Exception:  # on a full disk, leftover files would take the space that the run's last status needs
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
             raise
 
     def abandon_newer(self, step: int) -> list[Path]:
-        """Before resuming at `step`: rename later checkpoints to `abandoned-...`: the run takes another course from here.
+        """Rename checkpoints later than `step` to `abandoned-...`, before a resume at `step` from which the run may diverge.
 
-        Without this, a resume after an early crash would take one of them, as the newest."""
+        Otherwise, after an early crash, the next resume would take one of them as the newest."""
         moved = []
         for directory in checkpoints_in(self.directory):
             if step_of(directory) > step:
@@ -80,7 +80,7 @@ class CheckpointStore:
         seal(working, step=state["step"], version=state["version"], run=self._run_dir.name, profile=self._profile)
         final = self.directory / step_name(state["step"])
         aside = final.with_name(f".replaced-{final.name}")
-        if final.exists():  # another checkpoint of the same step: it is set aside until this one stands
+        if final.exists():  # an older checkpoint of the same step is set aside until the new one is in place
             final.rename(aside)
         working.rename(final)
         fsync(self.directory)

@@ -33,7 +33,7 @@ class PlannedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepPlan:
-    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` are totals over all ranks."""
+    """One rank's share of an optimizer step. `num_loss_tokens` (sampled tokens) and `num_trajectories` count all ranks' shares."""
 
     trajectories: tuple[PlannedTrajectory, ...]
     num_loss_tokens: int

@@ -51,8 +51,8 @@ class PolicyModel:
         model.eval().to(ranks.device)
         self.attention = choose_attention(model)
         _shard(model, profile.model.dtype, ranks)
-        # On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two ranks,
-        # gathering for each pass and reducing after each microbatch took a quarter of the time.
+        # On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two
+        # ranks, gathering for each pass and reducing after each microbatch took a quarter of the time.
         self._keeps_whole = ranks.device.type == "cpu"
         self._model = model
         self._root = cast(FSDPModule, model)
@@ -100,7 +100,7 @@ class PolicyModel:
 
     def full(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield whole tensors on the device, by their names in memory, for one part of the model at a time. `form.to_files` of the
-        parts gives what `specs` lists. A collective: every rank must iterate over all parts. Tensors may alias live memory: copy them."""
+        parts gives what `specs` lists. A collective: every rank must iterate over all parts. Tensors may alias live memory."""
         for names in self._parts:
             yield {name: self._full(name) for name in names}
 
