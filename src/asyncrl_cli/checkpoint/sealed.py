@@ -234,7 +234,7 @@ def _read(directory: Path) -> Checkpoint:
 
 
 def finish_interrupted_replacements(directory: Path) -> None:
-    """Clean up after a crash: restore a checkpoint that was set aside and not replaced, remove half-written and half-deleted ones."""
+    """Clean up after a crash: restore a checkpoint that was set aside but not replaced; remove partial ones."""
     for aside in directory.glob(".replaced-step-*"):
         original = aside.with_name(aside.name.removeprefix(".replaced-"))
         if original.exists() or not STEP_NAME.fullmatch(original.name):
