@@ -1,1 +1,1 @@
-"""What a run shows of itself: metrics, sinks, the live screen, the status of a run. Knows nothing of ray and torch."""
+"""What a run shows of itself: metrics, log files, the live screen, status.json. This room does not import ray or torch."""

@@ -1,6 +1,6 @@
 """Figures for people, as plain text: durations, counts, shares, bars and sparklines.
 
-And what the screen, plain lines and `asyncrl status` say in the same words: events, the ledger, the end of a run in a few lines.
+Also the texts that the screen, the plain lines and `asyncrl status` share: events, the ledger, the summary of an ended run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def duration(seconds: object) -> str:
-    """`1:02:03` for long ones, `4.2 s` and `12 ms` for short ones."""
+    """`1:02:03` from a minute on, `4.2 s` or `12 ms` below."""
     if not is_number(seconds) or seconds >= 60:
         return clock(seconds)
     if seconds >= 0.0995:
@@ -55,7 +55,7 @@ def small(value: object) -> str:
 
 
 def _written(value: object, form: str) -> str:
-    """`-` for what is absent, never 0. What is not a finite number is shown by its name: JSON has it as a string."""
+    """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
     return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
 
 
@@ -67,7 +67,7 @@ def bar(fraction: float, width: int) -> str:
 
 
 def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """The last values, at most `width` of them, between `low` and `high` (their own extremes if not given); only finite ones."""
+    """At most the last `width` values, scaled to `low` ... `high` (default: their own extremes). Non-finite values are skipped."""
     shown = [value for value in list(values)[-width:] if is_number(value)]
     if not shown or width <= 0:
         return ""
@@ -87,7 +87,7 @@ LEADING: Mapping[str, tuple[str, Callable[[object], str]]] = {
     "rollouter/tokens_per_s": ("tokens/s rollouter", count),
     "trainer/tokens_per_s": ("trainer", count),
 }
-"""The figures that lead in every view, with their words and their form."""
+"""The figures shown first in every view: metric -> (label, formatter)."""
 _HEADLINES = {"done": "done", "stopped": "stopped on request", "failed": "failed"}
 _EVENTS = {
     "warning": lambda event: str(event.get("message", "")),
@@ -100,13 +100,13 @@ _EVENTS = {
 
 
 def event_text(event: Mapping[str, Any]) -> str | None:
-    """None for an event that people are not told of."""
+    """The event as one line of text; None if its kind is not shown to people."""
     name = event["event"]
     return _EVENTS[name](event) if name in _EVENTS else None
 
 
 def step_text(status: Mapping[str, Any]) -> str:
-    """The screen's leading figures, in its words and over the same time."""
+    """One line with the figures that the screen shows first, under the same labels and over the same period."""
     progress, steps, use, staleness = status["progress"], status["periods"]["steps"], status["utilization"], status["staleness"]
     parts = [
         f"step {progress['step']}/{progress['train_steps']} v{progress['version']}",
@@ -126,7 +126,7 @@ def step_text(status: Mapping[str, Any]) -> str:
 
 
 def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, figures) of the whole run, in the words of the screen; rows of which nothing was measured are absent."""
+    """(label, figures) rows for the whole run, with the screen's labels. Rows without a measured value are left out."""
     progress, totals = status["progress"], status["totals"]
     steps = f"{progress['step']} of {progress['train_steps']} steps, {count(progress['groups_trained'])} groups"
     rows = [

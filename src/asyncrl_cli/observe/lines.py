@@ -1,4 +1,4 @@
-"""What a run left in its files: lines of metrics.jsonl and events.jsonl, spans of timeline.jsonl, and what a line says."""
+"""Reads a run's metrics.jsonl, events.jsonl and timeline.jsonl back, and derives figures from a line of metrics."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Line = Mapping[str, Any]
 Spans = dict[str, list[tuple[str, float, float]]]
 Counts = dict[str, list[tuple[float, float]]]
 LISTS = frozenset({"staleness/histogram", "response_tokens/quantiles"})
-"""The keys whose figures are lists; all others are single ones."""
+"""The keys whose values are lists; all others hold single numbers."""
 
 
 @OPEN
 class EventLine(TypedDict):
-    """A line of events.jsonl, as far as it is read back."""
+    """The keys of a line of events.jsonl that are read back."""
 
     event: str
     time_s: NotRequired[Seconds]
@@ -35,19 +35,19 @@ class EventLine(TypedDict):
 
 @OPEN
 class TimelineLine(TypedDict):
-    """A line of timeline.jsonl, as far as it is read back."""
+    """The keys of a line of timeline.jsonl that are read back."""
 
     spans: Spans
     running: NotRequired[Counts]
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of metrics.jsonl, without figures that are not finite. Raises ConfigError with the line that is none."""
+    """The lines of metrics.jsonl, without values that are not finite. Raises ConfigError that names a malformed line."""
     return [_finite(line) for line in _read(path, dict[str, Figure | list[Figure]])]
 
 
 def read_events(path: Path) -> list[EventLine]:
-    """Raises ConfigError with the line that is no event."""
+    """The lines of events.jsonl. Raises ConfigError that names a malformed line."""
     return _read(path, EventLine)
 
 
@@ -66,9 +66,9 @@ def _read(path: Path, kind: Any) -> list[Any]:
 
 
 def read_timeline(path: Path) -> tuple[Spans, Counts]:
-    """All of a run's spans and counts of running sequences, by executor, ascending in time; stays cut by a line are joined.
+    """A run's spans and counts of running sequences, by executor, in order of time. A span that was split over two lines is joined.
 
-    Raises ConfigError with the line that is none.
+    Raises ConfigError that names a malformed line.
     """
     spans: Spans = {}
     running: Counts = {}
@@ -83,7 +83,7 @@ def read_timeline(path: Path) -> tuple[Spans, Counts]:
 
 
 def add_span(spans: list[tuple[str, float, float]], state: str, start_s: float, end_s: float) -> None:
-    """Append a stay, or lengthen the last one if it goes on."""
+    """Append a span, or extend the last one if it has the same state and there is no gap."""
     if spans and spans[-1][0] == state and start_s - spans[-1][2] < 1e-3:
         spans[-1] = (state, spans[-1][1], max(end_s, spans[-1][2]))
     else:
@@ -106,7 +106,7 @@ def spent_s(line: Line, part: str) -> float:
 
 
 def trajectories(line: Line) -> int:
-    """Trained by the step: the histogram of staleness counts them all."""
+    """Trajectories that the step trained: the staleness histogram counts each once."""
     return sum(line.get("staleness/histogram", ()))
 
 

@@ -1,8 +1,8 @@
 """The run at a glance, as one JSON object: what `status.json`, the screen and `asyncrl status` show.
 
-Lines, events and snapshots go in; `picture` comes out. What is counted over time says over which (metrics.py):
-`periods.utilization` is that of `utilization` and of the executors' `state_s`, `periods.steps` that of `staleness`, `partial` and
-`timing` (means per step). States, waits, gauges, admission and the ledger are of the moment; `reward` and `sync` are the last.
+Lines, events and snapshots go in; `picture` comes out. `periods` says which time the figures cover (see metrics.py):
+`periods.utilization` holds for `utilization` and the executors' `state_s`, `periods.steps` for `staleness`, `partial` and `timing`
+(means per step). States, waits, gauges, admission and the ledger are those of this moment; `reward` and `sync` are the last step's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count
 
 HISTORY = 60
-"""Points of the curves of reward, slots and evals."""
+"""Number of points kept for the curves of reward, slot use and evals."""
 RATE_STEPS = 30
 NOTES = 8
 WARNINGS = 20
@@ -37,7 +37,7 @@ WARNINGS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What does not change during an attempt. Group counts as in docs/admission.md: R, W = K * R."""
+    """Facts that do not change during an attempt. `step_groups` is R, `window_groups` is W = K * R (docs/admission.md)."""
 
     name: str
     profile: str
@@ -66,7 +66,7 @@ class RunFacts:
 
 
 class LiveState(TypedDict):
-    """As a checkpoint has it."""
+    """The part of the status that a checkpoint keeps."""
 
     rewards: list[float]
     slots: list[float]
@@ -91,7 +91,7 @@ class LiveStatus:
         self._warnings: deque[dict[str, Any]] = deque(maxlen=WARNINGS)
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A train step has ended; `metrics` has its values already."""
+        """A train step has ended. `StepMetrics` must have been updated with it before."""
         self._line = line
         self._pace.append((line["time_s"], line["step"]))
         for history, key in ((self._lasting["rewards"], "reward/mean"), (self._lasting["slots"], "rollouter/slot_utilization")):
@@ -100,7 +100,7 @@ class LiveStatus:
                 del history[:-HISTORY]
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Keep what people want to read: evals, checkpoints, resumes, warnings, failures."""
+        """Keep events that people want to read: evals, checkpoints, restarts, resumes, warnings, failures."""
         name, time_s, text = event["event"], event["time_s"], event_text(event)
         if name == "eval" and event.get("reward_mean") is not None:
             self._lasting["eval_s"] = event.get("eval_s")
@@ -127,9 +127,9 @@ class LiveStatus:
         self._lasting = state
 
     def picture(self) -> dict[str, Any]:
-        """The whole status; JSON."""
+        """The whole status, ready for JSON."""
         snapshot = self._snapshot
-        # Of figures that whole steps have: the recent ones, or all of a run that has ended.
+        # Figures of whole steps cover the recent ones or, once the run has ended, all of them.
         steps = self._metrics.whole_run() if self._phase in ENDED else self._metrics.recent()
         using = self._using(steps)
         of_steps = steps.figures if steps else {}
@@ -184,21 +184,21 @@ class LiveStatus:
         if "tokens_trained" in self._line:
             progress["tokens_trained"] = self._line["tokens_trained"]
         if (step_s := self._step_s()) is not None:
-            # A step that takes longer than others, as over a restart, brings the end no nearer.
+            # Count at most one mean step of the current one: a step that takes longer (a restart) must not reduce the time left.
             since_s = min(time_s - ended_s, step_s)
             left_s = max(0.0, (facts.train_steps - step) * step_s - since_s) + (self._lasting.get("eval_s") or 0.0)
             progress |= {"step_s": step_s, "eta_s": left_s}
         return progress
 
     def _step_s(self) -> float | None:
-        """Seconds per step of late; of this attempt only, for a resumed run may stand on another machine."""
+        """Recent seconds per step. Counts this attempt only: a resumed run may be on another machine."""
         if len(self._pace) < 2:
             return self._line.get("timing/step_s")
         (first_s, first), (last_s, last) = self._pace[0], self._pace[-1]
         return (last_s - first_s) / (last - first)
 
     def _using(self, steps: Period | None) -> Period | None:
-        """The period of what executors integrate: `steps`, or the step under way once it is longer than these together."""
+        """The period of the utilization figures: `steps`, or the current step once it has taken longer than these together."""
         snapshot = self._snapshot
         if snapshot is None or self._phase in ENDED:
             return steps
@@ -216,12 +216,12 @@ class LiveStatus:
 
 
 def _under(prefix: str, figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of that prefix, without it."""
+    """The figures whose keys begin with `prefix`, which is removed."""
     return {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
 
 
 def _executors(snapshot: Snapshot, using: Period | None) -> list[dict[str, Any]]:
-    """In the order of the flow."""
+    """One entry per executor, in the order in which data flows through them."""
     figures = using.figures if using else {}
     return [
         {
@@ -229,7 +229,7 @@ def _executors(snapshot: Snapshot, using: Period | None) -> list[dict[str, Any]]
             "role": report.role,
             "state": report.state.value,
             "waiting_for": report.waiting_for,
-            # A restart's overlap with the new process is taken back from one state: never below nothing.
+            # After a restart, time counted for both the old and the new process is subtracted again: clamp at 0.
             "state_s": {state: max(0.0, round(s, 3)) for state, s in _under(f"{STATES}{report.name}/", figures).items()},
             "gauges": dict(report.gauges),
         }

@@ -1,13 +1,13 @@
-"""One line of metrics per train step, and the same values joined over longer times.
+"""One line of metrics per train step, and the same values merged over longer periods.
 
     StepRecord --step_values--> typed values of this step --merge--> over the window, over the run --> the line
                                                           --merge--> over a period --> status
 
-Every figure of the screen, of `asyncrl status` and of a run's summary is of one of these periods:
+Every figure on the screen, in `asyncrl status` and in a run's summary covers one of these periods:
 
-recent   the train steps that ended last, a minute of them: the very values of their lines in metrics.jsonl, joined
-step     the train step under way, once it has taken longer than those (or while there are none)
-run      all train steps, over resumes too: of a run that has ended
+recent   the train steps that ended in the last minute: the values of their lines in metrics.jsonl, merged
+step     the current train step, once it has taken longer than the recent ones together (or if none has ended)
+run      all train steps, also those before a resume: used for a run that has ended
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from asyncrl_cli.safe_files import Count
 
 RECENT_S = 60.0
 RECENT_STEPS = 120
-"""Of very short steps these many are recent: joining them costs time, once a second."""
+"""Limit on the number of recent steps if they are very short: merging them takes time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Period:
-    """Joined figures of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's time."""
+    """Merged figures of `steps` whole train steps (0: of a part of one), from `from_s` to `to_s` of the run's time."""
 
     words: str
     from_s: float
@@ -46,7 +46,7 @@ class Period:
 
 
 class MetricsState(TypedDict):
-    """As a checkpoint has it; values as `values.to_json` writes them."""
+    """The part of `StepMetrics` that a checkpoint keeps; values as `values.to_json` writes them."""
 
     time_s: float
     window: Count | None
@@ -55,12 +55,12 @@ class MetricsState(TypedDict):
 
 
 class StepMetrics:
-    """Turns records into lines; keeps what must be joined over steps. `started_s`: the driver's clock at time 0."""
+    """Turns step records into lines and merges their values over steps. `started_s`: the driver's clock at time 0 of the run."""
 
     def __init__(self, *, trigger_parameter_sync_step: int, started_s: float) -> None:
         self._run: dict[str, Value] = {}
         self._window_steps = trigger_parameter_sync_step
-        # What the run's time, which goes on over resumes, is ahead of the driver's clock.
+        # The run's time minus the driver's clock. The run's time continues across resumes.
         self.ahead_s = -started_s
         self._time_s = 0.0
         self._reports: Mapping[str, ExecutorReport] = {}
@@ -78,7 +78,7 @@ class StepMetrics:
         merge_into(self._in_window, values)
         merge_into(self._run, values)
         to_s = record.ended_s + self.ahead_s
-        # A step begins where the line before it ends, whatever a clock's second reading says.
+        # A step begins exactly where the previous line ended, so that periods have no gaps.
         self._steps.append((self._time_s if self._steps else to_s - record.timing_s["step"], to_s, values))
         while self._steps[0][1] <= to_s - RECENT_S:
             self._steps.popleft()
@@ -89,12 +89,12 @@ class StepMetrics:
         return _without_states(shown(line))
 
     def totals(self) -> dict[str, Scalar]:
-        """The same keys over the whole run: every value joined by its own rule."""
+        """The same keys over the whole run: each value is merged by its own rule (sum, mean, max, last)."""
         return _without_states(shown(self._run))
 
     def recent(self) -> Period | None:
-        """The last steps of this attempt. Joined once per step: a status is made every second, and there are values of every
-        executor."""
+        """The last steps of this attempt. Cached until the next step ends: a status is made every second, and merging every
+        executor's values takes time."""
         if self._recent is None and self._steps:
             joined: dict[str, Value] = {}
             for _, _, values in self._steps:
@@ -105,7 +105,7 @@ class StepMetrics:
         return self._recent
 
     def whole_run(self) -> Period | None:
-        """All steps, over resumes too; None before the first has ended."""
+        """All steps, also those before a resume; None until the first has ended."""
         if not self._run:
             return None
         figures, to_s = shown(self._run), self._time_s
@@ -113,7 +113,7 @@ class StepMetrics:
         return Period(words=words, from_s=0.0, to_s=to_s, steps=figures["step"], figures=figures)
 
     def step_so_far(self, reports: Mapping[str, ExecutorReport], from_s: float, time_s: float) -> Period | None:
-        """The step under way, begun at `from_s`, without what is counted when a step ends; None if nothing was measured."""
+        """The current step, begun at `from_s`, without values only known at a step's end; None if nothing was measured."""
         values = utilization(stretches(self._reports, reports))
         values.pop("trainer/tokens_per_s", None)
         words = f"this step so far, {_lasted(time_s - from_s)}"
@@ -124,7 +124,7 @@ class StepMetrics:
         return {"time_s": self._time_s, "window": self._window, "in_window": in_window, "run": run}
 
     def restore(self, state: MetricsState) -> None:
-        """Continue after the line that `state` was taken at. Executors start their integrals anew after a resume."""
+        """Continue after the line at which `state` was taken. After a resume the executors' integrals start at 0 again."""
         self.ahead_s += state["time_s"] - self._time_s
         self._time_s = state["time_s"]
         self._window = state["window"]
@@ -134,10 +134,10 @@ class StepMetrics:
 
 
 def _without_states(line: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Every executor's time in states is in timeline.jsonl; as keys they would be hundreds."""
+    """Drop the times in states: they would be hundreds of keys, and timeline.jsonl has them."""
     return {key: value for key, value in line.items() if not key.startswith(STATES)}
 
 
 def _lasted(seconds: float) -> str:
-    """About a minute is told in seconds."""
+    """Like `duration`, but in seconds up to three minutes."""
     return f"{seconds:.0f} s" if 60 <= seconds < 180 else duration(seconds)

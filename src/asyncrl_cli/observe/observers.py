@@ -1,4 +1,4 @@
-"""Everyone who watches a run, behind the loop's one Observer port: metrics are worked out once and shared.
+"""The loop's one Observer: it computes metrics and status once and hands them to all sinks (files, screen, W&B).
 
 loop --StepRecord--> StepMetrics --line--+
                      timeline ----spans--+
@@ -30,20 +30,20 @@ from asyncrl_cli.storage import naming, repair_lines, replace_text, storage_erro
 
 log = logging.getLogger("asyncrl")
 DIGITS = 4
-"""Of times in timeline.jsonl: a tenth of a millisecond keeps the file small."""
+"""Decimals of times in timeline.jsonl: a tenth of a millisecond is enough and keeps the file small."""
 
 
 class ObserversState(TypedDict):
-    """As a checkpoint has it."""
+    """What a checkpoint keeps of the observers."""
 
     metrics: MetricsState
     live: LiveState
 
 
 class Observers(Observer):
-    """A sink that fails is left out from then on, with a warning: watching never ends a run.
+    """Feeds the sinks. A sink that fails is dropped with a warning: watching must never end a run.
 
-    `clock` is the driver's clock (the event loop's, by default); time 0 of a new run is when this is made.
+    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is made.
     """
 
     def __init__(self, facts: RunFacts, sinks: Sequence[Sink], *, clock: Callable[[], float] | None = None) -> None:
@@ -72,31 +72,31 @@ class Observers(Observer):
         self._each("status", self.live.picture())
 
     def warning(self, message: str) -> None:
-        """Something that people should know, from outside the loop (it has its own `warning` events)."""
+        """Report a warning from outside the loop; the loop itself sends `warning` events."""
         self._tell({"time_s": self._clock() + self.metrics.ahead_s, "event": "warning", "message": message})
 
     def state(self) -> dict[str, Any]:
         return {"metrics": self.metrics.state(), "live": self.live.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises RefusedError for what `state` has not written."""
+        """Raises RefusedError for a `state` that `Observers.state` cannot have written."""
         known = read_state(state)
         self.metrics.restore(known["metrics"])
         self.live.restore(known["live"])
 
     def close(self, phase: str, error: str = "") -> dict[str, Any]:
-        """The run has ended: `done`, `stopped` or `failed`. Returns the last status. Sinks close once."""
+        """The run has ended with `phase` `done`, `stopped` or `failed`. Closes the sinks and returns the last status."""
         self.live.phase(phase, error)
         status = self.live.picture()
         self._each("close", status)
-        for sink in self._left_out:  # a disk that was full may have room again: a failed checkpoint was removed
+        for sink in self._left_out:  # try again: a full disk may have room now that a failed checkpoint was removed
             with contextlib.suppress(OSError):
                 sink.close(status)
         self._sinks, self._left_out = [], []
         return status
 
     def _align(self, time_s: float) -> None:
-        """The loop stamps events and snapshots with the run's own time; lines follow it."""
+        """The loop stamps events and snapshots with the run's time; give lines the same time."""
         self.metrics.ahead_s = time_s - self._clock()
 
     def _tell(self, line: Mapping[str, Any]) -> None:
@@ -118,7 +118,7 @@ class Observers(Observer):
 
 
 def read_state(content: Mapping[str, Any]) -> ObserversState:
-    """Raises RefusedError for what no `Observers.state` has written."""
+    """Checks a checkpoint's state. Raises RefusedError for one that `Observers.state` cannot have written."""
     try:
         state = parse_json(json.dumps(content), ObserversState)
         for values in (state["metrics"]["in_window"], state["metrics"]["run"]):
@@ -129,7 +129,7 @@ def read_state(content: Mapping[str, Any]) -> ObserversState:
 
 
 class Sink:
-    """Writes or shows what `Observers` has worked out; a subclass overrides the calls it needs. They come from the event loop and
+    """Writes or shows what `Observers` computes. A subclass overrides the methods it needs. They are called on the event loop and
     must return at once."""
 
     def line(self, line: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ class Sink:
 
 
 class LineFile(Sink):
-    """A file of JSON lines, each handed to the system at once, so that a killed process leaves at most one line incomplete."""
+    """A file of JSON lines, each flushed to the system at once: a killed process leaves at most one incomplete line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -165,7 +165,7 @@ class LineFile(Sink):
 
 
 class StepFile(LineFile):
-    """A line per train step. A resume takes back the lines of steps that will happen again."""
+    """One line per train step. A resume removes the lines of steps that will be trained again."""
 
     def event(self, event: Mapping[str, Any]) -> None:
         if event["event"] != "resumed":
@@ -182,7 +182,7 @@ class MetricsFile(StepFile):
 
 
 class EventsFile(LineFile):
-    """events.jsonl: nothing is ever taken back; `resumed` says which events were lost with a crash."""
+    """events.jsonl: lines are never removed. After a crash, `resumed` says from which step the run goes on."""
 
     event = LineFile.append
 
@@ -192,7 +192,7 @@ class TimelineFile(StepFile):
 
         {"step": 7, "spans": {"trainer": [["starved", 11.2, 11.9], ...]}, "running": {"rollout-0": [[12.1, 64], ...]}}
 
-    A step's line holds what was reported since the line before; `running` counts a worker's running sequences, once a second.
+    A step's line holds what was reported since the previous line. `running` holds (time, running sequences) once a second.
     """
 
     def __init__(self, path: Path) -> None:
@@ -212,7 +212,7 @@ class TimelineFile(StepFile):
 
 
 def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
-    """A step's spans as JSON; `ahead_s` is what the run's time is ahead of the driver's clock."""
+    """A step's spans as JSON. `ahead_s` is the run's time minus the driver's clock."""
     spans = {
         name: [(str(span.state), round(span.start_s + ahead_s, DIGITS), round(span.end_s + ahead_s, DIGITS)) for span in stays]
         for name, stays in record.spans.items()
@@ -221,7 +221,7 @@ def span_line(record: StepRecord, ahead_s: float) -> dict[str, Any]:
 
 
 class StatusFile(Sink):
-    """status.json, replaced whole. Not flushed to the disk: a second later there is a newer one."""
+    """status.json, replaced atomically. Not synced to disk until the run ends: a newer one comes every second."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,8 +1,8 @@
 """One status as lines of coloured text: the live screen, `asyncrl status` and its `--watch` all show these.
 
-What leads is what a run is about: how full the slots are, who idles and why, how stale the data is. A rule above each block says
-which time its figures cover. Sections stand side by side on a wide terminal and below each other on a narrow one; where lines run
-out, the least important go.
+The most important figures come first: how full the slots are, who idles and why, how stale the data is. A rule above each block
+says which time its figures cover. Some sections stand side by side on a wide terminal and below each other on a narrow one. If the
+terminal has too few lines, the list of executors and the notes are shortened.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
 
 
 def render_summary(status: Status) -> Table:
-    """The totals of an ended run, wrapped in their column."""
+    """The totals of an ended run as a table of two columns; long figures wrap in theirs."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(width=LABEL - 1, no_wrap=True, style="dim bold")
     table.add_column(overflow="fold")
@@ -84,7 +84,7 @@ def _is_over(status: Status) -> bool:
 
 
 def _rule(status: Status, figures: str, also: str, width: int) -> Text:
-    """Which time the figures below cover, in a line of its own."""
+    """A line of its own that says which time the figures below it cover."""
     period = status["periods"][figures]
     return rule(f"── {period['words'] if period else 'no step yet'} " + (f"── {also} " if also else ""), width)
 
@@ -126,7 +126,7 @@ def _utilization(status: Status, width: int) -> list[Text]:
 
 
 def _side(status: Status, name: str, role: str, width: int) -> list[Text]:
-    """How idle a side is and how fast; who of it does not work at the moment, and what for."""
+    """How idle and how fast one side (trainer or rollout) is, and an executor of it that is not busy, with what it waits for."""
     figures = status["utilization"]
     idle = figures.get(f"{name}_idle_ratio")
     busy = 1 - idle if is_number(idle) else None
@@ -147,12 +147,12 @@ def _graded(value: object, good: float, fair: float) -> str:
 
 
 def _is_restarting(executor: Mapping[str, Any]) -> bool:
-    """Its process is being replaced: its state is `failed`, but it will be back."""
+    """Whether the executor's process is being replaced: its state is `failed` meanwhile."""
     return bool(executor["state"] == "failed" and executor["waiting_for"] == WAITS_FOR_RESTART)
 
 
 def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width: int = 0) -> None:
-    """The state; for a restart also which one it is, as `restarting (1 of 3)`."""
+    """Append the executor's state; for a restart with its number, as in `restarting (1 of 3)`."""
     state = "restarting" if _is_restarting(executor) else executor["state"]
     attempt = status["restarting"].get(executor["name"]) if state == "restarting" else None
     line.append(f"{state} ({attempt})" if attempt else f"{state:<{width}}", STATE_STYLES.get(state, ""))
@@ -160,7 +160,7 @@ def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width
 
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
     shown = status["executors"]
-    if len(shown) > max_rows:  # the two sides have lines of their own above
+    if len(shown) > max_rows:  # keep rollout workers first: trainer and rollout are summed up above
         shown = sorted(shown, key=lambda executor: executor["role"] != "rollout")[: max(1, max_rows - 1)]
     lines = [_executor(executor, status, width) for executor in shown]
     if len(status["executors"]) > len(shown):
@@ -169,7 +169,7 @@ def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
 
 
 def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
-    """Name, state, strip of its time in states, its version and sequences, and how full its engine's cache is."""
+    """One executor: name, state, a strip of its time in states, version, running sequences, and how full its engine's cache is."""
     line, state_s, gauges = label(executor["name"]), executor["state_s"], executor["gauges"]
     _append_state(line, executor, status, width=9)
     line.append(" " if _is_restarting(executor) else "").append_text(strip(state_s, STATE_STYLES, max(8, min(24, width // 5))))
@@ -183,13 +183,13 @@ def _executor(executor: Mapping[str, Any], status: Status, width: int) -> Text:
         line.append(f"  v{status['versions'][executor['name']]}", "bold")
     if "running_sequences" in gauges and not _is_over(status):
         line.append(f"  {count(gauges['running_sequences'])}/{count(gauges.get('slots'))} {_engine(gauges)}", "dim")
-    elif executor["waiting_for"] and executor["role"] == "reward":  # the others have lines of their own above
+    elif executor["waiting_for"] and executor["role"] == "reward":  # `_side` says it for trainer and rollout
         line.append(f"  waits for {executor['waiting_for']}", "dim")
     return line
 
 
 def _engine(gauges: Mapping[str, Any]) -> str:
-    """The engine's own figures, abbreviated to fit into 100 columns."""
+    """The KV cache's use and the engine's queue, abbreviated to fit into 100 columns."""
     if "kv_cache_usage" not in gauges:
         return "sequences"
     waiting = gauges.get("engine_waiting", 0)
@@ -248,7 +248,7 @@ def _ledger(status: Status, width: int) -> list[Text]:
 
 
 def _notes(status: Status, room: int) -> list[Text]:
-    """The newest log lines, and the error of a failed run above all."""
+    """The newest notes (events), below the error of a failed run."""
     styles = {"warning": "yellow", "failed": "bold red"}
     notes = [
         Text(f"{clock(note['time_s']):>9}  ", "dim").append(note["text"], styles.get(note["event"], ""))

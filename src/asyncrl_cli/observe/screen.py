@@ -1,4 +1,4 @@
-"""Who shows a run to people: the live screen, plain lines where there is no terminal, and `asyncrl status`."""
+"""Shows a run to people: the live screen, plain lines where there is no terminal, and `asyncrl status`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from asyncrl_cli.observe.status import RunStatus, StillStarting
 from asyncrl_cli.observe.terminal import SafeConsole, neutral
 
 REDRAWS_PER_S = 2
-"""A status is made every second."""
+"""Twice as often as a new status is made."""
 CLOSE_TIMEOUT_S = 5.0
 PLAIN_EVERY_S = 5.0
-"""Least time between two step lines: a fast run must not flood a log."""
+"""Minimum time between two step lines: a fast run must not flood a log."""
 
 
 class Screen(Sink):
-    """Draws the newest status. `close` leaves the last picture and the run's totals."""
+    """Draws the newest status live. `close` leaves the last picture and the run's totals on the terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or SafeConsole(stderr=True)
@@ -41,20 +41,20 @@ class Screen(Sink):
         self._status = status
 
     def close(self, status: Mapping[str, Any]) -> None:
-        """Waits for the last picture, within a limit: a stuck terminal is left as it is."""
+        """Draw the last picture. Gives up after CLOSE_TIMEOUT_S if the terminal is stuck."""
         self._status = status
         closing = threading.Thread(target=self._live.stop, name="screen", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
         if not closing.is_alive():
-            self._console.print(render_summary({**status, "error": ""}))  # the command's last line says it
+            self._console.print(render_summary({**status, "error": ""}))  # the command's last line tells the error
 
     def _picture(self) -> Text:
         return Text() if self._status is None else _on(self._console, self._status)
 
 
 class Plain(Sink):
-    """Writes to `stream` (stderr: stdout carries data). A closed stream is no reason to stop."""
+    """Writes events, changes of phase and step lines to `stream` (stderr: stdout carries data)."""
 
     def __init__(self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -84,7 +84,7 @@ class Plain(Sink):
         self._stream.flush()
 
     def _say_step(self, status: Mapping[str, Any]) -> None:
-        """Once per step at most, and none before the first has ended."""
+        """Write a step line: at most one per step, and none before the first step has ended."""
         step = status["progress"]["step"]
         if step != self._said_step and status["periods"]["steps"]:
             self._write(status["progress"]["time_s"], step_text(status))
@@ -101,7 +101,7 @@ def _on(console: Console, status: Mapping[str, Any], remark: str = "") -> Text:
 
 
 def make_ui(ui: str, console: Console | None = None) -> Sink | None:
-    """The sink that people see. `auto`: the screen on a terminal that can show it, else plain lines on stderr."""
+    """The sink for `--ui`; None for `none`. `auto`: the screen on a terminal that can show it, else plain lines on stderr."""
     console = console or SafeConsole(stderr=True)
     if ui == "none":
         return None
@@ -122,7 +122,7 @@ def print_status(found: RunStatus, console: Console) -> None:
 
 
 def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: float = 1.0) -> RunStatus:
-    """`asyncrl status --watch`: redraw until the run has ended or died. Ctrl-C is the caller's."""
+    """`asyncrl status --watch`: redraw until the run has ended or died. The caller handles Ctrl-C."""
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             try:

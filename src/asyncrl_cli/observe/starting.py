@@ -1,4 +1,4 @@
-"""What is said of a run before its first step, on stderr and in status.json: which part of the start runs, and how far it is."""
+"""Progress of a run's start, before its loop runs: which part is under way and how far it is, on stderr and in status.json."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ log = logging.getLogger("asyncrl")
 
 PLAIN_EVERY_S = 5.0
 PACE_OVER_S = 15.0
-"""The time left follows the pace of these last seconds: a busy neighbour shows soon, one slow step does not."""
+"""The time left is estimated from the pace over this many last seconds: long enough to smooth out one slow step."""
 STATUS_EVERY_S = 1.0
 OF_THE_START = ("phase", "executors", "admission", "error", "pid", "host", "started_at")
-"""Keys of status.json in which a resumed run's earlier attempt is not kept."""
+"""Keys of status.json that a resumed run's start takes from itself; all others keep the earlier attempt's values."""
 
 
 class Starting:
     """`with Starting(ui) as say: say("loading the task")`; `say(text, done, total, figures)` draws a bar and the time left.
 
-    On a terminal one line that moves and disappears; else a plain line per part, and every five seconds of a long one. `tell` gets
-    every line as a text, whatever is shown, and whether it is a part's first.
+    On a terminal this is one live line that disappears at the end; elsewhere a plain line at the beginning of each part and every
+    five seconds. `tell(line, is_new)` gets every line, whatever is shown; `is_new`: it is the first of its part.
     """
 
     def __init__(
@@ -87,25 +87,25 @@ class Starting:
 
 
 def _how_far(task: Task, figures: str, is_new: bool) -> str:
-    """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known; nothing is counted before the first of them is done."""
+    """ "120/300  40%  loss 0.61  0:00:25 left", as far as it is known. There is no count before the first item is done."""
     counted, left = "", ""
     if task.completed and task.total:
         counted = f"{task.completed:.0f}/{task.total:.0f}  {task.percentage:.0f}%"
-        pace = task.speed or (not is_new and task.elapsed and task.completed / task.elapsed)  # nobody knows when a new one began
+        pace = task.speed or (not is_new and task.elapsed and task.completed / task.elapsed)  # a new part's start is not known
         left = f"{clock(task.remaining / pace)} left" if pace and task.remaining else ""
     return "  ".join(part for part in (counted, figures, left) if part)
 
 
 def _words(what: str) -> TextColumn:
-    """On one line: where the terminal is narrow, the bar gets shorter. A path may have what looks like markup in it."""
+    """A column that never wraps: on a narrow terminal the bar gets shorter. Markup is off, because paths may contain brackets."""
     return TextColumn(f"{{{what}}}", markup=False, table_column=Column(no_wrap=True))
 
 
 class StartStatus:
-    """status.json from the moment that the command was typed: `with StartStatus(path, facts) as doing: doing("loading the task")`.
+    """Writes status.json while a run starts: `with StartStatus(path, facts) as doing: doing("loading the task")`.
 
-    It writes in a thread of its own: imports and the start of Ray block the others for so long that readers would think the run is
-    dead. The figures of a resumed run's earlier attempts stay in the file until its loop runs; `take_back` restores all of it.
+    It writes in a thread of its own: imports and the start of Ray block the main thread for so long that readers would take the run
+    for dead. A resumed run's earlier figures stay in the file until its loop runs; `take_back` restores the old file.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
@@ -113,7 +113,7 @@ class StartStatus:
         self._before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
         metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=0.0)
         self._status = fresh = LiveStatus(facts, metrics).picture()
-        with contextlib.suppress(ValueError):  # one that no reader would take is not kept
+        with contextlib.suppress(ValueError):  # an old status that is malformed is dropped
             self._status = {**parse_status(self._before or ""), **{key: fresh[key] for key in OF_THE_START}}
         self._doing = ""
         self._ended = threading.Event()
@@ -128,15 +128,15 @@ class StartStatus:
         self.close()
 
     def __call__(self, line: str, is_new: bool = True) -> None:
-        """`line`: what people are told is going on; a new part of the start is logged, too."""
+        """`line` goes into the status; a new part of the start is also logged."""
         if is_new:
             log.info("%s", line)
         self._doing = line
 
     def close(self) -> None:
-        """Nothing is written after it: the next status is the loop's."""
+        """Stop writing: the next status is the loop's."""
         self._ended.set()
-        if self._thread.is_alive():  # it never began, if the first status could not be written
+        if self._thread.is_alive():  # not started if the first write failed
             self._thread.join()
 
     def take_back(self) -> None:

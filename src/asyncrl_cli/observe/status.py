@@ -1,6 +1,7 @@
-"""status.json as its readers see it: what they may rely on, and whether the run that wrote it is still alive.
+"""Reads status.json: checks the keys that our readers need, and tells whether the run that wrote it is still alive.
 
-A `Figure` is only shown: format.py takes whatever is there. Keys that are not named here are for programs that read the file.
+A `Figure` may be missing or not finite: it is only shown, and format.py copes with that. Keys that are not named here are kept for
+other programs that read the file.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from asyncrl_cli.safe_files import MIB, Count, parse_json, read_bytes, reason
 SCHEMA_VERSION = 2
 MAX_STATUS_BYTES = 16 * MIB
 SILENT_AFTER_S = 15.0
-"""Older than that, a live run's status is stale: it is rewritten once a second."""
+"""A live run rewrites its status once a second: one older than this is called silent."""
 
 Liveness = Literal["ended", "live", "silent", "dead"]
 Figure = int | float | Literal["nan", "inf", "-inf"]
-"""JSON has no numbers that are not finite: they are written as strings."""
+"""JSON has no NaN or infinity: they are written as strings."""
 Figures = dict[str, Figure]
 Seconds = Annotated[float, Interval(ge=0, le=1e12)]
 Pid = Annotated[int, Interval(ge=1, le=2**31 - 1)]
 OPEN = with_config(ConfigDict(extra="allow"))
-"""For a TypedDict that keeps the keys that it does not know."""
+"""Decorates a TypedDict that keeps unknown keys."""
 
 
 def _record(**fields: Any) -> Any:
@@ -90,7 +91,7 @@ STATUS = _record(
 
 
 def parse_status(content: str | bytes) -> dict[str, Any]:
-    """Raises ValueError for what is not of this version, or that no driver writes."""
+    """Raises ValueError if the content has another schema version, or is malformed."""
     version = parse_json(content, dict[str, Any]).get("schema_version")
     if version != SCHEMA_VERSION:
         raise ValueError(f"it has schema_version {version!r:.40}, not {SCHEMA_VERSION}")
@@ -99,7 +100,7 @@ def parse_status(content: str | bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
-    """`liveness`: ended (it said so), live, silent (its process exists but writes nothing), dead (it was killed)."""
+    """`liveness`: ended (the status says so), live, silent (may be running, but its status is old), dead (it was killed)."""
 
     directory: Path
     status: Mapping[str, Any]
@@ -108,7 +109,7 @@ class RunStatus:
 
     @property
     def remark(self) -> str:
-        """What a reader has to know in addition to the status; empty if there is nothing."""
+        """A warning to show beside the status; empty if there is none."""
         if self.liveness == "dead" and never_began(self.directory):
             again = f"`asyncrl train --name {self.name}` replaces it"
             return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
@@ -133,13 +134,14 @@ class StillStarting(RefusedError):
 
 
 class UnreadableStatus(RefusedError):
-    """status.json is there, but no driver has written it like this."""
+    """status.json exists, but cannot be read or is malformed."""
 
 
 def read_status(run: str, runs_dir: Path) -> RunStatus:
     """Status of a run, given by name or directory.
 
-    Raises ConfigError if there is no such run, StillStarting before its first status, RefusedError if that cannot be read.
+    Raises ConfigError if there is no such run, StillStarting before its first status, UnreadableStatus if status.json cannot be
+    read, RefusedError if the run ended without one.
     """
     directory = find_run(run, runs_dir)
     path, log = directory / "status.json", f"asyncrl logs {directory.name}"
@@ -158,7 +160,7 @@ def read_status(run: str, runs_dir: Path) -> RunStatus:
 
 
 def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
-    """Status of the newest run that has one that can be read, and what is wrong with newer ones. Raises as `read_status`."""
+    """Status of the newest run whose status can be read, and what is wrong with newer ones. Raises as `read_status`."""
     wrong: list[str] = []
     for name in run_names(runs_dir):
         try:
@@ -172,10 +174,10 @@ def newest_status(runs_dir: Path) -> tuple[RunStatus, list[str]]:
 
 def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liveness:
     is_held = is_locked(directory)
-    if status["phase"] in ENDED:  # a driver that resumes it holds the lock before it says anything
+    if status["phase"] in ENDED:  # a resuming driver takes the lock before it writes a status
         return "live" if is_held else "ended"
     is_old, here = age_s > SILENT_AFTER_S, status["host"] == socket.gethostname()
-    # A pid may have been given to somebody else since; the lock ends with its process.
+    # The pid may belong to another process by now; the lock is released when its process ends.
     if here and not is_held and (is_old or not psutil.pid_exists(status["pid"])):
         return "dead"
     return "silent" if is_old else "live"

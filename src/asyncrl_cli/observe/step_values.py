@@ -1,7 +1,7 @@
-"""What was measured of one train step, as typed values: the formulas of docs/metrics.md, and nothing else.
+"""The metrics of one train step as typed values: the formulas of docs/metrics.md.
 
-Of trajectories: rewards, lengths, staleness, partial rollouts. Of executors: how they spent their time, by their own cumulative
-integrals, and by spans for the overlap. What was not measured has the value None, never 0.
+From trajectories: rewards, lengths, staleness, partial rollouts. From executors: how they spent their time, by their cumulative
+integrals; only the overlap of both sides is computed from spans. What was not measured has the value None, never 0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PARTIAL = "fully_async/partial/"
 STALE = "fully_async/count/"
 TRAINER, ROLLOUT = "trainer", "rollout"
 FLOW = ("feed", ROLLOUT, "reward", TRAINER)
-"""The roles in the order of the flow, as they are shown."""
+"""The roles in the order in which data flows through them; they are shown in this order."""
 STATES = "state_s/"
-"""Of keys `state_s/<executor>/<state>`: seconds. They are joined over periods and are in no line."""
+"""Prefix of keys `state_s/<executor>/<state>`, in seconds. They are merged over periods but left out of the lines."""
 TRAINER_IDLE = (State.STARVED, State.BLOCKED, State.SYNCING, State.PAUSED)
 
 
 def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window_steps: int) -> dict[str, Value]:
-    """`before`: the executors' reports when the last step ended; `window_steps`: K."""
+    """All values of one step. `before`: the executors' reports when the previous step ended; `window_steps`: K."""
     trajectories = [trajectory for group in record.groups for trajectory in group.trajectories]
     values: dict[str, Value] = {
         "step": Last(record.step),
@@ -38,7 +38,7 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
         "tokens_trained": Last(record.tokens_trained),
     }
     values |= reward_values(trajectories)
-    if record.evals:  # the last one that ended since the previous line
+    if record.evals:  # show the last eval that ended since the previous line
         values |= {f"eval/{name}": Last(figure) for name, figure in asdict(record.evals[-1]).items() if name != "eval_s"}
     values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
     values |= utilization(stretches(before, record.reports))
@@ -54,7 +54,7 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
 
 
 def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Over the step's trajectories; the deviation is the population's."""
+    """Rewards and response lengths over the step's trajectories. `std` is the population's."""
     rewards = [trajectory.reward for trajectory in trajectories]
     lengths = sorted(trajectory.response_tokens for trajectory in trajectories)
     values: dict[str, Value] = {
@@ -70,9 +70,10 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
 
 
 def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """In versions, and in train steps: version v was made by step v * K (counted from 0), so a token of it is `step - v * K` old.
+    """Staleness in versions, and in train steps: version v has been trained for v * K steps, so a token of it that step s
+    (counted from 0) trains is s - v * K steps old.
 
-    Means run over all sampled tokens of the step; oldest and newest over its trajectories.
+    `mean` and `steps_mean` are over all sampled tokens of the step; `oldest_mean` and `newest_mean` over its trajectories.
     """
     sampled = [trajectory for trajectory in trajectories if trajectory.version_tokens]
     counts = [(version, count) for trajectory in sampled for version, count in trajectory.version_tokens]
@@ -95,7 +96,7 @@ def _weighted_mean(figures: Sequence[tuple[int, int]]) -> Ratio:
 
 
 def stale_counts(window: int, groups: Sequence[GroupResult]) -> dict[str, Value]:
-    """Groups with a trajectory whose oldest token is stale, and such trajectories; the line shows them so far."""
+    """Counts trajectories whose oldest token is stale, and groups with such a trajectory. Lines show the run's totals so far."""
     stale = [[t for t in group.trajectories if t.version_tokens and window - t.oldest >= 1] for group in groups]
     return {
         f"{STALE}stale_samples_processed": Sum(sum(1 for trajectories in stale if trajectories)),
@@ -104,7 +105,7 @@ def stale_counts(window: int, groups: Sequence[GroupResult]) -> dict[str, Value]
 
 
 def partial_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
-    """Trajectories sampled by more than one version; the line shows them over the window so far."""
+    """Trajectories sampled by more than one version. Lines show the window's figures so far."""
     spans = [trajectory.span for trajectory in trajectories if trajectory.version_tokens]
     partial = sum(1 for span in spans if span > 0)
     return {
@@ -115,21 +116,21 @@ def partial_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
 
 
 def stretches(before: Mapping[str, ExecutorReport], now: Mapping[str, ExecutorReport]) -> list[ExecutorReport]:
-    """The report of every executor that has reported since `before`, with its times and sums since then. One that is new (or of a
+    """The report of every executor that has reported since `before`, with times and sums since then. A new executor (or one of a
     resumed run) counts from its start."""
     made = (_since(before.get(name), report) for name, report in now.items())
     return [stretch for stretch in made if _elapsed_s(stretch) > 0]
 
 
 def _since(before: ExecutorReport | None, now: ExecutorReport) -> ExecutorReport:
-    if before is None or _elapsed_s(now) < _elapsed_s(before):  # its integrals started anew
+    if before is None or _elapsed_s(now) < _elapsed_s(before):  # it was restarted: its integrals began at 0 again
         return now
     state_s = {state: seconds - before.state_s.get(state, 0.0) for state, seconds in now.state_s.items()}
     return replace(now, state_s=state_s, sums={key: amount - before.sums.get(key, 0.0) for key, amount in now.sums.items()})
 
 
 def _elapsed_s(stretch: ExecutorReport) -> float:
-    """The executor's own time."""
+    """The time that a report covers, in all states."""
     return sum(stretch.state_s.values())
 
 
@@ -168,17 +169,18 @@ ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
     "engine_running": lambda counts: Last(sum(counts)),
     "engine_waiting": lambda counts: Last(sum(counts)),
 }
-"""What engines report of themselves beyond tokens, as a sum or a gauge of that name, and how the workers' figures become one."""
+"""Figures that only some engines report (as a sum or gauge of that name) -> how the workers' figures are combined into one."""
 
 
 def _of(name: str, measured: Sequence[ExecutorReport]) -> list[float]:
-    """A sum or a gauge, of those executors that report it."""
+    """The sum or gauge of that name, from the executors that report it."""
     both = ({**stretch.gauges, **stretch.sums} for stretch in measured)
     return [figures[name] for figures in both if name in figures]
 
 
 def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Overlap:
-    """Busy time of both sides; a side is busy while any of its executors is. `spans` are on the driver's clock."""
+    """Busy time of trainer and rollout, and of both at once. A side is busy while any of its executors is. `spans` use the driver's
+    clock."""
     changes = sorted(
         (time_s, change, roles[name])
         for name, stays in spans.items()
@@ -201,7 +203,7 @@ def overlap(spans: Mapping[str, Sequence[Span]], roles: Mapping[str, str]) -> Ov
 
 
 def _mean_share(parts_s: Sequence[float], measured: Sequence[ExecutorReport]) -> Ratio:
-    """The mean of part / elapsed over executors; its mean elapsed time is its weight in longer stretches."""
+    """The mean of part / elapsed over executors. Their mean elapsed time is its weight when steps are merged."""
     elapsed_s = [_elapsed_s(stretch) for stretch in measured]
     mean_share = sum(part_s / whole_s for part_s, whole_s in zip(parts_s, elapsed_s, strict=True)) / len(measured)
     mean_elapsed_s = sum(elapsed_s) / len(measured)
@@ -209,5 +211,5 @@ def _mean_share(parts_s: Sequence[float], measured: Sequence[ExecutorReport]) ->
 
 
 def _rate(name: str, measured: Sequence[ExecutorReport]) -> Ratio:
-    """Amount per second of a side: its executors work at the same time, so their mean time is the side's."""
+    """A side's total amount per second. Its executors work at the same time, so the mean of their times is the side's time."""
     return Ratio(sum(_of(name, measured)), sum(map(_elapsed_s, measured)) / len(measured))

@@ -1,6 +1,6 @@
-"""The way to a terminal. What comes from files, names and errors may hold control sequences: they are shown, never obeyed.
+"""Safe output to a terminal: control sequences in names, files and error messages are shown as escapes and never take effect.
 
-And pieces of the screen, as coloured text: labels, meters, lines that are broken, blocks side by side.
+Also the building blocks of the screen as coloured text: labels, meters, wrapped lines, blocks side by side.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _SHOWN = {
 _IN_ASCII = str.maketrans("━─│·…█▉▊▋▌▍▎▏▁▂▃▄▅▆▇", "=-|-.########_.-=+*#")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 LABEL = 11
-"""Width of the label that a line begins with, in cells."""
+"""Width of the label at the beginning of a line, in cells."""
 
 
 def neutral(text: str) -> str:
-    """As escapes: control characters (C0 but tab and newline, DEL, C1), those that turn text's direction, lone surrogates."""
+    """Escape control characters (C0 except tab and newline, DEL, C1), bidirectional controls, line separators, lone surrogates."""
     return text.translate(_SHOWN)
 
 
 def uncoloured(text: str) -> str:
-    """Neutral, and without the colours that programs give their logs."""
+    """`neutral`, with ANSI colour sequences removed instead of escaped."""
     return neutral(_COLOURS.sub("", text))
 
 
 class SafeConsole(Console):
-    """A console whose texts are neutral, and neither markup nor emoji codes: only our own styles become sequences. Where it cannot
-    show bars and lines, it draws them in ASCII."""
+    """A console that escapes all text with `neutral` and interprets neither markup nor emoji codes: only our own styles become
+    control sequences. Bars and lines are drawn in ASCII where the encoding is not UTF."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
@@ -90,7 +90,7 @@ def beside(left: Sequence[Text], right: Sequence[Text], half: int) -> list[Text]
 
 
 def wrapped(start: Text, parts: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
-    """Parts after `start`, broken between parts where the line is full; further lines are indented like the first."""
+    """Append parts to `start`, with line breaks only between parts. Further lines are indented by the width of `start`."""
     indent = " " * start.cell_len
     lines = [start]
     for index, part in enumerate(parts):
@@ -102,7 +102,7 @@ def wrapped(start: Text, parts: Sequence[str], separator: str, width: int, style
 
 
 def prose(start: Text, text: str, width: int) -> list[Text]:
-    """A sentence after `start`, broken between words: on its line if that has room for it, else below, on two lines at most."""
+    """Append a sentence to `start` if the line has room for it, else wrap it over at most two further lines."""
     if start.cell_len + len(text) <= width:
         return [start.append(text, "dim")]
     is_label = start.cell_len <= LABEL

@@ -1,4 +1,4 @@
-"""Weights & Biases. A thread of its own does all the talking: the loop only puts lines into a queue."""
+"""The sink for Weights & Biases. Only its own thread calls W&B, so a slow network never blocks the loop."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ log = logging.getLogger("asyncrl")
 
 RUN_ID = "wandb-run-id"
 QUEUED_LINES = 10_000
-"""Lines that may wait for a slow network: hours of steps, a few MB."""
+"""Lines that may wait while the network is slow: hours of steps, a few MB."""
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 60.0
 EARLY_CLOSE_TIMEOUT_S = 3.0
-"""For a run that was stopped or has failed: people wait for their prompt, and metrics.jsonl has every line."""
+"""For a run that was stopped or has failed: someone may wait at the terminal, and metrics.jsonl has every line."""
 
 
 class Wandb(Sink):
-    """Logs every metrics line under the names of metrics.jsonl, over `step`, into `run_dir/wandb`. At the end the run's summary has
-    the figures of utilization over the whole run, as `asyncrl status`: W&B would keep the last step's.
+    """Logs every line of metrics.jsonl under the same names, over `step`, into `run_dir/wandb`. At the end it sets the utilization
+    figures of W&B's summary to those of the whole run, as in `asyncrl status`: W&B would keep the last step's.
 
     Construct it before the loop starts: it waits (at most a minute) for W&B to start, and raises PreflightError if it
     does not. A resumed run continues the same W&B run: its id is kept in the run's directory.
@@ -52,7 +52,7 @@ class Wandb(Sink):
         self._thread.start()
         try:
             self._started.result(START_TIMEOUT_S)
-        except Exception as error:  # whatever W&B raises; or the limit, whose error says nothing
+        except Exception as error:  # W&B's own error, or a TimeoutError without a message
             why = str(error) or f"it takes longer than {START_TIMEOUT_S:g} s"
             raise PreflightError(f"W&B did not start: {why}", hint=_OTHER_MODES) from None
 
@@ -63,7 +63,7 @@ class Wandb(Sink):
             self._dropped += 1
 
     def close(self, status: Mapping[str, Any]) -> None:
-        """Waits for the queue to be written, within a limit that is short unless the run is `done`."""
+        """Wait until all queued lines are written, within a limit that is short unless the run is `done`."""
         limit_s = CLOSE_TIMEOUT_S if status.get("phase") == "done" else EARLY_CLOSE_TIMEOUT_S
         until_s = time.monotonic() + limit_s
         self._whole_run = {key: value for key, value in status.get("totals", {}).items() if key in LEADING}
@@ -79,7 +79,7 @@ class Wandb(Sink):
     def _work(self) -> None:
         try:
             run = self._start()
-        except Exception as error:  # the constructor tells it
+        except Exception as error:  # the constructor raises it
             self._started.set_exception(error)
             return
         self._started.set_result(None)
@@ -89,8 +89,8 @@ class Wandb(Sink):
             if self._whole_run:
                 run.summary.update(self._whole_run)
             run.finish()
-        except Exception:  # a run never ends for W&B's sake
-            if not self._is_left:  # else its process is being ended, and its errors mean nothing
+        except Exception:  # an error of W&B must not end the run
+            if not self._is_left:  # after `close` gave up, errors of its ending process mean nothing
                 log.exception("W&B failed and gets no more lines; metrics.jsonl has them all")
         finally:
             _end_service()
@@ -106,7 +106,7 @@ class Wandb(Sink):
 
 
 def _end_service() -> None:
-    """End W&B's own process now. Left to the end of Python it would end after ours, and print a traceback."""
+    """End W&B's own process now. Otherwise it would outlive ours and print a traceback."""
     import wandb
 
     with contextlib.suppress(Exception):  # it has ended already
@@ -114,7 +114,7 @@ def _end_service() -> None:
 
 
 def check_login() -> None:
-    """PreflightError if nobody is logged in; the network is not asked."""
+    """Raises PreflightError if no W&B login is stored. Does not use the network."""
     import wandb
 
     if not wandb.login(prompt=False):
@@ -125,7 +125,7 @@ _OTHER_MODES = "log in with `wandb login`, or --set logging.wandb=offline, or --
 
 
 def _run_id(run_dir: Path) -> str:
-    """Made once per run; names are not unique among the runs of a project."""
+    """The run's W&B id, made once and kept in its directory: run names are not unique within a W&B project."""
     path = run_dir / RUN_ID
     if not path.exists():
         replace_text(path, uuid.uuid4().hex[:12])
@@ -133,7 +133,7 @@ def _run_id(run_dir: Path) -> str:
 
 
 def _chart(key: str, value: Any) -> Any:
-    """Quantiles stand for the values that they are of; any other list is a histogram over 0, 1, 2, ..."""
+    """A value as W&B takes it. Quantiles become a histogram as if they were samples; any other list holds counts of 0, 1, 2, ..."""
     if isinstance(value, list):
         import numpy as np
         import wandb

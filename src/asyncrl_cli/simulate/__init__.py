@@ -1,1 +1,1 @@
-"""The loop on a virtual clock: an event loop that jumps to the next timer, workers and a trainer that only take time."""
+"""Simulated runs: the real loop on a virtual clock, with workers and a trainer that compute nothing and only take time."""

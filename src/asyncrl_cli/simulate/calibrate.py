@@ -1,13 +1,14 @@
-"""A workload from a real run: what its metrics, events and profile say of the machine, in the units of a workload.
+"""Calibrates a workload (costs of a machine and a model) from a real run's metrics, events and profile.
 
     decode step     its mean batch over tokens/s while busy, against that mean batch                     -> [decoding]
     train step      timing/train_s                    against trained tokens                             -> [training]
     old logprobs    timing/old_logprob_s              over train/old_logprob_tokens
     sync            medians of `published` and `loaded`                                                  -> [syncing]
 
-The first two are lines (`observed.py`), with the interference of a machine that both sides share. Prompts and prefills are not
-measured by themselves: they are in the constants. A load's pause is idle time of its worker, so no decode step contains it.
-Steps with an eval or a checkpoint are left out, as are the first ones. What one run cannot tell stands in the notes.
+The first two are fitted by straight lines (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
+and prefills are not measured separately: the lines' constants include them. During a load its worker counts as idle, so no decode
+step includes the pause. The first steps, and steps with an eval or a checkpoint, are left out. The workload's notes say what one run
+cannot tell.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ COMMON_KEYS = {
     "async_training": ("require_batches",),
     "placement": ("trainer_workers", "gpus", "ratio", "gpus_per_rollout_worker", "cpus_per_worker"),
 }
-"""What every profile on this workload shares with the calibrated run; K and eta make the profiles."""
+"""Keys that the workload takes from the calibrated run for every profile. The schedule (K, eta, ...) remains each profile's."""
 OWN_KEYS = {
     "algorithm": ("old_logprobs",),
     "rollout": ("interrupt",),
@@ -60,12 +61,12 @@ OWN_KEYS = {
     ),
     "placement": ("colocate",),
 }
-"""What makes the run's schedule its own: its row sets those in which it differs from the profile of that name."""
+"""Keys of a schedule. The run's reference row sets those in which it differs from the profile of that name."""
 PARTS = ("wait_data", "old_logprob", "train", "gather", "other")
 
 
 def calibrate(run_directory: Path) -> Workload:
-    """Raises ConfigError if the run has too few undisturbed train steps that say something, or lacks its files."""
+    """The workload of a run. Raises ConfigError if too few of its train steps can be used, or its files are missing."""
     try:
         return _calibrated(run_directory)
     except (ValueError, ArithmeticError) as error:
@@ -119,7 +120,7 @@ def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
 
 
 def _notes(num_lines: int, profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
-    """What the figures rest on, and what one run cannot tell."""
+    """What the figures are based on, and what one run cannot tell."""
     notes = [
         f"From {num_lines} train steps of one run, lengths as observed (at its own stage of learning).",
         "One run does not tell: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
@@ -148,7 +149,7 @@ def _profile(run_directory: Path) -> Profile:
 
 
 def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """By section and name, those that have a value."""
+    """The profile's values of `keys` that are not None, by section and name."""
     return {
         section: {name: value for name in names if (value := getattr(getattr(profile, section), name)) is not None}
         for section, names in keys.items()
@@ -156,13 +157,13 @@ def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, di
 
 
 def _common(profile: Profile, device: str) -> dict[str, Any]:
-    """The profile keys that size the work. `placement.colocate` is not among them: it is what a profile decides."""
+    """The profile keys that size the work. Without `placement.colocate`, which is up to each profile."""
     tables = _values(profile, COMMON_KEYS)
     return tables | {"placement": tables["placement"] | {"device": device}}
 
 
 def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Syncing:
-    """Medians over the run's syncs; a run without any says nothing, and then a sync costs nothing."""
+    """Medians over the run's syncs. If the run had none, a sync costs nothing."""
     events = read_events(run_directory / "events.jsonl")
     published = [event for event in events if event["event"] == "published" and {"num_bytes", "publish_s"} <= event.keys()]
     loaded = [event for event in events if event["event"] == "loaded" and {"send_s", "load_s", "pause_s"} <= event.keys()]
@@ -182,12 +183,12 @@ def _syncing(run_directory: Path, lines: Sequence[Line], profile: Profile) -> Sy
 
 
 def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Of those that have it; 0 if none has."""
+    """The median over rows that have `key`; 0 if none has."""
     return float(median([row[key] for row in rows if key in row] or [0.0]))
 
 
 def _reference(lines: Sequence[Line], profile: Profile, run_directory: Path) -> Reference:
-    """The run itself: what the simulation must give back."""
+    """The run itself as a measured row: a simulation of the workload should reproduce it."""
     per_window = profile.async_training.trigger_parameter_sync_step / len(lines)
     name = profile.name if profile.name in shipped_profiles() else str((run_directory / "profile.toml").resolve())
     return Reference(

@@ -3,19 +3,19 @@
     optimizer step     fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent
     old logprobs       old_logprob_fixed_step_s + tokens * old_logprob_s_per_token * (likewise), per mini-batch
 
-Tokens are prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but the
-window's first are computed before training (as `train/policy_update.py` does: the first mini-batch's own forward yields both).
+Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
+the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's own forward yields both).
 
-And the least time that some work can take: what each side does alone, at full batch efficiency, with nothing in its way.
+Also the ideal time, a lower bound for some work: each side alone, at full batch efficiency, without any waits.
 
     apart       ideal = max(generation work / rollout capacity, train work / trainer capacity)
     colocated   ideal = generation work / rollout capacity + train work / trainer capacity
 
-A colocated job's capacities are those of all its resources, in either phase. Weight syncs, the long tail of a batch, rewards
-and waits are no part of the ideal: they are what a schedule can lose. bound_ratio = ideal / measured, over the same windows.
+A colocated job's capacities are those of all its resources, in either phase. The ideal leaves out weight syncs, the long tail of a
+batch, rewards and waits, because a schedule can reduce these. bound_ratio = ideal / measured, over the same windows.
 
-Where both sides share a machine (CPU cores, their caches and memory), the ideal is out of reach: at once, each side is slower than
-alone. `at_once_s` is the same maximum with what each side does while the other works, too: what is lost beyond that is the job's.
+Where both sides share a machine (CPU cores, caches, memory), no schedule can reach the ideal: each side is slower while the other
+works. `at_once_s` is the same maximum with these slower rates; only time beyond it is lost by the schedule.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 _PROGRESS_RATIO = 0.5
-"""Workers report at most once in this share of a mean response's time. Finer only takes longer to simulate: from 0.2 to 0.5, the
-published case's mean times change by at most 0.2% over 40 windows."""
+"""Minimum time between a worker's reports, as a share of a mean response's time. Smaller values only slow the simulation: between
+0.2 and 0.5, the mean times of the published case change by at most 0.2% over 40 windows."""
 
 
 class Spent(NamedTuple):
-    """What a trainer has done so far, on a machine of its own."""
+    """Work a trainer has done so far; `seconds` as on a machine of its own."""
 
     seconds: float = 0.0
     response_tokens: int = 0
@@ -49,10 +49,10 @@ class Spent(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """What one run of `profile` by so many trainer ranks and rollout workers costs.
+    """The costs of one run of `profile` with `ranks` trainer ranks and `workers` rollout workers.
 
-    The run notes here how fast its workers are (`speeds`, as drawn), and what its trainer has done: `spent` has a place for the
-    beginning, and one for each step done since.
+    The run records here how fast its workers are (`speeds`, drawn at random) and what its trainer has done: `spent[i]` is the total
+    after i train steps.
     """
 
     workload: Workload
@@ -74,10 +74,10 @@ class Costs:
         )
 
     def worker_times(self) -> WorkerTimes:
-        """Colocate has its weights where they are needed: sending and loading cost nothing (`colocated_s` is in the gather).
+        """Times of the rollout workers. Colocated, sending and loading cost nothing: `colocated_s` is counted in the gather instead.
 
-        Its workers fill the machine: see `_slowdown`. `weights.overlap` changes nothing here: what it saves of a send is part of
-        the workload's `send_bytes_per_s`.
+        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here: the workload's
+        `send_bytes_per_s` already includes what it saves.
         """
         workload, weights, max_tokens = self.workload, self.profile.weights, self.profile.rollout.max_response_tokens
         decoding, syncing, slowdown = workload.decoding, workload.syncing, self._slowdown(workload.decoding, self.workers)
@@ -101,15 +101,14 @@ class Costs:
         )
 
     def capacities(self, begin_groups: int, end_groups: int) -> Capacities:
-        """Of each phase alone over a stretch of the run, for the trajectories trained in it; both in response tokens, the unit of
-        `tokens_trained`.
+        """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in response tokens per
+        second, the unit of `tokens_trained`.
 
-        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`; a prefill per trajectory
+        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`; one prefill per trajectory
         trainer   train steps and old-logprob passes as they were, without overhead
 
-        Neither is slowed by the other phase. Colocate's are those of all its resources working at once: where they share a machine,
-        a phase's own workers or ranks slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a
-        phase together.
+        Neither is slowed by the other phase. Colocated, all workers or all ranks of a phase work at once and, on a shared machine, slow
+        each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
         """
         step_groups = Schedule.of(self.profile).step_groups
         before, done = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
@@ -137,8 +136,8 @@ class Costs:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
 
     def _slowdown(self, side: Decoding | Training, executors: int) -> float:
-        """Colocated ranks, or workers, fill a shared machine, and several slow each other: if nothing else is known, as the other
-        side would slow them."""
+        """Factor by which several colocated executors of one side slow each other on a shared machine. Without a `crowding_ratio` it
+        is taken to be as much as the other side would slow them."""
         if not self._is_colocated or executors < 2:
             return 1.0
         return 1 + (side.interference_ratio if side.crowding_ratio is None else side.crowding_ratio)
@@ -167,7 +166,7 @@ class Costs:
         return _tokens(self._scored(batch))[0]
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
-        """A window's first mini-batch is trained by the very weights that would score it."""
+        """Groups that need an old-logprob pass: not a window's first mini-batch, which the same weights both score and train."""
         if not self._recomputes:
             return ()
         return batch.groups[self.profile.trainer.ppo_mini_batch_size if batch.step_in_window == 0 else 0 :]
@@ -176,13 +175,13 @@ class Costs:
         return len(groups) // self.profile.trainer.ppo_mini_batch_size
 
     def _share(self, scaling_exponent: float) -> float:
-        """Of a time on the reference devices: what it is on these."""
+        """Factor from a time on the reference devices to the time on this run's ranks."""
         training = self.workload.training
         return self._slowdown(training, self.ranks) * float((self.ranks / training.reference_gpus) ** -scaling_exponent)
 
 
 def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:
-    """Of responses, and of these with their prompts."""
+    """(response tokens, response and prompt tokens)."""
     metas = [meta for group in groups for meta in group.trajectories]
     response_tokens = sum(meta.response_tokens for meta in metas)
     return response_tokens, response_tokens + sum(meta.prompt_tokens for meta in metas)
@@ -194,9 +193,9 @@ def _spread(mean_s: float, spread: float) -> Callable[[random.Random], float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
-    """Sampled tokens per second that each phase alone generates and trains, with all that the profile gives it.
+    """Sampled tokens per second that each phase generates or trains alone, with all the devices that the profile gives it.
 
-    Prompts cost time and count no tokens, as in `tokens_trained`. Training includes the old-logprob pass where the profile has one.
+    Prompts take time but their tokens are not counted, as in `tokens_trained`. Training includes the old-logprob pass, if any.
     """
 
     rollout_tokens_per_s: float
@@ -204,13 +203,14 @@ class Capacities:
     colocated: bool
     rollout_beside_tokens_per_s: float | None = None
     trainer_beside_tokens_per_s: float | None = None
-    """While the other side works, too. None where that is the same, or is not measured."""
+    """Both `*_beside_*`: the same while the other side works, too. None if that makes no difference or was not measured."""
 
 
 def ideal_times(sampled_tokens: float, trained_tokens: float, capacities: Capacities) -> dict[str, float]:
-    """Seconds of each phase alone, of both (`ideal_s`), and `at_once_s` where it is known what they do beside each other.
+    """Seconds of each phase alone, of both (`ideal_s`), and `at_once_s` if the capacities beside each other are known.
 
-    Of the groups that were trained: tokens as the workers made them (in that time, not ahead of it), as the trainer counts them.
+    `sampled_tokens`: tokens that the workers made within the measured time (not ahead of it); `trained_tokens`: tokens that the
+    trainer counted.
     """
     generation_s = sampled_tokens / capacities.rollout_tokens_per_s
     training_s = trained_tokens / capacities.trainer_tokens_per_s

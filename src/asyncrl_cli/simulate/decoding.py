@@ -9,13 +9,13 @@ All running sequences advance together, one token per decode step of
 
 so the engine needs no event per token: it counts the steps that have passed (a real number), and a sequence of T tokens that
 begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
-the engine freezes, or it is slowed. A sequence that begins between two tokens of the others keeps its own phase: its first
-token takes a whole step, as every token does. A prefill is work of the whole engine: decoding waits for it. Loads, too, have a
-step count: token j of a sequence that begins at s belongs to the last load before s + j. A token that is half done at a load is
-finished by the new weights and counts as theirs.
+the engine freezes, or its slowdown changes. A sequence may begin in the middle of a step of the others: its first token still takes
+a whole step. A prefill occupies the whole engine: decoding waits for it. Loads, too, are placed by step count: token j of a sequence
+that begins at s belongs to the last load before s + j. A token that is half done at a load is finished with the new weights and
+counts as theirs.
 
-Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0. At step count 2.5 tokens
-1 and 2 are done and of the old version, 3 to 5 are of version 3, and the end is at 5 + 1.5 s.
+Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At step count 2.5, tokens
+1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the sequence ends at 5 + 1.5 s.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from asyncrl_cli.simulate.workload import Decoding
 
 SAME_STEP = 1e-9
-"""Step counts closer than this are one: far above rounding, far below a token."""
+"""Step counts closer than this are equal: far above rounding errors, far below a token."""
 _NEVER = float("inf")
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """A response in the making. `tokens` are those it will have; fewer once it was aborted. `on_end` is called when it has all
-    of them. `luck` (uniform) decides on its reward, which takes `reward_s` and comes at `rewarded_s`. The engine sets the rest."""
+    """A response being generated. `tokens`: its final length, lowered by an abort. `on_end` is called when it is complete. `luck`
+    (uniform) decides its reward, which takes `reward_s` to compute and is there at `rewarded_s`. The engine sets the other fields."""
 
     prompt_tokens: int
     tokens: int
@@ -73,7 +73,7 @@ class SimulatedEngine:
         self._slowdown = 1.0
         self._on_running = on_running
         self._loop = asyncio.get_running_loop()
-        self._loads = [(0.0, version)]  # by step count; a sequence notes the place of the newest one when it begins
+        self._loads = [(0.0, version)]  # (step count, version); `first_load` of a sequence is an index into this list
         self._ends: list[tuple[float, int, SimulatedSequence]] = []
         self._num_begun = 0
         self._waiting: deque[SimulatedSequence] = deque()
@@ -89,19 +89,19 @@ class SimulatedEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     def counters(self) -> tuple[float, float, float]:
-        """Sampled tokens, decode steps, and tokens of the sequences that run; a token or step in the making counts by its part."""
+        """(sampled tokens, decode steps, tokens of running sequences); fractions of a token or step count."""
         self._advance()
         return self._sampled_tokens, self._steps, self.running * self._steps - self._sum_begin_steps
 
     def submit(self, sequences: Iterable[SimulatedSequence]) -> None:
-        """Each begins when it gets a slot."""
+        """Queue sequences; each begins when it gets a slot."""
         self._advance()
         self._waiting.extend(sequences)
         self._let_in()
         self._retime()
 
     def abort(self, sequences: Iterable[SimulatedSequence]) -> None:
-        """Those that have not ended leave, with whole tokens only; their `on_end` is not called."""
+        """Remove sequences that have not ended. They keep their whole tokens, and their `on_end` is not called."""
         self._advance()
         left = 0
         for sequence in (sequence for sequence in sequences if not (sequence.has_ended or sequence.is_aborted)):
@@ -126,7 +126,7 @@ class SimulatedEngine:
         return tuple(spans)
 
     def drained(self) -> asyncio.Future[None]:
-        """From now on nobody begins, until a `thaw`; the future is done once nobody runs."""
+        """Begin no further sequence until `thaw`. The returned future is done once no sequence runs."""
         self._is_closed = True
         self._drained = self._loop.create_future()
         if self.running == 0:
@@ -134,13 +134,13 @@ class SimulatedEngine:
         return self._drained
 
     def freeze(self) -> None:
-        """Steps stop; who runs keeps its slot."""
+        """Stop decoding; running sequences keep their slots."""
         self._advance()
         self._is_frozen = True
         self._retime()
 
     def thaw(self, version: int, *, recompute: bool = False) -> None:
-        """Go on with the weights of `version`; `recompute`: after a prefill of all that the running sequences have so far."""
+        """Go on with the weights of `version`; with `recompute`, after a new prefill of all tokens of the running sequences."""
         self._advance()
         self.version = version
         self._loads.append((self._steps, version))
@@ -153,13 +153,13 @@ class SimulatedEngine:
         self._retime()
 
     def slow_down(self, slowdown: float) -> None:
-        """From now on everything takes `slowdown` times as long as on an engine that has its machine to itself."""
+        """From now on everything takes `slowdown` times as long as on a machine of its own."""
         self._advance()
         self._slowdown = slowdown
         self._retime()
 
     def _advance(self) -> None:
-        """Count the steps since the last change: the rate was constant."""
+        """Count the steps since the last call; the rate has been constant since then."""
         now_s = self._loop.time()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         if elapsed_s <= 0 or self.running == 0 or self._is_frozen:
@@ -210,7 +210,7 @@ class SimulatedEngine:
             self._drained.set_result(None)
 
     def _retime(self) -> None:
-        """Know when the next sequence ends. A timer that is too early stays: it looks again when it fires."""
+        """Set the timer for the next end of a sequence. A timer that is too early is kept: when it fires, it is set again."""
         ends = self._ends
         while ends and ends[0][2].is_aborted:
             heapq.heappop(ends)
@@ -232,7 +232,7 @@ class SimulatedEngine:
         self._retime()
 
     def _end_first(self) -> None:
-        """The first end has come: exactly at its step count, whatever rounding says."""
+        """End the sequences that are due; the step count is set to exactly their end, free of rounding errors."""
         ends, ended = self._ends, []
         self._prefill_s = 0.0
         self._step_on(ends[0][0] - self._steps)

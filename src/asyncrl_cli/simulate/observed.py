@@ -1,10 +1,11 @@
-"""What a run's metrics lines say: which of them count, how long responses were, how long decode and train steps took, and the line
-through such times, where what was timed shared its machine for part of the time:
+"""Extracts from a run's metrics lines what a calibration needs: the usable lines, response lengths, times of decode and train steps.
+
+A straight line is fitted to such times, where the work may have shared its machine for part of the time:
 
     seconds = (constant + slope * amount) / (1 - shared * i / (1 + i))
 
 `shared` is the part of those seconds in which the other side computed too, and i the interference ratio (`SharedMachine`): work is
-done at the rate 1 alone and at 1 / (1 + i) beside the other, on average 1 - shared * i / (1 + i).
+done at rate 1 alone and at 1 / (1 + i) beside the other side, on average 1 - shared * i / (1 + i).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.workload import Lengths
 
 INTERFERENCES = tuple(step / 100 for step in range(201))
-"""Those that are tried where the points can tell it."""
+"""Interference ratios that are tried, if the points can tell them apart."""
 LEAST_SHARED_RANGE = 0.05
-"""Where `shared` varies less, interference cannot be told from slower work."""
+"""If `shared` varies less than this, interference cannot be told from slower work."""
 WARMING_STEPS = 4
 LENGTHS_KEPT = 2000
 LENGTHS_PER_STEP = 64
@@ -35,11 +36,11 @@ NEEDED = (
     "response_tokens/quantiles",
     "staleness/histogram",
 )
-"""Keys that a line has unless some executor did not report in time: then it says too little."""
+"""Keys that a line must have to be used. They are missing if an executor did not report in time."""
 
 
 class Point(NamedTuple):
-    """What was timed once: `amount` of work in `seconds` > 0, of which a share was shared."""
+    """One measurement: `amount` of work in `seconds` > 0; `shared` is the share of them beside the other side's work."""
 
     amount: float
     seconds: float
@@ -47,7 +48,7 @@ class Point(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """`tells_interference`: the points could tell it at all."""
+    """`tells_interference`: whether the points could determine `interference` (else it is 0)."""
 
     constant: float
     slope: float
@@ -56,15 +57,15 @@ class Fit(NamedTuple):
 
 
 def rate(shared: Any, interference: float) -> Any:
-    """Work per second, against that on a machine of its own; of one share, or of an array of them."""
+    """Work per second relative to a machine of its own; `shared` may be a number or an array."""
     return 1 - shared * interference / (1 + interference)
 
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
-    """All coefficients are >= 0. The line's form comes from least squares of relative errors, so that slow steps (of a disturbed
-    machine) do not decide it. They alone would put the line too low: it is scaled so that its predictions add up to the seconds
-    that were spent."""
+    """Fit the line of the module's docstring; all coefficients are >= 0. Least squares of relative errors, so that a few slow steps (of
+    a disturbed machine) do not dominate. That alone puts the line too low: it is scaled so that its predictions add up to the
+    seconds that were spent."""
     amounts, seconds, shares = np.array(points).T
     lines = np.stack([np.ones_like(amounts), amounts], axis=1)
     tells = bool(np.ptp(shares) > LEAST_SHARED_RANGE)
@@ -79,7 +80,7 @@ def fit_line(points: Sequence[Point]) -> Fit:
 
 
 def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
-    """(error, coefficients >= 0) of `columns @ coefficients` against ones: of both columns, or of one of them alone."""
+    """(error, coefficients >= 0) of the best fit of `columns @ coefficients` to ones, with both columns or only one of them."""
     found = []
     for used in ([0], [1], [0, 1]):
         coefficients = np.zeros(2)
@@ -90,12 +91,12 @@ def _least_squares(columns: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any
 
 
 def undisturbed(lines: Sequence[Line]) -> list[Line]:
-    """Train steps beside which nothing else was done, from the fifth one on and without the last."""
+    """Lines of train steps without an eval or a checkpoint, without the first WARMING_STEPS and the last."""
     return [line for line in lines[WARMING_STEPS:-1] if _is_whole(line)]
 
 
 def _is_whole(line: Line) -> bool:
-    """Nothing but the loop's own work, and every executor has reported in time."""
+    """No eval or checkpoint in the step (under 2% of its time), and every executor reported in time."""
     beside_s = spent_s(line, "eval") + spent_s(line, "checkpoint")
     return beside_s < 0.02 * spent_s(line, "step") and all(key in line for key in NEEDED)
 
@@ -107,7 +108,7 @@ def _busy(line: Line) -> tuple[float, float, float]:
 
 
 def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
-    """Mean seconds of a decode step against its mean batch, of lines with enough decoding. What is linear is so on average, too."""
+    """Mean seconds of a decode step against its mean batch, of lines with enough decoding. Means of linear costs are linear, too."""
     points = []
     for line in lines:
         _, busy, both = _busy(line)
@@ -127,7 +128,7 @@ def train_points(lines: Sequence[Line]) -> list[Point]:
 
 
 def _shared_by_trainer(line: Line) -> float:
-    """Of the train call itself: the trainer is busy in it alone."""
+    """Share of the train call in which rollout computed, too. The trainer is busy only within train calls."""
     trainer, _, both = _busy(line)
     return min(1.0, both / trainer) if trainer > 0 else 0.0
 
@@ -140,7 +141,7 @@ def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed lengths: LENGTHS_PER_STEP of each step, of all these LENGTHS_KEPT at even distances."""
+    """Observed response lengths: LENGTHS_PER_STEP from each step, then at most LENGTHS_KEPT of them, evenly spaced when sorted."""
     cap = profile.rollout.max_response_tokens
     drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap))
     kept = min(LENGTHS_KEPT, len(drawn))
@@ -149,7 +150,7 @@ def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
 
 
 def _step_lengths(line: Line, cap: int) -> list[int]:
-    """A line's quantiles run from its shortest response to its longest; each response, also these two, is 1 / count of them."""
+    """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which run from its shortest response to its longest."""
     shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
     points, count = line["response_tokens/quantiles"], trajectories(line)
     places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)
