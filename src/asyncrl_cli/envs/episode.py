@@ -1,6 +1,6 @@
-"""One trajectory on its way: what the model has seen, what it has sampled, and the arrays that this becomes.
+"""One trajectory while it is made: what the model has seen, what it has sampled, and the arrays that this becomes.
 
-Messages become tokens in the tokenizer's chat template if it has one, as they do where the driver checks lengths before a run.
+Messages are rendered with the tokenizer's chat template if it has one; the driver checks prompt lengths with the same functions.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """`completion` is all after the first prompt: sampled tokens, and between them what the environment said (version -1).
+    """One trajectory of a group or eval. `completion` holds all tokens after the first prompt: sampled ones, and between them the
+    environment's messages (version -1).
 
-    `reward` is None until there is one; `failure` says why there is none ("" if the trajectory was aborted). `needs_slot`: it may
-    generate again.
+    `reward` is None until there is one; `failure` says why there is none ("" if the trajectory was aborted). `needs_slot`: the
+    trajectory may generate again.
     """
 
     id: str
@@ -47,7 +48,7 @@ class Episode:
         return sum(version != NOT_SAMPLED for version in self.completion.versions)
 
     def open(self, tokenizer: PreTrainedTokenizerBase, turn: Turn, max_prompt_tokens: int) -> None:
-        """The first turn becomes the prompt. Raises EpisodeFailed for one that is empty or too long."""
+        """Render the first turn as the prompt. Raises EpisodeFailed if it is empty or too long."""
         self._messages = list(turn.messages)
         self.prompt_tokens = render(tokenizer, [turn.messages])[0]
         uid, count = self.item["uid"], len(self.prompt_tokens)
@@ -57,11 +58,11 @@ class Episode:
             raise EpisodeFailed(f"prompt {uid} has no tokens")
 
     def turn_seed(self) -> int:
-        """Of the next response's random numbers."""
+        """Seed of the next response's random numbers."""
         return derived_seed(self.seed, str(self.num_turns)) if self.num_turns else self.seed
 
     def add(self, more: Completion) -> None:
-        """A response, or what the environment said, after all tokens so far."""
+        """Append a response, or the environment's messages, to all tokens so far."""
         done = self.completion
         self.completion = Completion(
             tokens=done.tokens + more.tokens,
@@ -71,7 +72,7 @@ class Episode:
         )
 
     def go_on(self, tokenizer: PreTrainedTokenizerBase, response: str, turn: Turn, max_response_tokens: int) -> None:
-        """A further turn's messages come after the response. Raises EpisodeFailed if no token is left for an answer."""
+        """Append a further turn's messages after the response. Raises EpisodeFailed if no tokens are left for an answer."""
         added = render_more(tokenizer, self._messages, response, self.completion.tokens[-1], turn.messages)
         self.num_turns += 1
         self._messages += [{"role": "assistant", "content": response}, *turn.messages]
@@ -99,12 +100,12 @@ class Episode:
 
 
 def derived_seed(seed: int, name: str) -> int:
-    """Of an eval's item, however the items are divided among workers and calls; of a trajectory's later turn."""
+    """Seed of an eval's item, independent of how items are divided among workers and calls; or of a trajectory's later turn."""
     return random.Random(f"{seed}/{name}").getrandbits(63)
 
 
 def segment_of(prompt_tokens: list[int], completion: Completion) -> Segment:
-    """What was not sampled has mask 0, version -1 and logprob 0."""
+    """The segment of one token sequence. Tokens that were not sampled have mask 0, version -1 and logprob 0."""
     num_prompt = len(prompt_tokens)
     versions_T = np.array([NOT_SAMPLED] * num_prompt + completion.versions, dtype=np.int32)
     return Segment(
@@ -124,7 +125,7 @@ def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[s
 
 
 def render(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """Tokens of each conversation, up to where the model is to answer."""
+    """Tokens of each conversation, up to where the model's answer begins."""
     if not conversations:
         return []
     if tokenizer.chat_template is not None:
@@ -138,9 +139,10 @@ def render(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[
 def render_more(
     tokenizer: PreTrainedTokenizerBase, seen: Sequence[Message], response: str, last_token: int, new: Sequence[Message]
 ) -> list[int]:
-    """Tokens that `new` messages add after the response to `seen`; what was sampled is never tokenized again.
+    """Tokens that `new` messages add after the response to `seen`. Sampled tokens, of which `last_token` is the last, are never
+    tokenized again.
 
-    Raises EpisodeFailed where the chat template would change what the model has seen already.
+    Raises EpisodeFailed if the chat template would change what the model has seen already.
     """
     if tokenizer.chat_template is None:
         return list(tokenizer("".join(message["content"] for message in new), add_special_tokens=False)["input_ids"])

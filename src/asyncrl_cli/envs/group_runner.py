@@ -1,8 +1,8 @@
-"""A group from prompt to rewarded trajectories: n episodes at once, each with an environment of its own.
+"""Runs groups and evals, from prompts to rewarded trajectories: n episodes at once, each with an environment of its own.
 
     GroupRequest -> n x (environment.start -> engine.generate -> environment.step -> ...) -> GroupResult + GroupPayload
 
-A trajectory without a reward leaves the group; an aborted group has none. Their tokens are counted as failed.
+A trajectory without a reward is left out of its group; an aborted group has no trajectories. Their tokens count as failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A group, or one call of `evaluate` (without a key). `waits` are the environments' own work, cancelled where it is aborted."""
+    """A running group, or one call of `evaluate` (key None). `waits`: calls of environments, which an abort cancels."""
 
     key: AttemptKey | None
     episodes: list[Episode]
@@ -43,7 +43,7 @@ class _Running:
     waits: set[asyncio.Future[Any]] = field(default_factory=set)
 
     def release(self, episode: Episode) -> None:
-        """It needs its slot no more."""
+        """Note that the episode no longer needs its slot."""
         if episode.needs_slot:
             episode.needs_slot = False
             self.num_finished += 1
@@ -69,12 +69,12 @@ class GroupRunner:
 
     @property
     def running_tokens(self) -> int:
-        """Sampled so far for groups that have not ended; evals do not count."""
+        """Tokens sampled so far for groups that have not ended, without evals."""
         episodes = (episode for running in self._running if running.key is not None for episode in running.episodes)
         return sum(self._engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
 
     async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
-        """`on_sequence(number of trajectories that need no slot any more)` is called at the last response of each."""
+        """`on_sequence(number of trajectories that need no slot any more)` is called after the last response of each."""
         generator = random.Random(request.seed)
         episodes = [Episode(f"{request.key}/{index}", request.item, generator.getrandbits(63)) for index in range(request.n)]
         group = _Running(request.key, episodes, self._sampling, on_sequence)
@@ -82,9 +82,9 @@ class GroupRunner:
         return _result(request.key, group)
 
     async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
-        """One trajectory per item, at most as many at once as the engine has slots. ValueError on another version.
+        """One trajectory per item, at most as many at once as the engine has slots. ValueError if the engine holds another version.
 
-        Each item's random numbers depend on the request's seed and its uid, not on the items that it comes with.
+        Each item's random numbers depend on the request's seed and the item's uid, not on the other items.
         """
         if self._engine.version != request.version:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._engine.version}")
@@ -107,7 +107,7 @@ class GroupRunner:
         await self._abort(key)
 
     async def abort_evals(self) -> None:
-        """Every running `evaluate` returns soon after; what had no reward yet is among its failures."""
+        """Every running `evaluate` returns soon after; trajectories without a reward are among its failures."""
         await self._abort(None)
 
     async def _abort(self, key: AttemptKey | None) -> None:
@@ -119,7 +119,7 @@ class GroupRunner:
                 wait.cancel()
 
     async def _play(self, running: _Running, at_once: int) -> None:
-        """All its episodes. The first error cancels the others and is raised as it is, not as a group."""
+        """Run all episodes. The first error cancels the others and is raised itself, not in an ExceptionGroup."""
         places = asyncio.Semaphore(at_once)
 
         async def play(episode: Episode) -> None:
@@ -159,7 +159,7 @@ class GroupRunner:
             episode.go_on(self._tokenizer, response, turn, group.sampling.max_response_tokens)
 
     async def _respond(self, group: _Running, episode: Episode) -> str:
-        """The next response's text. Later ones go on after all tokens so far, within `max_response_tokens` together."""
+        """The text of the next response. It continues all tokens so far; all turns together stay within `max_response_tokens`."""
         if group.aborted:
             raise EpisodeFailed("")
         tokens = episode.prompt_tokens + episode.completion.tokens
@@ -173,7 +173,7 @@ class GroupRunner:
 
 
 async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
-    """What the environment answers. Raises EpisodeFailed for what it raises, and where the group was aborted meanwhile."""
+    """Await a call of the environment. Raises EpisodeFailed if it raises, or if the group is aborted meanwhile."""
     task = asyncio.ensure_future(work)
     group.waits.add(task)
     try:
@@ -185,7 +185,7 @@ async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T
         raise
     except RewardFailed as failed:
         raise EpisodeFailed(f"reward of {episode.id}: {failed}") from failed
-    except Exception as error:  # an environment of the user's: whatever it raises
+    except Exception as error:  # a user's environment may raise anything
         logger.exception("the environment of %s failed", episode.id)
         raise EpisodeFailed(f"environment of {episode.id}: {type(error).__name__}: {first_line(error)}") from error
     finally:
@@ -194,7 +194,7 @@ async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T
 
 
 def _result(key: AttemptKey, group: _Running) -> tuple[GroupResult, GroupPayload]:
-    """Trajectories and their metadata, in the same order; whoever sends the payload fills in `GroupResult.payload`."""
+    """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in `GroupResult.payload`."""
     kept = [episode for episode in group.episodes if episode.reward is not None and not group.aborted]
     lost = [episode for episode in group.episodes if episode not in kept]
     result = GroupResult(

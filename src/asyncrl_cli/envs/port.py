@@ -1,4 +1,4 @@
-"""The environment port: who gives a model its prompts and judges its responses. Today's tasks have one turn.
+"""The environment port: an environment gives a model its prompts and judges its responses. Today's tasks have one turn.
 
 item ─> start ─> Turn ─> render, generate ─> step ─> Turn ─> render, generate ─> step ─> End
 """
@@ -17,8 +17,8 @@ Message = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """`messages` come after all that the model has seen and said. `is_last`: `step` will end the trajectory whatever the response
-    is, so the engine's slot is free while it judges."""
+    """`messages` are appended to all that the model has seen and said. `is_last`: `step` will end the trajectory whatever the
+    response is, so its engine slot is already free while `step` runs."""
 
     messages: tuple[Message, ...]
     is_last: bool = False
@@ -30,7 +30,7 @@ class End:
 
 
 class EpisodeFailed(Exception):
-    """This trajectory has no reward; `str(error)` says why ("" if it was aborted). It leaves its group, and the others go on."""
+    """This trajectory has no reward; `str(error)` says why ("" if it was aborted). It leaves its group; the others go on."""
 
 
 class Rewards(Protocol):
@@ -39,7 +39,7 @@ class Rewards(Protocol):
 
 
 class Environment(Protocol):
-    """Made for one trajectory. What it raises fails that trajectory alone; it is cancelled where a group is aborted."""
+    """Made for one trajectory. An error it raises fails only that trajectory. Its calls are cancelled if the group is aborted."""
 
     async def start(self, item: Item) -> Turn: ...
 

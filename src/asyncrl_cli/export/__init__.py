@@ -1,1 +1,1 @@
-"""A run's weights as an ordinary Hugging Face directory."""
+"""Exports a run's weights as an ordinary Hugging Face directory."""

@@ -1,9 +1,9 @@
 """`asyncrl export`, as a function: find the weights, check them against the configuration, write the directory.
 
-find_source ──> find_model_files ──> skeleton, fitted ──> files of at most so many bytes ──> Exported
+find_source ──> find_model_files ──> skeleton, fitted ──> files of at most `max_file_bytes` ──> Exported
 
 Configuration and tokenizer are looked for in the run itself (job/run.py keeps a copy there), then where `model.path` points;
-weights need be in neither place. The directory is written under a hidden name, flushed and renamed: it is whole or not there.
+neither place needs to hold weights. The directory is written under a hidden name, flushed and renamed: it is complete or absent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Exported:
     files: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """`version` is null if the trainer has trained on since `after_version`."""
+        """`version` is null if the trainer has trained on after publishing `after_version`."""
         return {
             "path": str(self.path),
             "run": self.source.run,
@@ -75,14 +75,14 @@ def export(
     max_file_bytes: int,
     progress: Progress = lambda *_: None,
 ) -> Exported:
-    """`dtype` None: the one in which the trainer publishes. `out` None: below `exports/` in the run's directory.
+    """Export a run or checkpoint. `dtype` None: the dtype in which the trainer publishes. `out` None: below the run's `exports/`.
 
     Raises:
         ConfigError, RefusedError, PreflightError: see `find_source`, `find_model_files`, `fitted`; or `out` is not empty.
-        AsyncrlError: if the directory cannot be written; nothing is left then.
+        AsyncrlError: if the directory cannot be written; nothing is left behind.
     """
     if out is not None:
-        _check_target(out)  # before every byte of the checkpoint is read
+        _check_target(out)  # fail before the whole checkpoint is read
     source = find_source(argument, runs_dir, version, progress)
     name = source.path.name if version is None else f"version-{version:06d}"
     target = out or (Path(f"{source.run}-{name}") if source.run_dir is None else source.run_dir / "exports" / name)
@@ -90,7 +90,7 @@ def export(
     model_files = find_model_files(source.run_dir, source.profile, model)
     progress("reading the configuration")
     check_config(model_files)
-    from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers: seconds that an error above does not cost
+    from asyncrl_cli.models.saved_form import SavedForm, skeleton  # imports transformers, which takes seconds: fail before
 
     form = SavedForm(skeleton(model_files, trust_remote_code=source.profile.model.trust_remote_code))
     sizes, read = fitted(form, source.weights, model_files)
@@ -110,7 +110,7 @@ def _write(
     max_file_bytes: int,
     progress: Progress,
 ) -> tuple[list[str], int]:
-    """Names of the weight files and bytes of all tensors. One file's tensors are in memory at a time."""
+    """Write the directory. Returns the weight files' names and the bytes of all tensors. Holds one file's tensors at a time."""
     split = split_state_dict_into_shards_factory(
         dict(sizes),
         get_storage_size=lambda elements: elements * dtype.itemsize,
@@ -127,7 +127,7 @@ def _write(
                 write_weights(cast, working / name)
                 num_bytes += sum(tensor.nbytes for tensor in cast.values())
             write_index(working, split.tensor_to_filename, num_bytes)
-    except (OSError, SafetensorError) as error:  # a disk that is full while safetensors writes is the latter
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error on a full disk
         why = getattr(error, "strerror", None) or str(error)
         raise AsyncrlError(f"{target} cannot be written: {why}", hint="--out DIR names another place for it") from error
     return list(split.filename_to_tensors), num_bytes
@@ -172,11 +172,11 @@ def _missing_in(directory: Path) -> str:
 
 
 def fitted(form: SavedForm, weights: SavedWeights, model_files: Path) -> tuple[dict[str, int], Read]:
-    """Elements of every tensor that the files shall hold, in the model's order, and how to read some of them.
+    """Number of elements of every tensor that the files will hold, in the model's order, and a function that reads some of them.
 
-    Where transformers splits or joins tensors between memory (a trainer's weights) and files (published weights), all of them are
-    read and held at once: a tensor of a file may come of several. RefusedError unless names and shapes are those of the model's
-    parameters and persistent buffers, tied ones once.
+    If transformers splits or joins tensors between memory (a trainer's weights) and files (published weights), all of them are read
+    and held at once, because one tensor of a file may be made of several. RefusedError unless names and shapes are those of the
+    model's parameters and persistent buffers, tied ones once.
     """
     tensors, in_files = form.memory, form.to_files(form.memory)
     is_as_in_files = weights.shapes.keys() == in_files.keys()
@@ -200,7 +200,7 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, t
 
 
 def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
-    """Its snapshot here if there is one, else the hub is asked, for everything but weights."""
+    """A local snapshot of the hub's model, or else a download of everything but its weights. Raises PreflightError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

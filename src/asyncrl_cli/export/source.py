@@ -1,9 +1,9 @@
-"""Which weights RUN|CHECKPOINT and --version mean: found, verified, and read without ranks; or refused with what there is.
+"""Finds, verifies and reads (without ranks) the weights that RUN|CHECKPOINT and --version mean; a refusal lists what there is.
 
 RUN                  the trainer's weights of the newest whole checkpoint
 CHECKPOINT           the trainer's weights of that one
 RUN --version N      kept version N (`weights.keep_versions`), else a checkpoint that holds version N: the trainer's weights
-                     at its window's end, or the published weights that a checkpoint in mid-window carries along
+                     at its window's end, or the published weights that a checkpoint in mid-window contains
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Read = Callable[[Collection[str]], Mapping[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights:
-    """Tensors go by their first names, tied ones once; `shapes` are those of all."""
+    """Shapes of all tensors by name, and how to read some of them. Tied tensors appear once, under their first name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     read: Read
@@ -45,8 +45,8 @@ class SavedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """`step`: train steps that made the weights. `version`: None if they lie between two, and then `after_version` is the
-    older one. `path`: where they are. `passed_over`: what is wrong with newer checkpoints."""
+    """Weights and where they come from. `step`: the number of train steps that made them. `version`: None if they lie between two
+    versions; then `after_version` is the older one. `passed_over`: what is wrong with newer checkpoints."""
 
     weights: SavedWeights
     path: Path
@@ -64,7 +64,7 @@ class Source:
 
 
 def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) -> Source:
-    """Raises ConfigError if there is no such run or checkpoint, RefusedError if it does not hold what is asked or is damaged."""
+    """Raises ConfigError if there is no such run or checkpoint, RefusedError if it is damaged or does not hold the version."""
     newest, found = resolve(argument, runs_dir), find_run_or_checkpoint(argument, runs_dir)
     if has_checkpoints(found):
         return _of_run(found, version, say)
@@ -76,7 +76,7 @@ def find_source(argument: str, runs_dir: Path, version: int | None, say: Say) ->
 
 
 def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
-    """The newest checkpoint that is whole; of a version, the kept files or else the newest whole checkpoint that holds it."""
+    """From the newest whole checkpoint; with a version, from its kept files or else the newest whole checkpoint that holds it."""
     if version is not None and version in kept_versions(run_dir / VERSIONS):
         return _kept(run_dir, version)
     wrong: list[str] = []
@@ -98,7 +98,7 @@ def _of_run(run_dir: Path, version: int | None, say: Say) -> Source:
 
 
 def _version_in(checkpoint: Path) -> int | None:
-    """None if its manifest cannot be read."""
+    """The checkpoint's version; None if its manifest cannot be read."""
     with contextlib.suppress(Damaged):
         return read_manifest(checkpoint)["version"]
     return None
@@ -110,7 +110,7 @@ def _whole(directory: Path, say: Say) -> Checkpoint:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tuple[str, ...] = ()) -> Source:
-    """The trainer's own weights, unless `version` is one that it has trained on from since."""
+    """The trainer's own weights; the published ones if `version` is given and the trainer has trained on since."""
     directory = checkpoint.directory
     profile, run_dir = read_document(directory / RESOLVED).profile, run_dir_of(directory)
     is_between = not checkpoint.at_window_boundary and version is None
@@ -121,7 +121,7 @@ def _of_checkpoint(checkpoint: Checkpoint, version: int | None, passed_over: tup
     return Source(
         weights=weights,
         path=directory,
-        run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copy of a run has a name of its own
+        run=checkpoint.run if run_dir is None else run_dir.resolve().name,  # a copied run goes by its directory's name
         run_dir=run_dir,
         profile=profile,
         step=step,
@@ -151,13 +151,13 @@ def _step_of(profile: Profile, version: int) -> int:
 
 
 def run_dir_of(checkpoint: Path) -> Path | None:
-    """None if the checkpoint has been copied out of its run."""
+    """The run's directory; None if the checkpoint was copied out of it."""
     run_dir = checkpoint.parent.parent
     return run_dir if checkpoint.parent.name == "checkpoints" and (run_dir / "profile.toml").exists() else None
 
 
 def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
-    """For a hint: the kept versions, and those of checkpoints by name."""
+    """Text of a hint: the kept versions, and the versions in checkpoints."""
     parts = []
     if kept := kept_versions(run_dir / VERSIONS):
         shown = ", ".join(map(str, kept[-VERSIONS_SHOWN:]))
@@ -181,7 +181,7 @@ def trainer_weights(directory: Path) -> SavedWeights:
 
 
 def file_weights(paths: Collection[Path]) -> SavedWeights:
-    """One version in safetensors files: a kept one, or the published weights inside of a checkpoint."""
+    """One version in safetensors files: a kept version, or the published weights inside a checkpoint."""
     path_of: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(paths):

@@ -1,1 +1,1 @@
-"""A job's counts, bundles and memory, worked out without Ray."""
+"""Plans a job before it starts, without Ray: numbers of ranks and workers, bundles, memory; and examines this machine."""

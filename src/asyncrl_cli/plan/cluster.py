@@ -1,6 +1,6 @@
-"""The nodes of a cluster with their CPUs and GPUs, and how many trainer ranks and rollout workers a profile has there.
+"""The nodes of a cluster with their CPUs and GPUs, and how many trainer ranks and rollout workers a profile gets there.
 
-Explicit counts win over a ratio of GPUs. This machine's own nodes are found without Ray and torch.
+Explicit counts win over a ratio of GPUs. This machine's own resources are found without Ray or torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 """The address of a local session's node."""
 CPUINFO = Path("/proc/cpuinfo")
 MATRIX_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
-"""x86's first, then Arm's."""
+"""CPU flags that matter for matrix products: x86's first, then Arm's."""
 BFLOAT16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 Counts = tuple[int, int]
 """Trainer ranks and rollout workers."""
@@ -36,7 +36,7 @@ class NodeResources:
 class ClusterResources:
     """All nodes a job may use. `elastic_cpus`: CPUs are logical and grow with the plan (a local session).
 
-    `cpu_bfloat16`: whether its CPUs have instructions for products in bfloat16; None where nobody can tell.
+    `cpu_bfloat16`: whether the CPUs have instructions for products in bfloat16; None if unknown.
     """
 
     nodes: tuple[NodeResources, ...]
@@ -79,7 +79,7 @@ def _visible_gpus() -> int:
 
 
 def cpu_facts() -> dict[str, str]:
-    """The first core's entries in /proc/cpuinfo, by the kernel's names; none on a system without them."""
+    """The first core's entries in /proc/cpuinfo, under the kernel's names; empty on a system without that file."""
     try:
         first, _, _ = CPUINFO.read_text(encoding="utf-8", errors="replace").partition("\n\n")
     except OSError:
@@ -88,23 +88,24 @@ def cpu_facts() -> dict[str, str]:
 
 
 def matrix_features() -> tuple[str, ...] | None:
-    """Those of MATRIX_FEATURES that it has; None where nobody can tell."""
+    """The MATRIX_FEATURES that this machine's CPU has; None if unknown."""
     facts = cpu_facts()
     flags = facts.get("flags") or facts.get("Features")
     return None if flags is None else tuple(name for name in MATRIX_FEATURES if name in flags.split())
 
 
 def computes_bfloat16() -> bool | None:
-    """Whether a matrix product in bfloat16 is computed as such: without instructions for it each is emulated. None: unknown."""
+    """Whether the CPU has bfloat16 instructions; without them every matrix product in bfloat16 is emulated. None: unknown."""
     features = matrix_features()
     return None if features is None else not BFLOAT16_FEATURES.isdisjoint(features)
 
 
 def cpu_counts(profile: Profile) -> Counts:
-    """One worker per role unless the profile says more; GPU counts mean nothing here (the plan warns).
+    """One worker per role unless the profile says more; `placement.gpus` is ignored (the plan warns about it).
 
-    Colocated, each place of `cpus_per_worker` cores has a rank and a worker, and there are as many places as ranks and workers
-    would have apart: the same resources. (More threads for one of each would not help small matrices: they get slower.)
+    Colocated, there is one place of `cpus_per_worker` cores for every rank and worker there would be apart, so that both placements
+    use the same resources. Each place has a rank and a worker. (One rank and one worker with more threads would be slower: small
+    matrices do not gain from threads.)
     """
     ranks, workers = profile.placement.trainer_workers or 1, profile.rollout.workers or 1
     return (ranks + workers, ranks + workers) if profile.placement.colocate else (ranks, workers)
@@ -178,7 +179,7 @@ def _total(profile: Profile, cluster: ClusterResources) -> int:
 
 
 def _by_ratio(profile: Profile, total: int) -> Counts:
-    """trainer : rollout shares of all GPUs, in whole GPUs and whole rollout workers."""
+    """Divide all GPUs by `placement.ratio` (trainer:rollout) into whole GPUs and whole rollout workers."""
     per_worker = profile.placement.gpus_per_rollout_worker
     left, right = map(int, profile.placement.ratio.split(":"))
 
@@ -199,7 +200,7 @@ def _by_ratio(profile: Profile, total: int) -> Counts:
 
 
 def _rest(total: int, taken: int, each: int, key: str, fitting: int) -> int:
-    """Workers of `each` GPUs in what `key` leaves; `fitting` is the largest value of `key` that leaves enough."""
+    """How many workers of `each` GPUs fit into what `key` leaves; `fitting`: the largest value of `key` that leaves enough."""
     rest = total - taken
     if rest < each:
         raise PreflightError(

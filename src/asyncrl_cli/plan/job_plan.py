@@ -1,12 +1,12 @@
-"""Profile -> JobPlan: roles, their workers, devices and bundles. Pure: it reads nothing and starts nothing.
+"""Compiles a profile into a JobPlan: roles, their workers, devices and bundles. Pure: it reads nothing and starts nothing.
 
-    placement group   bundles                                 who lives in a bundle
+    placement group   bundles                                 what runs in a bundle
     trainer           one per rank: 1 device, c CPUs          that rank
     rollout           one per worker: g GPUs, c CPUs          that worker
     colocated         one per place, instead of both          a rank and a worker, in turns
 
-c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. A colocated bundle has one rank and one worker, which
-share its GPU by halves, and each computes with all of its cores, because the other one is paused.
+c is `placement.cpus_per_worker`, g is `placement.gpus_per_rollout_worker`. In a colocated bundle the rank and the worker reserve
+half of the GPU each, and each computes with all of the bundle's cores while the other one is paused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolePlan:
-    """One role's workers, worker i in bundle i of the placement group. `threads` are per worker, too."""
+    """One role's workers: worker i is in bundle i of the placement group. `threads` are per worker."""
 
     role: str
     workers: int
@@ -46,8 +46,8 @@ class RolePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPlan:
-    """Everything placement needs. On CPUs `gpus_per_rollout_worker` is 0. `engine` is what every rollout worker starts; `warnings`
-    are for people, one line each."""
+    """Everything placement needs. On CPUs `gpus_per_rollout_worker` is 0. `engine`: the rollout engine's name. `warnings`: one
+    line each, for people."""
 
     device: str
     trainer_workers: int
@@ -60,19 +60,19 @@ class JobPlan:
 
     @property
     def gpus(self) -> int:
-        """Of the whole job."""
+        """GPUs of the whole job."""
         has_gpus_apart = self.gpus_per_rollout_worker and not self.colocate
         return self.rollout_workers * self.gpus_per_rollout_worker + (self.trainer_workers if has_gpus_apart else 0)
 
     @property
     def cpus(self) -> int:
-        """Of the whole job. Colocated on CPUs, a rank and a worker compute with the same cores."""
+        """CPUs of the whole job. Colocated on CPUs, a rank and a worker share their cores."""
         shared = self.colocate and not self.gpus
         return self.cpus_per_worker * (self.trainer_workers + (0 if shared else self.rollout_workers))
 
     @property
     def groups(self) -> dict[str, list[Bundle]]:
-        """Bundles by placement group. A colocated one has one rank and one worker."""
+        """Bundles by placement group. A colocated bundle has one rank and one worker."""
         ranks, cpus = self.trainer_workers, self.cpus_per_worker
         if self.colocate:
             return {COLOCATED: [Bundle(cpus=self.cpus // ranks, gpus=self.gpus // ranks)] * ranks}
@@ -90,7 +90,7 @@ class JobPlan:
     def role(self, name: str) -> RolePlan:
         group = COLOCATED if self.colocate else name
         bundle = self.groups[group][0]
-        # What a rank has reserved on shared cores, its worker cannot reserve again.
+        # Where both share cores, the rank reserves them for both.
         shares_cores = self.colocate and not self.gpus and name == ROLLOUT
         return RolePlan(
             role=name,
@@ -108,7 +108,8 @@ class JobPlan:
 
 
 def compile_job(profile: Profile, cluster: ClusterResources) -> JobPlan:
-    """Raises ConfigError if the profile's numbers do not go together, PreflightError if the cluster has too little."""
+    """The plan of a profile's job. Raises ConfigError if its numbers contradict each other, PreflightError if the cluster is too
+    small."""
     device, placement = device_of(profile, cluster), profile.placement
     tensor_parallel_size(profile, device)
     ranks, workers = cuda_counts(profile, cluster) if device == "cuda" else cpu_counts(profile)
@@ -131,7 +132,7 @@ def plan_rows(plan: JobPlan) -> list[dict[str, str | int | float]]:
 
 
 def place_of(plan: JobPlan, name: str, model_dir: Path, version: int = 0) -> Place:
-    """Where each worker of a role computes. `version`: of the weights in `model_dir`."""
+    """What a role's workers need to know of their place. `version`: of the weights in `model_dir`."""
     role, path = plan.role(name), str(model_dir.absolute())
     return Place(model_dir=path, device=plan.device, threads=role.threads, workers=role.workers, version=version)
 
@@ -162,8 +163,8 @@ def _warnings(profile: Profile, plan: JobPlan, cluster: ClusterResources) -> Ite
 def fits(bundles: Sequence[Bundle], cluster: ClusterResources) -> bool:
     """True if the bundles can be packed into the cluster's nodes; a local session's CPUs never run out.
 
-    First-fit, largest first: exact for a plan's one or two sizes of bundles on equal nodes, a good guess elsewhere. The placement
-    groups themselves have the last word, within `placement.timeout_s`.
+    First-fit, largest first: exact for a plan's one or two bundle sizes on equal nodes, a good guess otherwise. Ray's placement
+    groups decide in the end, within `placement.timeout_s`.
     """
     free = [[node.gpus, node.cpus] for node in cluster.nodes]
     for bundle in sorted(bundles, reverse=True):
@@ -177,7 +178,7 @@ def fits(bundles: Sequence[Bundle], cluster: ClusterResources) -> bool:
 
 
 def check_fit(plan: JobPlan, cluster: ClusterResources) -> None:
-    """Raises PreflightError with what was asked, what there is, and the `--set` that would fit."""
+    """Raises PreflightError with what the plan needs, what the cluster has, and the `--set` that would fit."""
     if not fits(plan.bundles, cluster):
         raise PreflightError(f"the cluster is too small: {asked(plan)}; it has {cluster}", hint=fitting_hint(plan, cluster))
 
@@ -202,7 +203,7 @@ def fitting_hint(plan: JobPlan, cluster: ClusterResources) -> str:
 
 
 def _smaller_jobs(plan: JobPlan) -> Iterator[tuple[JobPlan, str]]:
-    """Fewer CPUs per worker first (if that is what is short), then fewer workers, shared as before."""
+    """Smaller plans and their `--set`s: first fewer CPUs per worker, then fewer workers, divided between the roles as before."""
     for cpus in range(plan.cpus_per_worker - 1, 0, -1):
         yield replace(plan, cpus_per_worker=cpus), f"--set placement.cpus_per_worker={cpus}"
     total = plan.trainer_workers + plan.rollout_workers

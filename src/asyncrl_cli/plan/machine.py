@@ -1,4 +1,4 @@
-"""What this machine has of what a run needs: packages, cores, memory, GPUs, engines."""
+"""Checks for `asyncrl doctor` whether this machine has what a run needs: packages, cores, memory, GPUs, engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl_cli.plan.cluster import computes_bfloat16, cpu_counts, cpu_facts, l
 from asyncrl_cli.profile.schema import Profile
 
 NEEDED = {"ray": "2.60.", "torch": "2.13.", "transformers": "5.19.0", "reasoning-gym": "", "numpy": "", "safetensors": ""}
-"""Packages, with the start of the version that this asyncrl works with; `pyproject.toml` says why."""
+"""Packages and how their versions must begin; `pyproject.toml` says why."""
 IMPORT_TIMEOUT_S = 180.0
 """vLLM takes 15 s on an idle machine."""
 LEAST_SHARED_MEMORY_BYTES = 512 * 2**20
@@ -26,8 +26,8 @@ GIB = 2**30
 
 
 def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
-    """What a run on this machine would be refused for want of its engine, which a plan does not need. Raises ConfigError for
-    arguments that the engine refuses anywhere."""
+    """The error of a run on this machine if its engine is missing or does not work; None if it does. It is returned, not raised,
+    because a plan does not need the engine. Raises ConfigError for arguments that the engine refuses everywhere."""
     kind = kind_of(profile)
     kind.check_arguments(profile, device)
     try:
@@ -39,7 +39,7 @@ def engine_refusal(profile: Profile, device: str) -> PreflightError | None:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `ok` is None for what is only information, and False for what is needed and missing."""
+    """One line of the report. `ok` is None for mere information, and False for something needed that is missing or broken."""
 
     what: str
     found: str
@@ -48,7 +48,7 @@ class Finding:
 
 
 def examine(say: Callable[[str], None]) -> Iterator[Finding]:
-    """`say` is told before anything that takes long."""
+    """All findings, one by one. `say` is called with a message before a slow check."""
     yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
@@ -60,7 +60,7 @@ def examine(say: Callable[[str], None]) -> Iterator[Finding]:
 
 
 def broken_packages() -> list[str]:
-    """What was installed with vLLM, is not needed by it, and does not load beside this torch."""
+    """Packages that were installed with vLLM, are not needed by it, and do not load beside this torch."""
     return vllm_kind.broken_packages()
 
 
@@ -91,7 +91,7 @@ def _cpu() -> Finding:
 
 
 def _threads() -> Finding:
-    """On CPUs; where there are GPUs, they compute."""
+    """How many threads a run on CPUs would use, against cores and load."""
     profile, cores, load = Profile(), usable_cores(), os.getloadavg()[0]
     threads = sum(cpu_counts(profile)) * profile.placement.cpus_per_worker
     found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
@@ -102,7 +102,7 @@ def _threads() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    """Ray keeps its objects there; with too little it falls back to the disk."""
+    """Space in /dev/shm, where Ray keeps its objects; with too little it falls back to disk."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return Finding("shared memory", "no /dev/shm")
@@ -122,7 +122,7 @@ def _gpus() -> Finding:
 
 
 def _vllm(say: Callable[[str], None]) -> Finding:
-    """Optional; but one that is installed has to work."""
+    """vLLM is optional, but if it is installed it has to work."""
     found, line = vllm_kind.installed_version(), vllm_kind.install_command("cuda" if local_cluster().gpus else "cpu")
     if found is None:
         return Finding("engine vllm", "not installed (optional)", hint=line)
@@ -138,7 +138,7 @@ def _importable(what: str, module: str, version: str = "", hint: str = "install 
 
 
 def _failure_of(program: str) -> str:
-    """Why a fresh Python process fails with it; "" if it does not. In this one an import would stay, with its warnings."""
+    """Why `program` fails in a fresh Python process; "" if it does not. Importing here would leave modules and warnings."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False

@@ -5,19 +5,19 @@ P parameters, e bytes per value of `model.dtype`, r trainer ranks:
     trainer rank   always   float32 master weights 4P/r, AdamW's two moments 8P/r
                    start    the whole float32 model, before it is sharded
                    step     float32 gradients 4P/r, what FSDP2 gathers (GPU: root group and two layers; CPU: all of it), gradients
-                            not yet reduced (GPU: the root group's; CPU: all, in float32), activations of one microbatch (nothing
-                            is recomputed: no activation checkpointing), its logits
+                            not yet reduced (GPU: the root group's; CPU: all, in float32), activations of one microbatch (no
+                            activation checkpointing), its logits
                    host     the window's first weights 4P/r (recompute, K > 1), a checkpoint's copy; rank 0: published buckets
     rollout worker always   weights eP, KV cache of all slots at full length
                    step     a prefill's activations, the logits that are sampled from
-                   host     the second buffer eP: the version that waits for its load; none with weights.dual_buffer = false
-    with vLLM      always   a cache of the size that it is told, or that its share of the device leaves (engines/vllm/launch.py)
+                   host     the second buffer eP: a version that waits to be loaded; none with weights.dual_buffer = false
+    with vLLM      always   a cache of a configured size, or of what its share of the device leaves (engines/vllm/launch.py)
                    host     its own processes
 
     wire buffers            of nccl and ipc, on the GPUs at both ends; w = weights.load_bucket_size_mb, m the largest tensor:
-                            nccl 3 (w + m) at rank 0 beside training, 2 (w + m) at each process of vLLM; ipc max(w, m) at both
+                            nccl 3 (w + m) at rank 0 during training, 2 (w + m) in each process of vLLM; ipc max(w, m) at both
 
-A process's peak is what it always has and the most expensive of its phases. Not counted: Python, torch and a GPU's context
+A process's peak is what it always holds plus its most expensive phase. Not counted: Python, torch and a GPU's context
 (about 1 GiB per process), and fragmentation.
 """
 
@@ -44,7 +44,7 @@ SAMPLED_LOGIT_BYTES = 24
 """Per value: float32 logits, log-softmax, probabilities and choice, and the float64 running sum of the sampler."""
 
 SHARED_CACHE = "engine's cache"
-"""One that is as large as its engine's share of the device leaves."""
+"""Item name of a cache that takes whatever its engine's share of the device leaves."""
 
 Phase = Literal["always", "start", "step", "sync"]
 Place = Literal["device", "host"]
@@ -52,7 +52,7 @@ Place = Literal["device", "host"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryItem:
-    """What each of a role's `processes` holds, where and when. On CPUs the device is the host's memory too."""
+    """Something that each of a role's `processes` holds in memory, where and when. On CPUs the device is the host's memory, too."""
 
     role: str
     processes: int
@@ -69,9 +69,9 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Of one process per role; a tensor-parallel rollout worker's device is one of its GPUs.
+    """The memory items of a job. For a tensor-parallel rollout worker, `device` items are those of one of its GPUs.
 
-    `available_bytes` of a device, where it is known; `engine`: one that takes memory in a way of its own.
+    `available_bytes`: of one device, if known. `engine`: set for an engine that manages its memory itself.
     """
 
     profile: Profile
@@ -85,14 +85,14 @@ class MemoryEstimate:
         return [item for item in self.items if (item.role, item.place) == (role, place)]
 
     def peak_bytes(self, role: str, place: Place) -> int:
-        """Of one process, the one that holds most: what it always holds and the most expensive phase."""
+        """Peak of the process that holds most: what it always holds plus its most expensive phase."""
         phases: Counter[str] = Counter()
         for item in self.of(role, place):
             phases[item.phase] += item.num_bytes
         return phases.pop("always", 0) + max(phases.values(), default=0)
 
     def at_peak(self, role: str) -> list[MemoryItem]:
-        """Of all processes of a role that share one machine's memory: the items that meet at their peak."""
+        """The items that coincide at the peak of all the role's processes, if these share one machine's memory."""
         phases: Counter[str] = Counter()
         items = [*self.of(role, "device"), *self.of(role, "host")]
         for item in items:
@@ -101,7 +101,7 @@ class MemoryEstimate:
         return [item for item in items if item.phase in ("always", max(phases, key=phases.__getitem__, default=""))]
 
     def always_bytes(self, role: str) -> int:
-        """On the device of one process, whatever it does."""
+        """What one process holds on its device in every phase."""
         return sum(item.num_bytes for item in self.of(role, "device") if item.phase == "always")
 
 
@@ -120,8 +120,8 @@ def estimate_memory(profile: Profile, plan: JobPlan, shape: ModelShape, availabl
 
 
 def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
-    """What autograd keeps of one token in one layer of a llama: its residual stream is normalized in float32, attention is
-    fused (no scores are kept), rotations keep nothing."""
+    """Bytes that autograd keeps per token and layer of a llama-like model: the residual stream is normalized in float32, attention
+    is fused (no scores are kept), rotations keep nothing."""
     h, i, e = shape.hidden_size, shape.intermediate_size, value_bytes
     a, j = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     normalized = 2 * h + (a + j if shape.has_qk_norm else 0)
@@ -131,7 +131,7 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
 
 
 def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
-    """All slots of one worker at full length, in whole pages, as the engine allocates them."""
+    """Bytes for all slots of one worker at full length, in whole pages, as the engine allocates them."""
     tokens = profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
     pages = profile.rollout.slots * -(-tokens // PAGE_TOKENS)
     return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
@@ -140,7 +140,7 @@ def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
     shard, longest = -(-shape.parameters // ranks), profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
-    tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory goes alone
+    tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory is a microbatch of its own
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     per_token = shape.num_layers * activation_bytes_per_token(shape, e)
     item = partial(MemoryItem, TRAINER, ranks, "device")
@@ -156,7 +156,7 @@ def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Itera
 
 
 def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
-    """What FSDP2 holds whole beside the shards. On CPUs it stays for an optimizer step (train/policy_model.py)."""
+    """Whole parameters that FSDP2 holds beside the shards. On CPUs they stay for an optimizer step (train/policy_model.py)."""
     if plan.device == "cpu":
         return BYTES_OF[dtype] * shape.parameters, f"{dtype}: all parameters whole, for an optimizer step (FSDP2)"
     held = shape.root_parameters + 2 * shape.layer_parameters
@@ -165,7 +165,7 @@ def _gathered(plan: JobPlan, shape: ModelShape, dtype: str) -> tuple[int, str]:
 
 def _whole_gradients(plan: JobPlan, shape: ModelShape, value_bytes: int) -> tuple[int, str]:
     if plan.device == "cpu":
-        # Summed in float32; of a smaller type, those that a backward has just made come on top until they are added.
+        # The sum is float32; with a smaller dtype, the gradients of the current backward pass come on top until they are added.
         fresh = 0 if value_bytes == MASTER_BYTES else value_bytes * max(shape.root_parameters, shape.layer_parameters)
         return MASTER_BYTES * shape.parameters + fresh, "float32, of all parameters, until the last microbatch"
     return (value_bytes + MASTER_BYTES) * shape.root_parameters, "of embedding and head, not yet reduced"
@@ -189,8 +189,8 @@ def _trainer_host(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterato
 
 
 def _wires(profile: Profile, shape: ModelShape, role: str, processes: int) -> Iterator[MemoryItem]:
-    """What a version passes through on a GPU. vLLM's NCCL buffers end with the tensor that passes their size: they may be larger by
-    one; and rank 0 packs the next while two are on their way."""
+    """Buffers on a GPU through which a version is transferred. vLLM closes an NCCL buffer with the tensor that exceeds its size, so
+    it may be larger by one tensor; rank 0 packs the next buffer while two are being sent."""
     transport, wire_mb = profile.weights.transport, profile.weights.load_bucket_size_mb
     if transport not in DIRECT_TRANSPORTS:
         return
@@ -234,7 +234,7 @@ def _rollout(
 
 
 def _cache(engine: EngineMemory, available_bytes: int | None, other_bytes: int) -> tuple[str, int, str] | None:
-    """Its name, its bytes on one device beside `other_bytes` of the engine's, and why so many; None if that is not known."""
+    """The cache's (name, bytes, reason) on one device where the engine holds `other_bytes` besides; None if unknown."""
     each = f", in each of {engine.num_caches} processes" if engine.num_caches > 1 else ""
     if engine.cache_bytes is not None:
         return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is told{each}"

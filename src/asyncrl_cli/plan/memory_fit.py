@@ -1,4 +1,4 @@
-"""Whether the estimated memory is there: per GPU where its memory is known, and all processes together on a machine."""
+"""Compares a memory estimate with what there is: per GPU if its memory is known; on CPUs, all processes with the machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from asyncrl_cli.profile.schema import Profile
 GIB = 2**30
 SMALLER = "a smaller model, more GPUs or larger ones"
 MACHINE = "machine"
-"""The device of a job on CPUs: all its processes share one memory."""
+"""Name of the device of a job on CPUs, where all processes share one memory."""
 PROBE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceNeed:
-    """A device, who shares it, what they need, and what it has (None: not known)."""
+    """A device, the roles that share it, the bytes they need, and the bytes it has (None: unknown)."""
 
     device: str
     roles: tuple[str, ...]
@@ -35,7 +35,7 @@ class DeviceNeed:
 
 
 def estimate_or_reason(profile: Profile, plan: JobPlan, available_bytes: int | None) -> MemoryEstimate | str:
-    """Or why there is no estimate: the model's shape is not known here."""
+    """The estimate, or the reason why there is none: the model's shape is not known here."""
     try:
         return estimate_memory(profile, plan, shape_of(profile.model.path), available_bytes)
     except ShapeUnknown as reason:
@@ -43,7 +43,7 @@ def estimate_or_reason(profile: Profile, plan: JobPlan, available_bytes: int | N
 
 
 def refuse_what_cannot_fit(profile: Profile) -> None:
-    """Before a run on this machine: PreflightError if its GPUs are too small for what a process holds all the time."""
+    """Called before a run on this machine. Raises PreflightError if its GPUs are too small for what a process always holds."""
     here = cluster.local_cluster()
     if device_of(profile, here) == "cpu":
         return
@@ -53,7 +53,7 @@ def refuse_what_cannot_fit(profile: Profile) -> None:
 
 
 def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
-    """Per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: this machine, with all processes."""
+    """One need per kind of GPU: the trainer's and the rollout's, or the one they share. On CPUs: one for this machine."""
     plan, both = estimate.plan, (TRAINER, ROLLOUT)
     if plan.device == "cpu":
         needs = {both: sum(item.total_bytes for role in both for item in estimate.at_peak(role))}
@@ -70,12 +70,12 @@ def device_needs(estimate: MemoryEstimate) -> list[DeviceNeed]:
 def _shared_gpu(estimate: MemoryEstimate, peaks: dict[str, int]) -> int:
     if estimate.engine is None:
         return sum(peaks.values())
-    # The engine gives the GPU back while the other one trains; a rank keeps its weights and moments.
+    # The engine frees its GPU memory while the trainer trains; a rank always keeps its weights and moments.
     return max(peaks[TRAINER], estimate.always_bytes(TRAINER) + peaks[ROLLOUT])
 
 
 def memory_warnings(estimate: MemoryEstimate) -> list[str]:
-    """What does not fit, and the keys that would help."""
+    """Warnings about what does not fit, with the keys that would help."""
     warnings = []
     for need in device_needs(estimate):
         if need.available_bytes is not None and not need.fits:
@@ -88,7 +88,7 @@ def memory_warnings(estimate: MemoryEstimate) -> list[str]:
 
 
 def cannot_fit(estimate: MemoryEstimate) -> PreflightError | None:
-    """What is certain without an estimate: a GPU that is too small for what one process holds on it all the time.
+    """The refusal of a run that certainly cannot work: a GPU too small for what one process always holds on it. None if all fit.
 
     That is a rank's share of weights and moments, or a rollout worker's weights (its cache may be smaller than its slots want).
     """
@@ -119,7 +119,7 @@ def _too_small(what: str, num_bytes: int, but: str, hint: str) -> PreflightError
 
 
 def known_memory_bytes(device: str) -> int | None:
-    """This machine's memory, or that of its smallest GPU; None where it cannot be told."""
+    """This machine's memory, or that of its smallest GPU; None if unknown."""
     if device == "cpu":
         import psutil
 
@@ -143,11 +143,11 @@ REMEDIES = {
     "checkpoint": "checkpoint.every_steps = 0 writes none",
     "wire buffers": "lower weights.load_bucket_size_mb",
 }
-"""Keys that make an item smaller, by its name; other items follow the model's size and the number of processes."""
+"""Item -> how a key makes it smaller. Other items depend only on the model's size and the number of processes."""
 
 
 def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
-    """The largest item that a key can make smaller."""
+    """Advice: which item is the largest, and how to make it smaller."""
     if need.device == MACHINE:
         largest = max((item for role in need.roles for item in estimate.at_peak(role)), key=lambda item: item.total_bytes)
         fewer = "placement.trainer_workers" if largest.role == TRAINER else "rollout.workers"
@@ -160,7 +160,8 @@ def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
 
 
 def _cache_warning(estimate: MemoryEstimate) -> list[str]:
-    """The transformers engine gives its cache half of what is free when it starts, vLLM what its share leaves; both evict then."""
+    """Warns if the KV cache is too small for all slots. The transformers engine gives it half of the memory free at its
+    start, vLLM what its share leaves; both evict responses when it is full."""
     plan, rollout = estimate.plan, estimate.profile.rollout
     if plan.device == "cpu" or estimate.available_bytes is None:
         return []

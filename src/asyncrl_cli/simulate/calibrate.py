@@ -7,8 +7,8 @@
 
 The first two are fitted by straight lines (`observed.py`), with an interference ratio for a machine that both sides share. Prompts
 and prefills are not measured separately: the lines' constants include them. During a load its worker counts as idle, so no decode
-step includes the pause. The first steps, and steps with an eval or a checkpoint, are left out. The workload's notes say what one run
-cannot tell.
+step includes the pause. The first steps, and steps with an eval or a checkpoint, are left out. The workload's notes say what one
+run cannot tell.
 """
 
 from __future__ import annotations

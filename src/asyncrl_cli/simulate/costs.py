@@ -74,10 +74,10 @@ class Costs:
         )
 
     def worker_times(self) -> WorkerTimes:
-        """Times of the rollout workers. Colocated, sending and loading cost nothing: `colocated_s` is counted in the gather instead.
+        """Times of rollout workers. Colocated, sending and loading cost nothing: `colocated_s` is counted in the gather instead.
 
-        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here: the workload's
-        `send_bytes_per_s` already includes what it saves.
+        Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here: the
+        workload's `send_bytes_per_s` already includes what it saves.
         """
         workload, weights, max_tokens = self.workload, self.profile.weights, self.profile.rollout.max_response_tokens
         decoding, syncing, slowdown = workload.decoding, workload.syncing, self._slowdown(workload.decoding, self.workers)
@@ -107,8 +107,8 @@ class Costs:
         rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`; one prefill per trajectory
         trainer   train steps and old-logprob passes as they were, without overhead
 
-        Neither is slowed by the other phase. Colocated, all workers or all ranks of a phase work at once and, on a shared machine, slow
-        each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
+        Neither is slowed by the other phase. Colocated, all workers or all ranks of a phase work at once and, on a shared machine,
+        slow each other (`_slowdown`), as in `bench/phases.py`, which measures all processes of a phase together.
         """
         step_groups = Schedule.of(self.profile).step_groups
         before, done = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
@@ -136,8 +136,8 @@ class Costs:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
 
     def _slowdown(self, side: Decoding | Training, executors: int) -> float:
-        """Factor by which several colocated executors of one side slow each other on a shared machine. Without a `crowding_ratio` it
-        is taken to be as much as the other side would slow them."""
+        """Factor by which several colocated executors of one side slow each other on a shared machine. Without a `crowding_ratio`,
+        `interference_ratio` takes its place."""
         if not self._is_colocated or executors < 2:
             return 1.0
         return 1 + (side.interference_ratio if side.crowding_ratio is None else side.crowding_ratio)
@@ -166,7 +166,7 @@ class Costs:
         return _tokens(self._scored(batch))[0]
 
     def _scored(self, batch: TrainBatch) -> Sequence[GroupResult]:
-        """Groups that need an old-logprob pass: not a window's first mini-batch, which the same weights both score and train."""
+        """Groups that need an old-logprob pass: all but a window's first mini-batch, whose own forward pass yields them."""
         if not self._recomputes:
             return ()
         return batch.groups[self.profile.trainer.ppo_mini_batch_size if batch.step_in_window == 0 else 0 :]

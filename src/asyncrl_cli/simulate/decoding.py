@@ -10,9 +10,9 @@ All running sequences advance together, one token per decode step of
 so the engine needs no event per token: it counts the steps that have passed (a real number), and a sequence of T tokens that
 begins at step count s ends at s + T. A heap holds those ends. Steps pass at a constant rate until a sequence begins or ends,
 the engine freezes, or its slowdown changes. A sequence may begin in the middle of a step of the others: its first token still takes
-a whole step. A prefill occupies the whole engine: decoding waits for it. Loads, too, are placed by step count: token j of a sequence
-that begins at s belongs to the last load before s + j. A token that is half done at a load is finished with the new weights and
-counts as theirs.
+a whole step. A prefill occupies the whole engine: decoding waits for it. Loads, too, are placed by step count: token j of a
+sequence that begins at s belongs to the last load before s + j. A token that is half done at a load is finished with the new
+weights and counts as theirs.
 
 Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At step count 2.5, tokens
 1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the sequence ends at 5 + 1.5 s.
@@ -36,7 +36,7 @@ _NEVER = float("inf")
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
     """A response being generated. `tokens`: its final length, lowered by an abort. `on_end` is called when it is complete. `luck`
-    (uniform) decides its reward, which takes `reward_s` to compute and is there at `rewarded_s`. The engine sets the other fields."""
+    (uniform) decides its reward, which takes `reward_s` to compute and is there at `rewarded_s`. The engine sets the rest."""
 
     prompt_tokens: int
     tokens: int

@@ -1,4 +1,4 @@
-"""Extracts from a run's metrics lines what a calibration needs: the usable lines, response lengths, times of decode and train steps.
+"""Extracts what a calibration needs from a run's metrics lines: usable lines, response lengths, times of decode and train steps.
 
 A straight line is fitted to such times, where the work may have shared its machine for part of the time:
 
@@ -63,8 +63,8 @@ def rate(shared: Any, interference: float) -> Any:
 
 @np.errstate(divide="raise", over="raise", invalid="raise")
 def fit_line(points: Sequence[Point]) -> Fit:
-    """Fit the line of the module's docstring; all coefficients are >= 0. Least squares of relative errors, so that a few slow steps (of
-    a disturbed machine) do not dominate. That alone puts the line too low: it is scaled so that its predictions add up to the
+    """Fit the line of the module's docstring; all coefficients are >= 0. Least squares of relative errors, so that a few slow steps
+    (of a disturbed machine) do not dominate. That alone puts the line too low: it is scaled so that its predictions add up to the
     seconds that were spent."""
     amounts, seconds, shares = np.array(points).T
     lines = np.stack([np.ones_like(amounts), amounts], axis=1)
@@ -108,7 +108,7 @@ def _busy(line: Line) -> tuple[float, float, float]:
 
 
 def decode_points(lines: Sequence[Line], workers: int) -> list[Point]:
-    """Mean seconds of a decode step against its mean batch, of lines with enough decoding. Means of linear costs are linear, too."""
+    """Mean seconds of a decode step against its mean batch, of lines with enough decoding. Means of linear costs are linear."""
     points = []
     for line in lines:
         _, busy, both = _busy(line)

@@ -1,12 +1,12 @@
-"""How long responses are; and those that belong together (a group's, or those of one eval call), from submission to last reward.
+"""Simulated responses: draws their lengths, and follows those of one group or eval call from submission to the last reward.
 
-Lengths are drawn per group, so that a prompt's answers may resemble each other:
+Lengths are drawn per group, so that responses to one prompt can be correlated:
 
     log x = log(median) + sigma * (sqrt(r) * z_prompt + sqrt(1 - r) * z_trajectory),   x then rounded into 1 ... max_tokens
 
-r is `prompt_variance_ratio`. A list is drawn from by the same normal variates, through its quantiles (a Gaussian copula).
-The generator is seeded by the group's own seed and nothing else is drawn from it before: the same group has the same
-lengths whichever profile runs, on whichever worker, after whatever happened.
+r is `prompt_variance_ratio`. The same normal variates draw from a list, through its quantiles (a Gaussian copula).
+The generator is seeded by the group's own seed and lengths are drawn first: a group has the same lengths under every profile,
+on every worker and after any restart.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from asyncrl_cli.simulate.workload import Decoding, Lengths
 STANDARD = NormalDist()
 RAISED = "the reward raised"
 Fate = tuple[int, float, float]
-"""Of one response: its length, how long its reward takes, and a uniform number that decides on it."""
+"""One response: its length in tokens, the seconds its reward takes, and a uniform number that decides the reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
-    """How long things take, and how long responses are.
+    """How long a worker's calls take (seconds), and how long responses are (tokens).
 
-    `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request, and nothing was drawn
-    from it before. `reward_s(rng)` of one trajectory, from the same generator; a share of `failure_ratio` raises.
-    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)` from the worker's own. `pause_s`: interrupting and resuming, beside the load
-    itself; `fetch_s`: receiving weights within the interrupt, where there is no second buffer. Progress is reported `progress_s`
-    after the last report at the earliest, after `poll_s` even if nothing has changed: long runs of many workers want both longer
-    than the real worker's.
+    `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request and not used before.
+    `reward_s(rng)`: for one trajectory, from the same generator; a share `failure_ratio` of rewards raises.
+    `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
+    without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. Progress is
+    reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of many workers
+    need larger values than the real worker's.
     """
 
     decoding: Decoding
@@ -59,7 +59,7 @@ class WorkerTimes:
 
 
 class ResponseLengths:
-    """Call it with a group's generator and n: the n response lengths, in tokens."""
+    """Draws response lengths: called with a group's generator and n, it returns n lengths in tokens."""
 
     def __init__(self, lengths: Lengths, max_response_tokens: int) -> None:
         self.max_response_tokens = max_response_tokens
@@ -99,13 +99,13 @@ def mean_tokens(lengths: Lengths, max_response_tokens: int) -> float:
 
 
 def fates(rng: random.Random, n: int, times: WorkerTimes) -> list[Fate]:
-    """Of n responses to one prompt. The lengths are drawn first: they are the same whatever the rewards do."""
+    """The fates of n responses to one prompt. Lengths are drawn first, so that they do not depend on the rewards."""
     lengths = times.response_tokens(rng, n)
     return [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
 
 
 class Responses:
-    """`done` is resolved by the last reward, or by the abort; `on_end` is called at each end of a response."""
+    """Responses of one group or eval call. `done` is resolved by the last reward or by `abort`; `on_end` is called as each ends."""
 
     def __init__(
         self, fates: Sequence[Fate], times: WorkerTimes, engine: SimulatedEngine, on_end: Callable[[], None] = lambda: None
@@ -124,13 +124,13 @@ class Responses:
         engine.submit(self._responses)
 
     def abort(self) -> None:
-        """What runs is cut, rewards that are being computed are lost."""
+        """Cut running responses short; rewards that are being computed are lost."""
         self.aborted = True
         self._engine.abort(self._responses)
         self._finish()
 
     def group_result(self, request: GroupRequest) -> GroupResult:
-        """As the real group runner makes it: trajectories whose reward raised leave, an aborted group has none."""
+        """The same as the real group runner's: without trajectories whose reward raised, and without any if aborted."""
         kept = [] if self.aborted else [response for response in self._responses if not self._fails(response)]
         tokens = sum(response.tokens for response in self._responses)
         return GroupResult(
@@ -142,7 +142,7 @@ class Responses:
         )
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
-        """What has its reward; an aborted eval has less of it."""
+        """The responses that have a reward; those of an aborted eval that have none count as failures."""
         rewarded = [response for response in self._responses if response.rewarded_s <= self._loop.time()]
         kept = [response for response in rewarded if not self._fails(response)]
         versions = {version for response in kept for version, _ in self._engine.version_tokens(response)}

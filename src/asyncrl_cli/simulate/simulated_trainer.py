@@ -1,4 +1,4 @@
-"""A simulated trainer, whose steps, gathers and publishes only take time; and a machine that it may share with rollout workers."""
+"""A simulated trainer, whose steps, gathers and publishes only take time, and the machine it may share with rollout workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SharedMachine:
     """A machine where trainer and rollout workers slow each other down.
 
     `generation_ratio`: how much longer decoding takes while the trainer computes (0.2 is 20%); `training_ratio`: how much longer
-    the trainer takes while all engines generate, and a share of that while only some do.
+    the trainer takes while all engines generate, and proportionally less while only some do.
     """
 
     def __init__(self, *, generation_ratio: float = 0.0, training_ratio: float = 0.0) -> None:
@@ -39,13 +39,13 @@ class SharedMachine:
         self._engines.remove(engine)
 
     def generating(self, change: int) -> None:
-        """An engine has begun (+1) or stopped (-1) to generate."""
+        """An engine has begun (+1) or stopped (-1) generating."""
         self._num_generating += change
         if self._training_ratio:
             self._changed.set()
 
     async def compute(self, seconds: float) -> float:
-        """The trainer computes what takes `seconds` on a machine of its own. Returns the seconds it took."""
+        """Do work of the trainer that takes `seconds` on a machine of its own. Returns the seconds it took here."""
         began_s = asyncio.get_running_loop().time()
         self._slow_engines(1 + self._generation_ratio)
         try:
@@ -56,7 +56,7 @@ class SharedMachine:
         return asyncio.get_running_loop().time() - began_s
 
     async def _compute_until_change(self, seconds: float) -> float:
-        """Returns what is left to compute."""
+        """Compute until the number of generating engines changes. Returns the seconds of work that are left."""
         loop = asyncio.get_running_loop()
         share = self._num_generating / len(self._engines) if self._engines else 0.0
         factor, began_s = 1 + self._training_ratio * share, loop.time()
@@ -78,8 +78,8 @@ class SharedMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerTimes:
-    """Seconds, on a machine of its own. `overhead_s` is part of a train call, but of none of its reported parts: the loop's timing
-    shows it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is none."""
+    """Seconds, on a machine of its own. `overhead_s` is part of a train call but not of its reported parts: the loop's timing shows
+    it as `other`. `old_logprob_tokens`: sampled tokens that the old-logprob pass scores; None if there is no such pass."""
 
     train_s: Callable[[TrainBatch], float]
     old_logprob_s: Callable[[TrainBatch], float] = lambda batch: 0.0

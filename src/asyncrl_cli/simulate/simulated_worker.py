@@ -1,10 +1,10 @@
 """A simulated rollout worker: an engine, rewards that take time, and the calls of `loop.ports.RolloutWorker`.
 
     generate -> engine (n sequences) --each end--> slot free, reward begins --all rewards--> GroupResult
-    prefetch -> second buffer -> load (drain | freeze) -> thaw -> on it goes
+    prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
-Its time in states is integrated by the meter of the real rollout actor (`loop.meters`). Nothing here runs per token, and per
-trajectory no task and no timer.
+Its time in states is integrated by the real rollout actor's meter (`loop.meters`). Nothing runs per token, and there is no task or
+timer per trajectory, so that runs of many workers simulate fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SimulatedWorker:
         self._begin()
 
     def _begin(self) -> None:
-        """What a process has, and what is lost when it ends."""
+        """Set up the state of one process: a restart begins anew with it."""
         self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
         self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
         self._engine = SimulatedEngine(self.slots, self._times.decoding, speed=self.speed, on_running=self._running)
@@ -81,7 +81,7 @@ class SimulatedWorker:
         return send_s
 
     def _receive(self, version: int) -> None:
-        """A transfer that comes again, or late, changes nothing."""
+        """Note a received version. A repeated or late transfer of an older one changes nothing."""
         self._received = max(self._received, version)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
@@ -130,7 +130,7 @@ class SimulatedWorker:
         await asyncio.sleep(self._times.restart_s(self._rng))
 
     async def _take(self, seconds: float, what: str) -> None:
-        """Fails as the real worker's call would if it takes longer than it may."""
+        """Let `seconds` pass. Raises ExecutorLost after weights.timeout_s, as the real worker's call would."""
         limit_s = self._times.weights_timeout_s
         if seconds > 0:
             await asyncio.sleep(min(seconds, limit_s))

@@ -1,6 +1,6 @@
 """The keys of a workload: how long a model's work takes, in physical units, and how much of it there is.
 
-A workload says nothing of any profile's speed: the loop's own code, on the virtual clock, finds that out.
+A workload does not contain any profile's speed: a simulation, which runs the loop's own code on a virtual clock, finds it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Decoding(Section):
     """Continuous batching in one rollout worker: a decode step takes `step_s + step_s_per_sequence * running`."""
 
     step_s: PositiveFloat
-    """Seconds of a decode step whatever runs (reading the weights, launching kernels)."""
+    """Seconds of a decode step that do not depend on what runs (reading the weights, launching kernels)."""
     step_s_per_sequence: NonNegativeFloat
     """Seconds that each running sequence adds to a decode step."""
     prefill_s_per_token: NonNegativeFloat = 0.0
@@ -46,8 +46,8 @@ class Decoding(Section):
     interference_ratio: NonNegativeFloat = 0.0
     """How much slower generation is while the trainer computes, where both share a machine: 0.2 is 20% longer."""
     crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a worker is beside other workers, where several fill one machine (colocate on CPUs); as by the trainer
-    (`interference_ratio`) if not given."""
+    """How much slower a worker is beside other workers, where several fill one machine (colocate on CPUs). Default: as much as
+    beside the trainer (`interference_ratio`)."""
 
 
 class Rewarding(Section):
@@ -63,7 +63,7 @@ class Training(Section):
     """An optimizer step takes `fixed_step_s + (step_s + tokens * s_per_token) * (gpus / reference_gpus) ** -scaling_exponent`."""
 
     step_s: NonNegativeFloat = 0.0
-    """Seconds of an optimizer step whatever it trains, on `reference_gpus`."""
+    """Seconds of an optimizer step that do not depend on its tokens, on `reference_gpus`."""
     s_per_token: NonNegativeFloat
     """Seconds per trained token (prompt and response), on `reference_gpus`."""
     old_logprob_s_per_token: NonNegativeFloat = 0.0
@@ -85,8 +85,8 @@ class Training(Section):
     interference_ratio: NonNegativeFloat = 0.0
     """How much longer a train step takes while rollouts run, where both share a machine."""
     crowding_ratio: NonNegativeFloat | None = None
-    """How much slower a rank is beside other ranks, where several fill one machine (colocate on CPUs); as by the rollouts
-    (`interference_ratio`) if not given."""
+    """How much slower a rank is beside other ranks, where several fill one machine (colocate on CPUs). Default: as much as beside
+    the rollouts (`interference_ratio`)."""
 
 
 class Syncing(Section):
@@ -95,19 +95,19 @@ class Syncing(Section):
     parameter_bytes: Bytes
     """Bytes of the published weights."""
     gather_bytes_per_s: Bytes
-    """Trainer: full parameters into buckets (stalls training)."""
+    """Trainer gathers full parameters into buckets (stalls training)."""
     send_bytes_per_s: Bytes
-    """Buckets to a worker's second buffer (stalls nobody)."""
+    """Buckets are sent to a worker's second buffer (stalls nobody)."""
     load_bytes_per_s: Bytes
-    """Copying in (stalls the worker)."""
+    """A worker copies received weights into its model (stalls the worker)."""
     pause_s: NonNegativeFloat = 0.0
     """Fixed cost of interrupting and resuming a worker."""
     colocated_s: NonNegativeFloat = 0.0
-    """Colocate: seconds per window in which the lease changes hands (sleep, wake, resharding); its load copies nothing else."""
+    """Colocate: seconds per window to hand the devices over (sleep, wake, resharding), in place of a gather, send and load."""
 
 
 class Reference(Section):
-    """A measured row that the workload was calibrated on, or is held against."""
+    """A measured row that the workload was calibrated on, or is compared with."""
 
     profile: str
     """Profile that was measured."""
@@ -118,7 +118,7 @@ class Reference(Section):
     parts_s: Tables
     """Measured seconds per window of some parts: keys are those of `timing/*_s` without prefix and unit, as wait_data, train."""
     calibrated: bool = True
-    """Whether the parameters were fitted to this row (false: a prediction is held against it)."""
+    """Whether the parameters were fitted to this row (false: it only checks a prediction)."""
     source: str = ""
     """Where it comes from."""
     evidence: Literal["measured", "published"] = "measured"

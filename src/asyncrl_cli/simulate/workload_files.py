@@ -1,8 +1,8 @@
-"""Workload files: where they lie, how they are checked, a profile as a workload runs it, and its measured rows simulated.
+"""Workload files: finds and checks them, lays their keys over a profile, and compares simulations with their measured rows.
 
     profile files (`extends`)  <  the workload's [profile]  <  its [profiles.NAME]  <  ASYNCRL_SECTION__KEY  <  --set
 
-All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, as `--set` has made it.
+All profiles of a comparison train the same number of groups: `windows` windows of the baseline's W, which `--set` may change.
 Evals and checkpoints are off: they cost every profile the same and would only blur the figures.
 """
 
@@ -34,9 +34,9 @@ LENGTH_KEYS = {
     "lognormal": (("median_tokens", "sigma"), "median_tokens = 1000.0 and sigma = 1.0, for example"),
     "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
 }
-"""What a distribution of lengths needs, and an example."""
+"""Per distribution of lengths: the keys it needs, and an example for a hint."""
 WINDOW = "window"
-"""The part that is the whole."""
+"""Name of the part that stands for the whole window."""
 MEASURED_WINDOWS = 6
 
 
@@ -78,8 +78,8 @@ def profile_for(
 ) -> Loaded:
     """The profile NAME or FILE with the workload's keys laid over it, below environment and `--set`.
 
-    What a FILE that is not shipped says itself lies above the workload's keys: its author chose it. The workload's [profiles.NAME]
-    holds for the shipped profile of that name and for files that extend it.
+    Keys in a FILE that is not shipped win over the workload's: its author chose them. The workload's [profiles.NAME] applies to the
+    shipped profile of that name and to files that extend it.
 
     It trains `groups` groups (by default `windows` windows of the baseline's W), rounded up to whole train steps.
     """
@@ -97,7 +97,7 @@ def profile_for(
 
 
 def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
-    """What the workload says of every profile, then what it says of this one."""
+    """The workload's keys for every profile, then its keys for this one."""
     origin = f"workload {workload.name}"
     common = flatten(workload.profile, origin)
     own = flatten(workload.profiles.get(profile_name, {}), origin)
@@ -105,7 +105,7 @@ def layers_of(workload: Workload, profile_name: str) -> list[Layer]:
 
 
 def _baseline_window_groups(workload: Workload, sets: Sequence[str], environ: Mapping[str, str] | None) -> int:
-    """W of the baseline, with the `--set`s that size a window: of the others it may not allow some, such as a staleness."""
+    """W of the baseline, with the `--set`s that size a window. Others may be invalid for the baseline, such as a staleness."""
     sizes = {key: value for key, value in set_layer(sets).values.items() if key in WINDOW_KEYS}
     own = Layer(origin="--set", values={"run.train_steps": 1} | sizes)
     return Schedule.of(load(BASELINE, environ=environ, layers=[*layers_of(workload, BASELINE), own]).profile).window_groups
@@ -125,7 +125,7 @@ def _locate(reference: str) -> Path:
 
 
 def _profile_problems(content: Mapping[str, Any], path: Path) -> Iterator[ConfigError]:
-    """What is wrong with the profile keys. A value where a table should be is one of the problems with the workload's own keys."""
+    """Problems with the profile keys. A value in place of a table is not among them: the workload's own schema reports it."""
     by_name, known = content.get("profiles", {}), shipped_profiles()
     by_name = by_name if isinstance(by_name, Mapping) else {}
     for name in (name for name in by_name if name not in known):
@@ -164,7 +164,7 @@ def _keys_of(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residual:
-    """`part`: `window` (all of it) or a name of `timing/*_s`. `source` and `evidence` are the row's."""
+    """Measured and simulated seconds of one part of a reference row. `part`: `window` (all of it) or a name in `timing/*_s`."""
 
     profile: str
     part: str
@@ -181,7 +181,7 @@ class Residual:
 
 
 def residuals(workload: Workload, *, windows: int = MEASURED_WINDOWS) -> list[Residual]:
-    """Simulates every reference for `windows` windows beyond the first and the last. Raises what a failed run failed with."""
+    """Simulates every reference for `windows` windows beyond the first and the last. Raises the error of a failed run."""
     return [residual for reference in workload.references for residual in _of_row(workload, reference, windows)]
 
 
@@ -214,7 +214,7 @@ def _of_row(workload: Workload, reference: Reference, windows: int) -> Iterator[
 
 
 def window_parts(run: SimulatedRun) -> dict[str, float]:
-    """Mean seconds per window of every part, without the run's first and last window (they begin empty and end in a last load)."""
+    """Mean seconds per window of every part, without the run's first window (starts empty) and last (ends with a last load)."""
     windows = sorted({line["window"] for line in run.lines})
     kept = windows[1:-1] if len(windows) > 2 else windows
     lines = [line for line in run.lines if kept[0] <= line["window"] <= kept[-1]]

@@ -1,9 +1,9 @@
-"""A profile's run on a virtual clock: the loop's own code, with workers and a trainer that a workload makes.
+"""Runs a profile on a virtual clock: the loop's own code, with simulated workers and a simulated trainer timed by a workload.
 
     profile --compile_job--> workers and ranks --costs--> simulated workers, trainer --Pipeline--> metrics lines
 
-The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Nothing of a run is kept but its metrics
-lines (and, if asked, what a picture of it needs): a simulated run may be as long as it likes.
+The clock is an asyncio event loop that never blocks: `time()` jumps to the next timer. Only a run's metrics lines are kept (and, if
+asked for, what a picture of it needs), so that long runs fit in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_SHOWN_WORKERS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
-    """`lines` are those of metrics.jsonl. `error`: what a run failed with; None if it ended well."""
+    """`lines` are those of metrics.jsonl. `error`: what the run failed with; None if it ended well."""
 
     lines: list[dict[str, Any]]
     error: AsyncrlError | None
@@ -54,8 +54,8 @@ def simulate(
 ) -> SimulatedRun:
     """Run `profile` (from `profile_for`) with the costs of `workload`. `groups` overrides the profile's length, in whole steps.
 
-    The prompts' response lengths depend on `seed` alone. Raises what is wrong with the profile, or what an observer raises; a run
-    that fails is returned with its `error`.
+    Response lengths depend on `seed` alone. Raises AsyncrlError for a wrong profile, and what an observer raises; the error of a
+    run that fails is returned in `error`.
     """
     job, settings = compile_job(profile, virtual_cluster(profile)), _settings(profile, seed, groups)
     costs = Costs(workload=workload, profile=profile, ranks=job.trainer_workers, workers=job.rollout_workers)
@@ -97,7 +97,7 @@ def _settings(profile: Profile, seed: int, groups: int | None) -> LoopSettings:
 
 
 def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWorker]]:
-    """Call inside the running loop."""
+    """The trainer and the workers. Call it inside the running loop."""
     workload, times, slots = costs.workload, costs.worker_times(), costs.profile.rollout.slots
     generation_ratio, training_ratio = workload.decoding.interference_ratio, workload.training.interference_ratio
     machine = SharedMachine(generation_ratio=generation_ratio, training_ratio=training_ratio)
@@ -106,7 +106,7 @@ def _team(costs: Costs, seed: int) -> tuple[SimulatedTrainer, list[SimulatedWork
 
 
 class NumberedFeed:
-    """Implements `loop.ports.Feed` with prompts p0, p1, ...; which one comes next is all its state."""
+    """Implements `loop.ports.Feed` with prompts p0, p1, ...; its only state is the next number."""
 
     def __init__(self) -> None:
         self._given = 0
@@ -126,7 +126,7 @@ class NumberedFeed:
 
 
 class _Recorder(Observer):
-    """Keeps lines and forgets the rest."""
+    """Keeps the metrics lines of a run."""
 
     def __init__(self, window_steps: int) -> None:
         self.lines: list[dict[str, Any]] = []
@@ -137,7 +137,7 @@ class _Recorder(Observer):
 
 
 class TrainedGroups(Observer):
-    """Tells after every train step how many groups have been trained."""
+    """Calls `tell` after every train step with the number of groups trained so far."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
         self._tell = tell
@@ -147,7 +147,7 @@ class TrainedGroups(Observer):
 
 
 class KeptTimeline(Observer):
-    """Keeps what a picture of a simulated run needs, of `MAX_SHOWN_WORKERS` workers at most."""
+    """Keeps what a picture of a simulated run needs, for at most `MAX_SHOWN_WORKERS` workers."""
 
     def __init__(self) -> None:
         self.spans: Spans = {}
@@ -175,7 +175,7 @@ class KeptTimeline(Observer):
 
 
 def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
-    """All of them, or `MAX_SHOWN_WORKERS` spread evenly from the first to the last."""
+    """Names of all rollout workers, or of `MAX_SHOWN_WORKERS` spread evenly from the first to the last."""
     names = of_role(roles, ROLLOUT)
     if len(names) <= MAX_SHOWN_WORKERS:
         return tuple(names)
@@ -183,7 +183,7 @@ def shown_workers(roles: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def of_role(roles: Mapping[str, str], role: str) -> list[str]:
-    """In the order of their numbers: rollout-2 before rollout-10."""
+    """Executors of a role, in the order of their numbers: rollout-2 before rollout-10."""
     return sorted((name for name, found in roles.items() if found == role), key=lambda name: (len(name), name))
 
 
@@ -192,7 +192,7 @@ class DeadlockError(RuntimeError):
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Calls `wait(timeout)` instead of waiting."""
+    """A selector that calls `wait(timeout)` instead of waiting."""
 
     def __init__(self, wait: Callable[[float | None], None]) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For one thread: without sockets, executors and `call_soon_threadsafe`."""
+    """An event loop whose clock jumps to the next timer. Single-threaded: no sockets, executors or `call_soon_threadsafe`."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -218,7 +218,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             raise DeadlockError(f"at {self._now_s:g} s nothing is scheduled and the work is not done")
         if timeout:
             self._now_s += timeout
-            self._clock_resolution = math.ulp(self._now_s)  # timers of this very moment are due: a nanosecond is none after a year
+            self._clock_resolution = math.ulp(self._now_s)  # the default, a nanosecond, is below a float's resolution in long runs
 
 
 def run_virtual(work: Coroutine[Any, Any, T], *, loop_factory: Callable[[], VirtualTimeLoop] = VirtualTimeLoop) -> T:

@@ -1,10 +1,10 @@
-"""Child processes for foreign code, which hangs, prints, exits, forks, imports the world and iterates over sets.
+"""Child processes for foreign code, which may hang, print, exit, fork, import anything or depend on the order of sets.
 
     parent -> child (stdin)     (role, arguments), then whatever the role reads
     child -> parent (stdout)    whatever the role writes
 
-A role is a function `role(requests, results, *arguments)`. What a parent sends is pickled: both ends are ours and of one version.
-A child dies with its parent. It leads a process group of its own, so that all that it has started ends with it.
+A role is a function `role(requests, results, *arguments)`. What the parent sends is pickled: both ends run the same version of our
+code. A child dies with its parent. It leads a process group of its own, so that everything it has started can be killed with it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class ChildTimedOut(ChildFailed):
 
 
 def command(function: Callable[..., Any]) -> list[str]:
-    """The name of the function's module is there for people who read `ps`: it says what the child is for."""
-    # -P: the working directory is no place to import from, unless a spec says so.
+    """The command line of a child. It ends with the name of the function's module only for people who read `ps`."""
+    # -P: do not import from the working directory, unless a spec says so.
     return [sys.executable, "-P", "-m", "asyncrl_cli.tasks.child", str(os.getpid()), function.__module__]
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's own, without Ray's token, and such that the child finds our package and starts no pool of compute threads."""
+    """This process's environment without Ray's variables (one is a token). The child finds our package; default: one thread."""
     root = str(Path(__file__).resolve().parents[2])
     search = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
@@ -51,10 +51,10 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, **variables: str) -> Any:
-    """What `function(*arguments)` returns, called in a child with these environment variables.
+    """Call `function(*arguments)` in a child with these environment variables, and return its result.
 
-    Raises ChildFailed, and an AsyncrlError that the function raises. The child's stdin and stdout are files: a pipe would end only
-    when no process that the function has started holds it.
+    Raises ChildFailed, or the function's AsyncrlError. The child's stdin and stdout are files: a pipe would stay open as long as
+    any process that the function has started holds it.
     """
     with TemporaryFile() as asked, TemporaryFile() as answered, TemporaryFile() as said:
         pickle.dump((_answer_once, (function, arguments)), asked)
@@ -94,7 +94,7 @@ def _answer_once(requests: BinaryIO, results: BinaryIO, function: Callable[..., 
 
 
 def kill_group(pid: int) -> None:
-    """A child, with everything that it has started in its process group."""
+    """Kill a child and everything that it has started in its process group."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -106,7 +106,7 @@ def how_it_ended(returncode: int | None) -> str:
 
 
 def main() -> None:
-    """The child. Foreign code cannot reach its pipes: what that prints goes to stderr, and the stdin that it sees is empty."""
+    """The child's entry point. Foreign code cannot reach the pipes: its prints go to stderr, and its stdin is empty."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[1]):

@@ -1,5 +1,5 @@
-"""Items from a file: jsonl (one object per line) or parquet, whose rows hold whatever Python values its columns have: times, dates,
-decimals, bytes, lists, dicts. Every complaint names the file and the line or row.
+"""Reads items from a jsonl file (one object per line) or a parquet file (whose columns may also hold times, dates, decimals, bytes,
+lists and dicts). Every error names the file and the line or row.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The items of a file, and how many rows were left out: `num_repeated` because their prompt is an earlier row's, `num_behind`
-    because they come after the last row that was wanted."""
+    """The items of a file, and how many rows were left out: `num_repeated` repeat an earlier row's prompt, `num_behind` come after
+    the last row that was wanted."""
 
     items: list[Item]
     num_repeated: int
@@ -36,9 +36,9 @@ class Read:
 
 
 def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, needs_answer: bool, limit: int | None) -> Read:
-    """The items whose prompts differ, the first `limit` of them.
+    """The first `limit` items with distinct prompts. Columns other than prompt and answer become an item's metadata.
 
-    `key` is the profile's key that names the file. All other columns become the item's metadata.
+    `key`: the profile's key that names the file, for errors. Raises ConfigError.
     """
     rows, count = (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
     items: dict[str, Item] = {}
@@ -71,7 +71,7 @@ def _readable(path: Path, key: str) -> Iterator[None]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`path:line`, its columns)."""
+    """(`path:line`, columns) of each row."""
     empty_at = ""
     for number, line in enumerate(read_lines(path), start=1):
         place = f"{path}:{number}"
@@ -79,7 +79,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         if not line.strip():
             empty_at = empty_at or place
             continue
-        if empty_at:  # an empty line at the very end is none
+        if empty_at:  # empty lines at the very end are allowed
             raise ConfigError(f"{empty_at}: the line is empty", hint="every line is one JSON object")
         yield place, _json_object(line, place)
 
@@ -181,7 +181,7 @@ def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`path:row`, its columns). Times keep microseconds: Python has no finer ones. ConfigError for what cannot be read."""
+    """(`path:row`, columns) of each row. Times are cut to microseconds, Python's finest. ConfigError for what cannot be read."""
     with _opened(path) as parquet:
         number = 0
         for batch in parquet.iter_batches(batch_size=ROWS_PER_BATCH):
@@ -199,7 +199,7 @@ def num_parquet_rows(path: Path) -> int:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A ParquetFile. ConfigError if it is none, has a column twice, or turns out to be damaged while it is read."""
+    """The open ParquetFile. ConfigError if it is not one, has a column twice, or proves damaged while it is read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -228,7 +228,7 @@ def _values(column: Any, where: str) -> list[Any]:
 
 
 def _without_nanoseconds(kind: Any) -> Any:
-    """The type with microseconds in place of nanoseconds, however deep they are."""
+    """The type with microseconds in place of nanoseconds, at any depth of nesting."""
     from pyarrow import duration, large_list, list_, map_, struct, time64, timestamp, types
 
     def element() -> Any:

@@ -1,11 +1,12 @@
-"""reasoning-gym: datasets found by name, imported one at a time, made with checked parameters; and prompts made of their entries.
+"""Prompts from reasoning-gym: finds datasets by name, imports only the one wanted, checks its parameters, makes its entries.
 
-`import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module takes a
-tenth of it. So the registry is read from the text of the sources, and while the wanted module is imported, empty packages stand in
-for those around it. They are removed afterwards: a later `import reasoning_gym` gets the real package.
+`import reasoning_gym` takes a second and a half (sympy, matplotlib, every dataset); one dataset's own module takes a tenth of
+that. So dataset names are read from the text of the sources, and while the wanted module is imported, empty packages stand in for
+the packages that contain it. They are removed afterwards: a later `import reasoning_gym` gets the real package.
 
-Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global generator, so that
-the same seed gives other entries in another process: that one fixes both. A resumed run must find the prompts that it began with.
+Prompts are made in a process of their own. Some datasets iterate over sets of strings or draw from the global generator, so the
+same seed gives different entries in different processes. That process fixes the hash seed and the global generator, because a
+resumed run must find the prompts that it began with.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MAX_TRIES_PER_PROMPT = 50
 MIN_TRIES = 500
 
 Registered = tuple[Callable[..., Any], Callable[..., Any], Mapping[str, Any]]
-"""A dataset's class, that of its configuration, and the types of its parameters."""
+"""A dataset's class, its configuration's class, and the types of its parameters by name."""
 
 
 def _root() -> Path:
@@ -54,7 +55,7 @@ def _root() -> Path:
 
 @cache
 def dataset_modules() -> Mapping[str, str]:
-    """Module of each dataset name, without importing any."""
+    """Dataset name -> module, without importing any."""
     root = _root()
     modules: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
@@ -67,7 +68,7 @@ def dataset_modules() -> Mapping[str, str]:
 
 
 def dataset_module(name: str) -> str:
-    """ConfigError with the nearest names if there is no such dataset."""
+    """The module of a dataset. ConfigError with the nearest names if there is no such dataset."""
     modules = dataset_modules()
     if name not in modules:
         nearest = difflib.get_close_matches(name, modules, n=3, cutoff=0.4)
@@ -97,7 +98,7 @@ def _imported(name: str, module: str) -> Registered:
 
 @contextmanager
 def _bare_packages_around(module: str) -> Iterator[None]:
-    """While active, reasoning_gym and the category's package are empty modules that submodules can be imported from."""
+    """While active, reasoning_gym and the category's package are empty packages whose submodules can be imported."""
     category, _, _ = module.removeprefix(f"{PACKAGE}.").partition(".")
     if PACKAGE in sys.modules or module.count(".") < 2:
         yield
@@ -117,13 +118,13 @@ def _bare_packages_around(module: str) -> Iterator[None]:
 def make_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
     """The dataset with these parameters: entries by index, and `score_answer(answer, entry)`.
 
-    ConfigError names the parameter that is wrong, and why.
+    Raises ConfigError that names the wrong parameter and why it is wrong.
     """
     dataset_class, config_class, kinds = _registered(name)
     checked = {key: _checked_param(name, kinds, key, value) for key, value in params.items()}
     own = {key: value for key, value in (("seed", seed), ("size", size)) if key in kinds}
     try:
-        with _bare_packages_around(dataset_module(name)):  # some read their data files by the package's name
+        with _bare_packages_around(dataset_module(name)):  # some datasets read data files by the package's name
             return dataset_class(config_class(**checked, **own))
     except Exception as error:
         raise _refused_params(name, params, error) from error
@@ -138,7 +139,7 @@ def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: Any) ->
         raise ConfigError(f'task.params.{key}: dataset "{name}" has no such parameter', hint=hint)
     kind = kinds[key]
     try:
-        # Plain numbers and texts must be what they claim to be; containers may come as TOML's lists and tables.
+        # Numbers and texts must have exactly the right type; containers may come as TOML's lists and tables.
         return TypeAdapter(kind).validate_python(value, strict=kind in (int, float, str, bool))
     except ValidationError as error:
         reason = error.errors()[0]["msg"].lower()
@@ -146,7 +147,7 @@ def _checked_param(name: str, kinds: Mapping[str, Any], key: str, value: Any) ->
 
 
 def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> ConfigError:
-    """Names the parameters that the dataset's own complaint mentions; all that were given, if it mentions none."""
+    """An error that names the parameters mentioned in the dataset's own error, or all that were given if it mentions none."""
     reason = str(error) or type(error).__name__
     named = [key for key in params if key in reason] or list(params)
     given = ", ".join(f"task.params.{key} = {params[key]!r}" for key in named)
@@ -157,10 +158,10 @@ def _refused_params(name: str, params: Mapping[str, Any], error: Exception) -> C
 
 
 def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
-    """`num_prompts` of the reward's dataset by stream: an independent, reproducible sequence of items, with their entries as
-    metadata. Streams share no prompt.
+    """Items of the reward's dataset: `num_prompts[stream]` of them for each stream, with their entries as metadata.
 
-    Raises ConfigError for what is wrong with the dataset's parameters or the numbers.
+    A stream is an independent, reproducible sequence; no prompt is in two of them. Raises ConfigError for wrong parameters, or if
+    the dataset has too few prompts.
     """
     try:
         return cast(dict[str, list[Item]], call_once(_made, spec, num_prompts, timeout_s=GENERATE_TIMEOUT_S, PYTHONHASHSEED="0"))
@@ -169,16 +170,16 @@ def make_entries(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, 
 
 
 def _made(spec: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
-    """In the child."""
-    random.seed(0)  # some draw from the global generator
+    """`make_entries`, in the child."""
+    random.seed(0)  # some datasets draw from the global generator
     taken: set[str] = set()
     return {stream: _distinct(spec, stream, num, taken) for stream, num in num_prompts.items()}
 
 
 def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[Item]:
-    """`num` entries whose prompts differ from each other and from `taken`, which grows by them.
+    """`num` items whose prompts differ from each other and from `taken`; their prompts are added to `taken`.
 
-    ConfigError with the numbers if the dataset keeps repeating itself.
+    Raises ConfigError with the numbers if the dataset keeps repeating itself.
     """
     found: list[Item] = []
     num_tries, chunk, chunk_size = 0, 0, max(num, MIN_TRIES)
@@ -198,7 +199,7 @@ def _distinct(spec: RewardSpec, stream: str, num: int, taken: set[str]) -> list[
 
 
 def stream_seed(name: str, params: Mapping[str, Any], stream: str) -> int:
-    """Item i of a dataset is made from seed + i: seeds must lie far apart, or two streams share their items."""
+    """The seed of a stream. A dataset makes item i from seed + i, so seeds must lie far apart, or two streams share items."""
     content = json.dumps([name, params, stream], sort_keys=True, default=repr)
     return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "little") % 2**31
 
@@ -209,7 +210,7 @@ def _entries(spec: RewardSpec, seed: int, size: int) -> Iterator[tuple[str, Entr
         try:
             entry = dataset[index]
             prompt = str(entry["question"]) if spec.adapter == "plain" else WORKED[spec.dataset].prompt(entry)
-        except IndexError:  # fewer than its size, as some datasets of a finite stock have
+        except IndexError:  # some datasets have a finite stock, smaller than `size`
             return
         except Exception as error:
             raise _refused_params(spec.dataset, spec.params, error) from error

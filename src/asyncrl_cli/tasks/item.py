@@ -1,13 +1,13 @@
-"""An item: one prompt of a dataset, with a uid made from its content; and the worked form of prompts, for `builtin:tiny`.
+"""Items: one prompt of a dataset each, with a uid made from its content. And the worked form of prompts, for `builtin:tiny`.
 
-In its worked form a dataset has compact prompts whose answers are worked out in writing. A format turns an entry into such a
-prompt, knows how a correct response is worked out, and whether one is correct. Pure text: no model, no tensor.
+In its worked form a dataset has compact prompts, and responses write out their working before the answer. A format turns an entry
+into such a prompt, writes a correct response, and tells whether a response is correct. Pure text: no model, no tensor.
 
     entry     Sort these numbers in ascending order: 11.0, 5.0, 2.0
     prompt    <b52=
     response  5b2,52b,25b        every swap of neighbours writes the list again; the last list is the answer
-    right     25b                nothing else is correct
-    answer    [2, 5, 11]         what the dataset's own verifier is given, if task.reward = "dataset"
+    right     25b                the only correct last list
+    answer    [2, 5, 11]         what the dataset's own verifier gets, if task.reward = "dataset"
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 from uuid import UUID
 
 Item = Mapping[str, Any]
-"""`{"uid": str, "prompt": str, "answer": str | None, "metadata": {...}}`; metadata holds whatever Python values a source has."""
+"""`{"uid": str, "prompt": str, "answer": str | None, "metadata": {...}}`; metadata holds any Python values of the source."""
 PLAIN = (str, bytes, Number, type(None), date, time, timedelta, UUID)
-"""Values that `repr` tells apart. A `datetime` is a `date`, a `Decimal` a `Number`."""
+"""Types whose `repr` identifies the value. `datetime` is a subclass of `date`; `Decimal` is registered as a `Number`."""
 DIGITS = "0123456789ab"
 Entry = Mapping[str, Any]
 """An entry of a reasoning-gym dataset: `question`, `answer` and `metadata`."""
@@ -43,8 +43,8 @@ def content_uid(prompt: str, answer: str | None) -> str:
 
 
 def fingerprint(items: Iterable[Item]) -> str:
-    """Of a list of items in their order, with all that a reward sees of them: equal fingerprints mean that a saved cursor points
-    at the same prompt, and that it is rewarded as before. The same in every process."""
+    """Digest of a list of items in order, with all that a reward sees of them. Equal fingerprints mean that a saved cursor points
+    at the same prompt and that the prompt is rewarded as before. The same in every process."""
     content = hashlib.blake2b(digest_size=16)
     for item in items:
         content.update(f"{item['uid']} {_canonical(item['metadata'])}\n".encode("utf-8", "surrogatepass"))
@@ -52,7 +52,7 @@ def fingerprint(items: Iterable[Item]) -> str:
 
 
 def _canonical(value: Any) -> str:
-    """Equal values give equal texts, whatever the process. Of an object that is no plain value only its type counts."""
+    """A text that is the same for equal values in every process. Of objects that are not plain values only the type counts."""
     kind = type(value).__name__
     if type(value) in (str, float):
         return repr(value)
@@ -60,15 +60,15 @@ def _canonical(value: Any) -> str:
         return f"{kind}{{{','.join(f'{_canonical(key)}:{_canonical(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, (list, tuple)):
         return f"{kind}[{','.join(map(_canonical, value))}]"
-    if isinstance(value, (set, frozenset)):  # strings hash differently in each process, and order sets
+    if isinstance(value, (set, frozenset)):  # string hashes, and so the order of sets, differ between processes
         return f"{kind}[{','.join(sorted(map(_canonical, value)))}]"
     if type(value) is int:
-        return hex(value)  # decimal digits are limited in number
+        return hex(value)  # Python limits the length of decimal digits
     return repr(value) if isinstance(value, PLAIN) else kind
 
 
 class NumberSortingFormat:
-    """Bubble sort in writing: `<` or `>`, one character per number; each swap of the first neighbours out of order is a new list.
+    """Bubble sort in writing. A prompt is `<` or `>` and one character per number; every swap of neighbours writes a new list.
 
     The number of swaps grows with the square of the list's size and its text with the cube, so responses are
     long-tailed although list sizes are uniform. Twelve values, because with ten there are too few short lists.
@@ -82,7 +82,7 @@ class NumberSortingFormat:
         "min_value": 0,
         "max_value": 11,
     }
-    """`task.params` overrides them one by one."""
+    """`task.params` overrides single ones."""
 
     def prompt(self, entry: Entry) -> str:
         direction = "<" if _sign(entry) > 0 else ">"
@@ -94,7 +94,7 @@ class NumberSortingFormat:
         return _written(_bubble(_numbers(entry), sign=_sign(entry)))
 
     def flawed_demonstration(self, item: Item, rng: Random) -> str:
-        """Stops before the list is sorted; one that is sorted already gets a wrong number in it."""
+        """A wrong response: it stops before the list is sorted, or miscopies a number of a list that is sorted already."""
         entry = item["metadata"]["entry"]
         lists = _bubble(_numbers(entry), sign=_sign(entry))
         if len(lists) > 1:
@@ -104,14 +104,14 @@ class NumberSortingFormat:
         return _text(miscopied)
 
     def answer(self, response: str) -> str:
-        """What the dataset's verifier is given for this response; it need not be well-formed."""
+        """What the dataset's verifier gets for this response, which need not be well-formed."""
         digits = response.rpartition(",")[2]
         if not all(digit in DIGITS for digit in digits):
             return digits
         return "[" + ", ".join(str(DIGITS.index(digit)) for digit in digits) + "]"
 
     def is_correct(self, response: str, entry: Entry) -> bool:
-        """Exactly the right list: number_sorting's own verifier also takes numbers that are 1 off."""
+        """Whether the last list is exactly right; number_sorting's own verifier also accepts numbers that are off by 1."""
         return response.rpartition(",")[2] == _text(sorted(_numbers(entry), reverse=_sign(entry) < 0))
 
 
@@ -132,7 +132,7 @@ def _text(numbers: Sequence[int]) -> str:
 
 
 def _written(lists: Sequence[Sequence[int]]) -> str:
-    """All lists after the first, which stands in the prompt; that one if there is no other."""
+    """All lists after the first, which is in the prompt already; the first one if there is no other."""
     return ",".join(_text(numbers) for numbers in (lists[1:] or lists))
 
 

@@ -1,7 +1,7 @@
-"""`task.reward` -> the spec of a reward that has been tried.
+"""Turns `task.reward` into a RewardSpec, and tries a user's function out before the run begins.
 
-Where the module of a user's function lies is written down when a run begins, and a resume imports it from there only: a resume may
-be typed anywhere, and what lies there by that name is not the run's.
+A run records the file of its reward function's module, and a resume imports it only from there: a resume may be started in any
+directory, where a module of the same name would be another one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModule:
-    """The record. `file` is absolute; "" for a module that has none, which Python brings along. `sha256` is "" for one in an
+    """The record in reward.json. `file` is absolute, or "" for a built-in module of Python. `sha256` is "" for a module in an
     archive."""
 
     schema_version: int
@@ -46,10 +46,10 @@ def resolve_reward(
     timeout_s: float = START_LIMIT_S,
     only_file: str | None = None,
 ) -> RewardSpec:
-    """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried in a process of its own.
+    """The spec of `task.reward`; `dataset` is "" for files. A `module:function` is tried out in a child process.
 
-    `timeout_s` is that of one reward; the module's import may take as long, and at least START_LIMIT_S. `only_file`: the module is
-    imported from this file or not at all.
+    `timeout_s`: the limit of one reward; the module's import may take as long, or START_LIMIT_S if that is more. `only_file`: the
+    module must be imported from this file. Raises ConfigError.
     """
     if reward == "auto":
         reward = "dataset" if dataset and adapter == "plain" else "exact-match"
@@ -80,7 +80,7 @@ def resolve_reward(
 
 
 def _import_root(module: str, file: str) -> str:
-    """The directory that the module is found in by its name."""
+    """The directory in which the module can be found by its name."""
     if file == "":
         return ""
     parents = Path(file).parents
@@ -88,7 +88,7 @@ def _import_root(module: str, file: str) -> str:
 
 
 def _tried(spec: RewardSpec, limit_s: float) -> str:
-    """The file of the function's module, as a process that does nothing else has found it. ConfigError if it cannot be used."""
+    """Try the function out in a child. Returns the file of its module. ConfigError if the function cannot be used."""
     try:
         return str(call_once(_try_out, spec, timeout_s=limit_s))
     except ChildTimedOut:
@@ -101,7 +101,7 @@ def _tried(spec: RewardSpec, limit_s: float) -> str:
 
 
 def _try_out(spec: RewardSpec) -> str:
-    """In the child."""
+    """Runs in the child."""
     try:
         build_scorer(spec)
         return module_file(spec)
@@ -110,7 +110,7 @@ def _try_out(spec: RewardSpec) -> str:
 
 
 def keep_reward_module(run_dir: Path, function: str, file: str) -> None:
-    """Write the record of a new run's reward function; that of a resumed one stays."""
+    """Write the record of a new run's reward function; a resumed run keeps its record."""
     path = run_dir / RECORD
     if function and not path.exists():
         sha256 = _sha256(file) if os.path.isfile(file) else ""
@@ -119,7 +119,7 @@ def keep_reward_module(run_dir: Path, function: str, file: str) -> None:
 
 
 def recorded_module(run_dir: Path, function: str) -> tuple[str, str]:
-    """The file of the run's reward function, and a note for the user. RefusedError if there is no record, or no such file."""
+    """The recorded file of the run's reward function, and a note for the user. RefusedError if record or file is missing."""
     path = run_dir / RECORD
     if not path.exists():
         raise RefusedError(

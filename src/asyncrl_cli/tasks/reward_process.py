@@ -1,4 +1,4 @@
-"""A reward process as the pool sees it: started, asked, watched, killed if it hangs."""
+"""A process that computes rewards, seen from the pool: starts it, asks it, watches it, kills it if it hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MAX_WATCH_PERIOD_S = 0.25
 
 
 class CannotScore(Exception):
-    """No process can be started, or none lives long enough; `str(error)` says why."""
+    """No process can be started, or none lives long enough to score; `str(error)` says why."""
 
 
 class Died(Exception):
-    """The process ended before its answer; `str(error)` says how. `is_culprit`: it died in this very reward."""
+    """The process ended before it answered; `str(error)` says how. `is_culprit`: it was computing this reward when it died."""
 
     def __init__(self, how: str, is_culprit: bool) -> None:
         super().__init__(how)
@@ -31,9 +31,9 @@ class Died(Exception):
 
 
 async def start_process(spec: RewardSpec, timeout_s: float) -> RewardProcess:
-    """Raises CannotScore if the system gives no process."""
+    """Raises CannotScore if the system cannot start a process."""
     try:
-        with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes when it is closed
+        with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
             os.truncate(shared.fileno(), mmap.PAGESIZE)
             process = await asyncio.create_subprocess_exec(
                 *command(serve),
@@ -46,7 +46,7 @@ async def start_process(spec: RewardSpec, timeout_s: float) -> RewardProcess:
             assert process.stdin is not None
             process.stdin.write(pickle.dumps((serve, (spec, timeout_s, shared.fileno()))))
             return RewardProcess(process, Board(shared.fileno()), timeout_s)
-    except OSError as error:  # no memory, no process or no file to be had
+    except OSError as error:  # out of memory, processes or file descriptors
         raise CannotScore(f"a reward process cannot be started: {error}") from error
 
 
@@ -63,7 +63,7 @@ class RewardProcess:
         self.is_over = False
 
     async def greeting(self) -> int:
-        """How many rewards it takes at once. Raises CannotScore with the reason if it takes none."""
+        """Wait for the process's first line: how many rewards it takes at once. Raises CannotScore if it cannot score."""
         limit_s = max(START_TIMEOUT_S, self._timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
@@ -75,7 +75,7 @@ class RewardProcess:
         return greeting[1]
 
     def ask(self, request_id: int, request: bytes) -> asyncio.Future[Outcome]:
-        """The answer to come; Died where the process ends before it."""
+        """Send a request; the future gets its outcome, or Died if the process ends first."""
         assert self._process.stdin is not None
         if not self._waiting:
             self._last_news_s = asyncio.get_running_loop().time()
@@ -84,7 +84,7 @@ class RewardProcess:
         return answer
 
     async def serve(self) -> None:
-        """Until the process ends, or is killed because it hangs."""
+        """Deliver answers until the process ends, or is killed because it hangs."""
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(self._watch(), name="watch rewards")
             while (answer := await self._next_answer()) is not None:
@@ -95,13 +95,13 @@ class RewardProcess:
             watch.cancel()
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
-        """None if the process ends."""
+        """The next (id, outcome); None if the process has ended."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
     async def _watch(self) -> None:
-        """Kill the process when a reward runs too long, or when rewards are due and nothing comes back at all."""
+        """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long."""
         period_s = min(MAX_WATCH_PERIOD_S, self._timeout_s / 4)
         while not self._killed_for:
             await asyncio.sleep(period_s)
@@ -114,8 +114,8 @@ class RewardProcess:
         kill_group(self.pid)
 
     async def end(self) -> str:
-        """End it, and fail what it still owes. An idle process exits at the end of its stdin; a busy one, or one that stays, is
-        killed. Returns how it ended if it was idle and had given no result, else ""."""
+        """End the process and fail its unanswered requests. An idle process exits when its stdin closes; a busy one, or one that
+        stays, is killed. Returns how it ended if it was idle and had never given a result, else ""."""
         assert self._process.stdin is not None
         self.is_over = True
         self._process.stdin.close()
@@ -133,7 +133,7 @@ class RewardProcess:
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
     def _fail_waiting(self, culprit: int, how: str) -> None:
-        """The reward that hung fails for that; all others may be asked of another process."""
+        """Fail unanswered requests: the one that hung with that reason; all others with Died, so that another process is asked."""
         for request_id, waiting in self._waiting.items():
             if self._killed_for and culprit in (request_id, IDLE):
                 waiting.set_result(self._killed_for)

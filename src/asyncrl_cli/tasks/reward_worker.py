@@ -1,11 +1,11 @@
-"""The child's side of a reward pool: scores the requests that come, and says on a board which one is running.
+"""The reward process's own side: scores requests, and writes on a shared board which one is running.
 
     pool -> child    pickles: (id, item, response)
     child -> pool    lines of JSON: [id, reward], or [id, "why there is none"]
 
-Its first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time; async ones
-run together, each with a timeout of its own while it awaits. The pool kills the process when the board shows the same reward for
-longer than the timeout.
+The child's first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time;
+async ones run together, each with a timeout of its own while it awaits. The pool kills the process if the board shows the same
+reward for longer than the timeout.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Request = tuple[int, Item, str]
 
 
 class Board:
-    """16 bytes that pool and child share: the id that is running (0: none) and when it began (system-wide clock).
+    """16 bytes that pool and child share: the id of the running request (0: none) and when it began (system-wide clock).
 
-    If the child hangs in C code or dies, only this tells which reward was the culprit.
+    If the child hangs in C code or dies, only the board tells which reward was the cause.
     """
 
     def __init__(self, fd: int) -> None:
@@ -55,13 +55,13 @@ class Board:
         self.enter(IDLE)
 
     def read(self) -> tuple[int, float]:
-        """(id, seconds it has run). A read may fall between the two halves of a write: read twice, then act."""
+        """(id, seconds it has run). A read may see half of a write: act only after two reads with the same id."""
         request_id, since_s = _ENTRY.unpack_from(self._memory, 0)
         return request_id, time.monotonic() - since_s
 
 
 def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: float, board_fd: int) -> None:
-    """The child's role: an outcome for each request, until stdin ends."""
+    """The child's role: answer each request with its outcome, until stdin ends."""
     try:
         scorer = build_scorer(spec)
     except (Exception, SystemExit) as error:
@@ -109,7 +109,7 @@ class _Worker:
             _answer(self.results, request_id, outcome)
 
     async def serve_awaiting(self, requests: BinaryIO) -> None:
-        """Async rewards, all that come: the pool sends no more than MAX_AWAITING at once."""
+        """Run all async rewards that come at once: the pool sends at most MAX_AWAITING."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
 
         def read() -> None:
@@ -144,8 +144,8 @@ class _Worker:
 
 @types.coroutine
 def announced(work: Coroutine[Any, Any, Any], request_id: int, board: Board) -> Generator[Any, Any, Any]:
-    """`await work`, with its id on the board whenever it is really running, not while it awaits: blocking code in an
-    async reward stops the whole event loop, and the pool must know whose it is."""
+    """`await work`, with `request_id` on the board only while `work` is really running, not while it awaits: blocking code in an
+    async reward stops the whole event loop, and the pool must know which reward does so."""
     send, argument = work.send, None
     while True:
         board.enter(request_id)
@@ -157,12 +157,12 @@ def announced(work: Coroutine[Any, Any, Any], request_id: int, board: Board) -> 
             board.leave()
         try:
             send, argument = work.send, (yield awaited)
-        except BaseException as error:  # also a cancellation or a timeout: hand it to the work itself
+        except BaseException as error:  # also a cancellation or a timeout: throw it into the work
             send, argument = work.throw, error
 
 
 def describe(error: BaseException) -> str:
-    """One line that any file takes: the error and the place it was raised at."""
+    """The error and where it was raised, as one line that any encoding can write."""
     message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
     place = ""
     frames = traceback.extract_tb(error.__traceback__)

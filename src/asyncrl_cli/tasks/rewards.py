@@ -4,13 +4,13 @@
                   ^           |
                   +-----------+  the process has died: ask again, unless this reward was running in two that died
 
-A process has one place for ordinary rewards, or 128 for async ones. A reward that runs longer than the timeout is killed with its
-process. So every `score` ends: with a reward, or with RewardFailed.
+A process has one place for an ordinary reward, or 128 for async ones. If a reward runs longer than the timeout, its process is
+killed. So every `score` ends: with a reward, or with RewardFailed.
 
-Why not pebble: a pool on pebble 5.2 failed 10 of the 60 tests of this one. A process killed while it is idle breaks pebble's pool
-for good. Its processes run one task at a time: 100 async rewards of 0.2 s took 20 s, and take 0.25 s here. A process that a reward
-has started outlives the reward that is killed. Each process imports the parent's main module, which is Ray in a Ray worker (a start
-of 2.3 s, here 0.8 s). loky and concurrent.futures have no time limit for a task.
+Why not pebble: a pool on pebble 5.2 failed 10 of this pool's 60 tests. Killing an idle process breaks pebble's pool for good. Its
+processes run one task at a time: 100 async rewards of 0.2 s took 20 s; here they take 0.25 s. Processes started by a reward survive
+when it is killed. Each process imports the parent's main module, which in a Ray worker is Ray (a start takes 2.3 s; here 0.8 s).
+loky and concurrent.futures have no time limit for a task.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from asyncrl_cli.tasks.scoring import RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
 MAX_DEATHS_OF_REWARD = 2
-"""A reward that was running in so many processes when they died is what kills them. Once may be somebody's `kill`."""
+"""A reward fails if this many processes died while computing it. A single death may have another cause."""
 MAX_IDLE_DEATHS = 4
-"""Processes that died one after the other, idle and without any result: no use to start another."""
+"""After this many processes in a row died idle and without any result, no further one is started."""
 CLOSED = "the reward pool is closed"
 
 
@@ -41,7 +41,7 @@ class RewardFailed(Exception):
 
 
 class _Place(NamedTuple):
-    """Holds one reward at a time. The lowest numbers are taken first, so that rewards spread over the processes."""
+    """A place for one reward in a process. Lower numbers are taken first, so that rewards spread over the processes."""
 
     number: int
     serial: int
@@ -49,7 +49,7 @@ class _Place(NamedTuple):
 
 
 def default_workers() -> int:
-    """Half of the cores that this process may use, from one to four: generation has the others."""
+    """Half of the cores that this process may use, from one to four: the others are for generation."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
 
@@ -71,7 +71,7 @@ class RewardPool:
 
     @property
     def child_pids(self) -> list[int]:
-        """Of the processes that score right now."""
+        """Pids of the processes that are ready to score."""
         return [process.pid for process in self._processes]
 
     async def start(self) -> None:
@@ -82,7 +82,7 @@ class RewardPool:
             raise ExecutorFailed(f"rewards cannot start: {self._broken}")
 
     async def score(self, item: Item, response_text: str) -> float:
-        """Raises RewardFailed when there is no reward."""
+        """The reward of a response. Raises RewardFailed if there is none."""
         self._begin()
         request_id, num_deaths = next(self._ids), 0
         try:
@@ -102,7 +102,7 @@ class RewardPool:
             return outcome
 
     async def close(self) -> None:
-        """End the processes; rewards still waited for fail."""
+        """End the processes; pending rewards fail."""
         self._broken = self._broken or CLOSED
         self._begin().cancel()
         await asyncio.wait({self._begin()})
@@ -125,7 +125,7 @@ class RewardPool:
             self._wake()
 
     async def _keep_process(self) -> None:
-        """One process after another. Raises CannotScore."""
+        """Keep one process running: start another when it dies. Raises CannotScore if that is no use."""
         num_idle_deaths = 0
         while True:
             process, died_idle = await start_process(self._spec, self._timeout_s), ""
@@ -145,7 +145,7 @@ class RewardPool:
                 raise CannotScore(f"{MAX_IDLE_DEATHS} reward processes in a row died ({died_idle})")
 
     async def _ask(self, request_id: int, request: bytes) -> Outcome:
-        """In the next free place of a process that lives. Raises Died, and RewardFailed if no process is left."""
+        """Compute a request in the next free place of a live process. Raises Died, or RewardFailed if the pool is broken."""
         while not self._broken:
             place = await self._places.get()
             if place.process is not None and not place.process.is_over:
@@ -156,10 +156,10 @@ class RewardPool:
         raise RewardFailed(self._broken)
 
     def _give_back(self, place: _Place, answer: asyncio.Future[Outcome]) -> None:
-        """Only when the process has answered: one whose reward was cancelled still computes it."""
-        answer.exception()  # nobody else looks at it if the reward was cancelled
+        """Free the place, only once the process has answered: a process still computes a reward whose `score` was cancelled."""
+        answer.exception()  # mark it as retrieved: nobody else does if `score` was cancelled
         self._places.put_nowait(place)
 
     def _wake(self) -> None:
-        """Give a waiting `_ask` a place without a process: it sees that the pool is broken, and wakes the next one."""
+        """Wake one waiting `_ask` with a place that has no process: it sees that the pool is broken and wakes the next one."""
         self._places.put_nowait(_Place(0, 0, None))

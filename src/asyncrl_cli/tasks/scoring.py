@@ -1,7 +1,7 @@
-"""The rewards themselves, built from a RewardSpec in the process that runs them.
+"""Scorers: the functions that compute rewards, built from a RewardSpec in the process that runs them.
 
-A scorer is called with (item, response) and returns a number, or is a coroutine function. If it cannot tell it raises, and never
-returns 0 for that. A response without an answer, or with one that cannot be read, is simply wrong: 0.
+A scorer takes (item, response) and returns a number; it may be a coroutine function. If it cannot score, it raises instead of
+returning 0. A response without an answer, or with an unreadable one, is simply wrong: 0.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """What a task's reward is, small and picklable.
+    """Describes a task's reward; small and picklable.
 
-    `dataset` and `params` say which verifier and whose items; `adapter` how the answer is found in a response.
-    `import_path` is the directory that a `module:function` is looked up in first: where the command was started.
-    `module_file` is where it was found; `only_there`: it is imported from that file or not at all.
+    `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
+    in a response. `import_path`: the directory in which a `module:function` is looked up first (where the command was started).
+    `module_file`: the file in which it was found. `only_there`: it must be imported from that file.
     """
 
     kind: Literal["dataset", "exact-match", "math-verify", "function"]
@@ -46,7 +46,7 @@ class RewardSpec:
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:
-    """Raises whatever building it raises: the import of a function, a missing package, parameters of a dataset."""
+    """The scorer of a spec. Raises any error of importing a function or package, or of a dataset's parameters."""
     if spec.kind == "dataset":
         return _dataset_scorer(spec)
     if spec.kind == "exact-match":
@@ -61,7 +61,7 @@ def is_async(scorer: Scorer) -> bool:
 
 
 def checked_reward(value: object) -> float:
-    """A finite number, or TypeError / ValueError: a reward that is None or NaN is a failure, not a small reward."""
+    """The reward as a float. Raises TypeError or ValueError unless it is a finite number: None or NaN is a failure, not 0."""
     if not isinstance(value, numbers.Real):
         raise TypeError(f"the reward returned {type(value).__name__}, not a number: {value!r:.80}")
     reward = float(value)
@@ -100,7 +100,8 @@ def _exact_match_scorer(spec: RewardSpec) -> Scorer:
 def _math_verify_scorer() -> Scorer:
     from math_verify import parse, verify
 
-    # Its own timeouts end in a silent False; ours, around the process, end in a counted failure. It warns about that.
+    # math-verify's own timeouts silently return False, so they are switched off (it warns about that). Ours, around the process,
+    # counts a failure.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     @lru_cache(maxsize=1024)
@@ -126,7 +127,7 @@ def _import_function(spec: RewardSpec) -> Scorer:
 
 
 def module_file(spec: RewardSpec) -> str:
-    """Of the function's module, found but not run; "" if it has none, or if there is no function."""
+    """The file of the function's module, which is found but not run; "" if it has no file, or if there is no function."""
     if spec.kind != "function":
         return ""
     found = importlib.util.find_spec(spec.function.partition(":")[0])
@@ -143,7 +144,7 @@ def _checked_function(found: object, name: str) -> Scorer:
         raise TypeError(f"{name} yields values; a reward returns one number")
     try:
         signature = inspect.signature(found)
-    except ValueError:  # of some functions in C nothing is known
+    except ValueError:  # some functions in C have no signature
         return found
     try:
         signature.bind({}, "")

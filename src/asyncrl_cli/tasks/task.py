@@ -21,22 +21,22 @@ from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 
 SOURCES = ("reasoning-gym", "jsonl", "parquet")
 MADE_PROMPTS = 4096
-"""Training prompts of a reasoning-gym dataset, if `task.train_prompts` does not say: it could make any number."""
+"""Training prompts made by a reasoning-gym dataset if `task.train_prompts` is not set: a dataset could make any number."""
 HELD_OUT_AT_LEAST = 512
-"""Eval prompts made of a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the training
-prompts, which are all others: so it is the same model for any smaller `eval.prompts`."""
+"""Minimum of eval prompts made by a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the
+training prompts, which exclude these, so it is the same model for every smaller `eval.prompts`."""
 
 Demonstration = Callable[[Item, Random], str] | None
 Splits = tuple[list[Item], list[Item], list[str]]
-"""Of a file: training items, eval items, and notes."""
+"""What files give: training items, eval items, and notes for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """No prompt of `eval` is among those of `train`, and no prompt is there twice.
+    """Items and reward of a task. All prompts differ, also between `train` and `eval`.
 
-    `eval` does not depend on the run's seed, so runs of different seeds compare. builtin:tiny learns from the demonstrations, right
-    ones and flawed ones; None if there are none. `notes` are for the user: what was left out of the source, and why.
+    `eval` does not depend on the run's seed, so runs with different seeds can be compared. builtin:tiny learns from demonstrations,
+    correct and flawed ones (None if the task has none). `notes` tell the user what was left out of the source, and why.
     """
 
     name: str
@@ -49,9 +49,9 @@ class Task:
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
-    """Raises ConfigError for what is wrong in the profile or in a file.
+    """The task of a profile. Raises ConfigError for errors in the profile or in a file.
 
-    `run_dir`: of the run that is resumed. Its reward function comes from where it came from then; RefusedError if that cannot be.
+    `run_dir`: set for a resumed run, whose reward function is imported from the recorded file; RefusedError if that is impossible.
     """
     kind, colon, name = profile.task.source.partition(":")
     if kind not in SOURCES or not (colon and name):
@@ -102,7 +102,7 @@ def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
 
 
 def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[Item]]:
-    """With HELD_OUT_AT_LEAST eval prompts, if the dataset has so many beside the others."""
+    """The items by stream; in the worked form with HELD_OUT_AT_LEAST eval prompts, if the dataset has that many."""
     if reward.adapter == "worked" and num_prompts["eval"] < HELD_OUT_AT_LEAST:
         with suppress(ConfigError):
             return make_entries(reward, {**num_prompts, "eval": HELD_OUT_AT_LEAST})
@@ -143,14 +143,14 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
 
 
 def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:
-    """`num_more`: rows that were read and are not used, either."""
+    """Notes about rows that were left out. `num_more`: rows that were read but are not used."""
     repeated, behind = read.num_repeated, read.num_behind + num_more
     notes = [f"{path}: left out {repeated:,} rows whose prompt repeats an earlier one"] if repeated else []
     return [*notes, f"{path}: left out its last {behind:,} rows: {limited_by}"] if behind else notes
 
 
 def _one_file(profile: Profile, path: Path, read_file: Callable[..., Read]) -> Splits:
-    """Held out are the items with the smallest uids: a random choice that no seed and no order of rows changes."""
+    """Hold out the items with the smallest uids: a random choice that depends neither on a seed nor on the order of rows."""
     num_eval, wanted = profile.eval.prompts, profile.task.train_prompts
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + num_eval)
     if len(read.items) <= num_eval:
