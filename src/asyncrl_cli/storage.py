@@ -72,7 +72,7 @@ def storage_error(error: OSError) -> StorageError:
     why, hint = error.strerror or str(error), HINTS.get(error.errno or 0, "")
     path = error.filename2 or error.filename
     if not isinstance(path, str):  # not every OSError is about a file
-        return StorageError(f"the system refused something: {why}", hint=hint)
+        return StorageError(f"the operating system returned an error: {why}", hint=hint)
     space = _space(Path(path)) if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
     return StorageError(f"{path} cannot be {_verb(error)}: {why}{space}", hint=hint)
 

@@ -117,7 +117,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(make_run, capsys):
     said = capsys.readouterr()
     assert said.out == f"{made.directory}/exports/step-000002\n"
     assert "warning: checkpoint" in said.err
-    assert "its checksum does not match; an older one was taken" in said.err
+    assert "its checksum does not match; using an older checkpoint instead" in said.err
     assert "exported version 1 (step 2) of run 'otter'" in said.err
     assert_equal(weights_of(made.directory / "exports" / "step-000002"), made.weights[2])
 

@@ -94,9 +94,14 @@ def own(model: Path) -> list[str]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str, int]] = {
-    "an unknown kind": ({"model_type": "zebra"}, "", "config.json is no configuration .*zebra", 3),
+    "an unknown kind": ({"model_type": "zebra"}, "", "config.json cannot be read as a configuration .*zebra", 3),
     "a vision model": ({"model_type": "vit"}, "", "type .vit., which is no causal language model", 3),
-    "heads that do not divide": ({"num_attention_heads": "two"}, "", "config.json is no configuration .*num_attention_heads", 3),
+    "heads that do not divide": (
+        {"num_attention_heads": "two"},
+        "",
+        "config.json cannot be read as a configuration .*num_attention_heads",
+        3,
+    ),
     "weights of another size": ({"hidden_size": 32}, "", r"has shape .*by config\.json", 3),
     "too few positions": ({"max_position_embeddings": 64}, "", "= [0-9]+, and the model has 64 positions", 2),
     "GPUs that are not there": ({}, "placement.device=cuda", "ask for 2 GPUs|0 GPUs", 3),

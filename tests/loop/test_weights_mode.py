@@ -114,7 +114,7 @@ def test_a_worker_that_its_probes_find_on_the_old_weights_is_warned_of_and_uncle
     assert ran.error is None
     (warning,) = ran.recorder.named("warning")
     assert "rollout-1 disagrees with the trainer after loading version 2" in warning.fields["message"]
-    assert "have gone 2% of the way from the version before" in warning.fields["message"]
+    assert "moved only 2% of the way from the previous version's to the new one's" in warning.fields["message"]
     synced = {record.sync["version"]: record.sync for record in ran.recorder.steps if record.sync}
     assert {version: (synced[version]["loaded_share"], synced[version]["unclear_loads"]) for version in (1, 2, 3)} == {
         1: (0.99, 0),

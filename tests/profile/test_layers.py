@@ -236,7 +236,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) ->
 
 
 def test_a_directory_is_no_profile(tmp_path: Path) -> None:
-    assert "is no file" in refusal(f"{tmp_path}/").message
+    assert "is not a file" in refusal(f"{tmp_path}/").message
 
 
 @pytest.mark.parametrize("name", sorted(shipped_profiles()))

@@ -57,18 +57,18 @@ JSONL = {
     "only newlines": (b"\n\n\n", "holds no rows"),
     "half of a surrogate pair in the prompt": (
         GOOD + b'{"prompt": "a\\ud800", "answer": "1"}',
-        ":2: .*U\\+D800, half of a character, at 1",
+        ":2: .*the lone surrogate U\\+D800 at 1",
     ),
     "half of a surrogate pair in the answer": (
         GOOD + b'{"prompt": "a", "answer": "\\udfff"}',
-        ":2: .*U\\+DFFF, half of a character",
+        ":2: .*the lone surrogate U\\+DFFF",
     ),
     "a surrogate written as bytes": (
         GOOD + b'{"prompt": "\xed\xa0\x80", "answer": "1"}',
         ":2: not UTF-8 text \\(byte 12\\).*save the file as UTF-8",
     ),
     "a number of 5,000 digits": (GOOD + b'{"prompt": "a", "answer": ' + b"7" * 5000 + b"}", ":2: not JSON: .*4300 digits"),
-    "an infinite number": (GOOD + b'{"prompt": "a", "answer": 1e999}', ":2: .*inf, which is no answer"),
+    "an infinite number": (GOOD + b'{"prompt": "a", "answer": 1e999}', ":2: .*inf, which cannot be an answer"),
     "NaN as answer": (GOOD + b'{"prompt": "a", "answer": NaN}', ":2: not JSON: NaN is no JSON number, write null"),
     "-Infinity in another column": (GOOD + b'{"prompt": "a", "answer": "1", "x": -Infinity}', ":2: not JSON: -Infinity"),
     "lists nested 100,000 deep": (
@@ -82,9 +82,9 @@ JSONL = {
     "20 MB without a newline": (b"x" * 20_000_000, "line 1 has more than"),
     "a key that is there twice": (
         GOOD + b'{"prompt": "a", "answer": "1", "prompt": "b"}',
-        ':2: not JSON: the key "prompt" is there twice',
+        ':2: not JSON: the key "prompt" appears twice',
     ),
-    "an inner key that is there twice": (b'{"prompt": "a", "answer": "1", "x": {"y": 1, "y": 2}}', ':1: .*"y" is there twice'),
+    "an inner key that is there twice": (b'{"prompt": "a", "answer": "1", "x": {"y": 1, "y": 2}}', ':1: .*"y" appears twice'),
     "NUL bytes": (GOOD + b"\0" * 4096 + b"\n", ":2: not JSON"),
     "a NUL within text": (GOOD + b'{"prompt": "a\0b", "answer": "1"}', ":2: not JSON: Invalid control character at column 14"),
     "UTF-16 with its mark": ('{"prompt": "a"}'.encode("utf-16"), ":1: not UTF-8 text \\(byte 0\\)"),
@@ -335,7 +335,7 @@ PARQUET = {
     "a nested prompt": ({"prompt": [[{"role": "user"}]], "answer": ["1"]}, 'data.parquet:1: column "prompt" is not text but list'),
     "bytes as prompt": ({"prompt": [b"a"], "answer": ["1"]}, 'data.parquet:1: column "prompt" is not text but bytes'),
     "a date as answer": ({"prompt": ["a"], "answer": [datetime.date(2026, 1, 2)]}, "data.parquet:1: .*neither .* date"),
-    "NaN as answer": ({"prompt": ["a"], "answer": [float("nan")]}, "data.parquet:1: .*nan, which is no answer"),
+    "NaN as answer": ({"prompt": ["a"], "answer": [float("nan")]}, "data.parquet:1: .*nan, which cannot be an answer"),
     "2,000 rows and a bad one": (
         {"prompt": [*map(str, range(2000)), " "], "answer": ["1"] * 2001},
         'data.parquet:2001: column "prompt" is empty',
@@ -353,7 +353,7 @@ def test_a_bad_parquet_file_is_refused(tmp_path, name):
 def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["1"]), pa.array(["b"])], names=["prompt", "answer", "prompt"])
     pa.parquet.write_table(table, tmp_path / "data.parquet")
-    assert 'column "prompt" is there twice' in refusal(tmp_path / "data.parquet")
+    assert 'column "prompt" appears twice' in refusal(tmp_path / "data.parquet")
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4, 8, 100, 1000, -1, -8, -100])

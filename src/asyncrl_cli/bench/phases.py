@@ -46,7 +46,7 @@ FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
 NO_GPU_BOUND = (
     "bound not measured: each phase alone is measured on CPUs only, in processes without Ray, which is what assigns GPUs. "
-    "Runs on CPUs and simulated runs are held against their bound."
+    "Runs on CPUs and simulated runs are compared with their bound."
 )
 
 TURN = {

@@ -194,7 +194,7 @@ def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> No
         f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
         f"#   {command}",
         f"# {best.setting.split} trainer:rollout, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
-        *([] if is_run else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is no part of this file."]),
+        *([] if is_run else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is not in this file."]),
         f"extends = {toml_value(_extended(tuned.profile, path))}",
         f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",
     ]

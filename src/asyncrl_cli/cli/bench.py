@@ -23,7 +23,9 @@ same prompts. [bold]--simulate[/] runs the same loop on a virtual clock with the
 of a workload: its results say SIMULATED."""
 
 
-BaselineOption = Annotated[str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are held against.")]
+BaselineOption = Annotated[
+    str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are compared with.")
+]
 ProfilesOption = Annotated[
     list[str] | None,
     typer.Option(

@@ -59,7 +59,7 @@ def export(
             progress=progress,
         )
     for wrong in exported.source.passed_over:
-        warn(f"{wrong}; an older one was taken")
+        warn(f"{wrong}; using an older checkpoint instead")
     num_files = len(exported.files)
     files = f"{_size(exported.num_bytes)} in {num_files} file{'s' if num_files > 1 else ''}"
     say(f"exported {exported.source}: {exported.parameters:,} parameters, {exported.dtype}, {files}")

@@ -159,7 +159,7 @@ def _against_current(tuned: Tuned) -> str:
     """How the recommended setting compares with the current one, or what the bound costs."""
     best, current, speedup = tuned.found.best, tuned.found.current, tuned.speedup
     if current is None or speedup is None:
-        return "the current setting could not be simulated: there is nothing to hold it against"
+        return "the current setting could not be simulated: the recommendation cannot be compared with it"
     if best.setting == current.setting:
         return "the current setting is the recommended one"
     cells = zip(HEADERS[:6], _cells(current), _cells(best), strict=False)

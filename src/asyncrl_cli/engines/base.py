@@ -175,7 +175,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         rollout, asked = self._profile.rollout, sampling.max_response_tokens
         longest = rollout.max_prompt_tokens + rollout.max_response_tokens
         if not prompt_tokens or len(prompt_tokens) + asked > longest:
-            why = f"{len(prompt_tokens)} tokens, and {asked} more are asked: the engine was made for {longest} together"
+            why = f"{len(prompt_tokens)} tokens and asks for {asked} more; the engine was configured for {longest} in total"
             raise ValueError(f"prompt of {request_id} has {why}")
 
     def _fail(self, why: str) -> None:

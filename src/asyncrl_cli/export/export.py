@@ -218,4 +218,4 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
 
 
 def _gone(path: str, why: str) -> PreflightError:
-    return PreflightError(f'configuration and tokenizer of model.path = "{path}" are gone: {why}', hint=WAY_OUT)
+    return PreflightError(f'configuration and tokenizer of model.path = "{path}" were not found: {why}', hint=WAY_OUT)

@@ -228,7 +228,7 @@ async def _loop_and_last_dump(pipeline: Pipeline, trainer: RayTrainer) -> None:
 
 
 def _out() -> None:
-    tell("out at once: checkpoints that are whole stay, what the run has started is ended by its reaper")
+    tell("ended at once: finished checkpoints are kept; the reaper ends this run's processes")
     leave()
 
 

@@ -30,7 +30,7 @@ END_TIMEOUT_S = 20.0
 GOODBYE = b"."
 """What the driver writes to the pipe at an orderly end: the reaper then prints no error."""
 LAST_WORD = """\
-error: this run's process has ended without a word: it was killed
+error: this run's process was killed and could not report why
 hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had one; if memory was short, `dmesg` says so
 """
 SHARED_MEMORY = "/dev/shm/psm_"

@@ -237,4 +237,6 @@ class Loader:
     def _check_newer(self, version: int) -> None:
         newest = self._held if self._received is None else max(self._held, self._received.manifest.version)
         if version <= newest:
-            raise ValueError(f"version {version} of the weights came late or again: after version {newest}; versions only rise")
+            raise ValueError(
+                f"version {version} of the weights is not newer than version {newest}, which this worker has already received"
+            )

@@ -71,7 +71,7 @@ class Run:
 
         def end_the_start() -> None:
             self._is_ended = True
-            tell("ending the start; asked again it ends at once")
+            tell("cancelling the start; a second request ends it at once")
             in_loop(task.cancel)
 
         self.requests.mean(end_the_start, self._leave_the_start)
@@ -149,7 +149,7 @@ class Run:
 
     def _leave_the_start(self) -> NoReturn:
         """The second stop request during the start: wait for nothing. The run directory is removed, as after the first request."""
-        tell("out at once: no step was trained")
+        tell("ended at once: no step was trained")
         leave_soon()  # even if the clean-up below hangs
         end_descendants()
         self._remove_unbegun(None, None, None)

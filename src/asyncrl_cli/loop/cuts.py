@@ -170,7 +170,7 @@ def _wrong_prompts(groups: GroupsState) -> Iterator[str]:
     tries = [*groups["running"], *groups["again"], *(entry["try"] for entry in groups["finished"])]
     prompts = Counter(entry["key"][:2] for entry in tries)
     if prompts.total() != len(prompts):
-        yield f"prompt {prompts.most_common(1)[0][0][0]:.40} is there more than once"
+        yield f"prompt {prompts.most_common(1)[0][0][0]:.40} occurs more than once"
 
 
 def _wrong_group(entry: FinishedState, version: int, n: int) -> Iterator[str]:
@@ -183,4 +183,4 @@ def _wrong_group(entry: FinishedState, version: int, n: int) -> Iterator[str]:
         yield f"{prompt} has {len(trajectories)} trajectories, not 2 to {n}"
     sampled = [[version for version, _ in meta.version_tokens] for meta in trajectories]
     if any(versions != sorted(set(versions)) or versions[-1] > version for versions in sampled):
-        yield f"{prompt} has tokens of versions that cannot be"
+        yield f"{prompt} has tokens of impossible versions"

@@ -158,7 +158,7 @@ def from_json(content: Mapping[str, Sequence[Any]]) -> dict[str, Value]:
 
 def _value(key: str, kind: Any = None, *parts: Any) -> Value:
     if kind not in KINDS:
-        raise ValueError(f"{key:.80}: {kind!r:.40} is no kind of value")
+        raise ValueError(f"{key:.80}: {kind!r:.40} is not a known kind of value")
     try:
         value: Value = _reader(kind).validate_python(ArgsKwargs(parts))
     except ValidationError as error:

@@ -91,7 +91,7 @@ class WorkerTasks:
         slots, limit_s = self.slots, self._board.profile.rollout.call_timeout_s
         running = f"{len(slots.unfinished)} groups" + (" and an eval" if slots.eval_sequences else "")
         return ExecutorLost(
-            f"it stands still: {running} run there, and no token came for {CALL_KEY} = {limit_s:g} s",
+            f"it is stuck: {running} are running on it, and it made no token for {CALL_KEY} = {limit_s:g} s",
             hint=f"its log may say why; if its first token only needs longer, --set {CALL_KEY}=...",
             executor=self.worker.name,
         )
@@ -145,7 +145,8 @@ class WorkerTasks:
             return f"mean logprob difference {diff:.2e}, above weights.max_logprob_diff = {limit:g}"
         if report.verdict != "not loaded":
             return ""
-        return f"its logprobs have gone {report.loaded_share:.0%} of the way from the version before (docs/weights.md)"
+        share = f"{report.loaded_share:.0%}"
+        return f"its logprobs moved only {share} of the way from the previous version's to the new one's (docs/weights.md)"
 
     def _lost(self, error: ExecutorLost) -> None:
         """A call to the worker failed: restart it, or stop the run with that error if no restart is left."""

@@ -60,7 +60,7 @@ def check_model_directory(directory: Path) -> None:
     check_config(directory)
     for name in (*TOKENIZER_FILES, *TOKENIZER_SETTINGS):
         if os.path.lexists(directory / name) and not os.path.isfile(directory / name):
-            raise refused(f"{directory / name} is no file")
+            raise refused(f"{directory / name} is not a regular file")
     _check_weights(directory)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         hint = f"save one beside the weights: tokenizer.save_pretrained({str(directory)!r})"
@@ -124,7 +124,7 @@ def _check_class(directory: Path, *, trust_remote_code: bool) -> None:
         known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in getattr(config, "auto_map", {})
         sizes = {name: getattr(config.get_text_config(), name, None) for name in SIZES}
     except Exception as error:  # transformers raises anything for malformed values
-        why = f"{directory}/config.json is no configuration that transformers {__version__} reads: {first_line(error)}"
+        why = f"{directory}/config.json cannot be read as a configuration by transformers {__version__}: {first_line(error)}"
         raise refused(why) from error
     if not known:
         why = f'{directory} is a model of type "{config.model_type}", which is no causal language model'

@@ -125,7 +125,7 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
     """
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
-            f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} has none in this form',
+            f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
             hint='task.source = "reasoning-gym:number_sorting" has, or name a pretrained model',
         )
     rng = Random(f"lessons {seed}")

@@ -114,7 +114,7 @@ class Observers(Observer):
             except OSError as error:
                 self._sinks.remove(sink)
                 self._left_out.append(sink)
-                self.warning(f"{type(sink).__name__} is left out from now on: {storage_error(error).message}")
+                self.warning(f"{type(sink).__name__} is disabled for the rest of the run: {storage_error(error).message}")
 
 
 def read_state(content: Mapping[str, Any]) -> ObserversState:

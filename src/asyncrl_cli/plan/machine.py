@@ -97,7 +97,7 @@ def _threads() -> Finding:
     found = f"a run on the CPU computes with {threads} (one for a trainer, one for a rollout worker; placement.cpus_per_worker)"
     found += f" and builds its first model with 1; load {load:.1f} on {cores} cores"
     if load + threads > cores + 0.5:
-        found += ": what else runs takes its share, and a run takes longer by as much"
+        found += ": other processes are using the cores, so a run will take longer"
     return Finding("threads", found)
 
 

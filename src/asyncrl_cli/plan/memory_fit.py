@@ -156,7 +156,7 @@ def _remedy(need: DeviceNeed, estimate: MemoryEstimate) -> str:
         items = [item for role in need.roles for item in estimate.of(role, "device") if item.phase != "start"]
         largest = max(items, key=lambda item: item.num_bytes)
         fallback = "take more trainer ranks" if largest.role == TRAINER else "take a smaller model or model.dtype = bfloat16"
-    return f"the most is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
+    return f"the largest part is {largest.what}: {REMEDIES.get(largest.what, fallback)}"
 
 
 def _cache_warning(estimate: MemoryEstimate) -> list[str]:

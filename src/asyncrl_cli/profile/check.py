@@ -82,7 +82,7 @@ CLASHES = (
     *(
         Clash(
             {"async_training.use_rollout_log_probs": alias, "algorithm.old_logprobs": _other_than(name)},
-            "they are two names of one thing and disagree",
+            "they are two names for the same setting and disagree",
             'give one of the two (true is "rollout", false is "recompute")',
         )
         for alias, name in ((True, "rollout"), (False, "recompute"))

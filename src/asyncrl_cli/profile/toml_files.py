@@ -56,7 +56,9 @@ def parse_value(text: str) -> Any:
     except tomli.TOMLDecodeError:
         return text
     except ValueError as error:
-        raise ConfigError(f"{shortened(text)} is no value: {error}", hint="a value is TOML, else a string") from None
+        raise ConfigError(
+            f"{shortened(text)} is not a valid value: {error}", hint="a value is read as TOML, otherwise as a string"
+        ) from None
     return parsed["value"] if len(parsed) == 1 else text
 
 
@@ -136,7 +138,7 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
         path = relative_to / expand(reference)
         if os.path.isfile(path):
             return path.resolve()
-        wrong = "is no file" if os.path.exists(path) else "does not exist"
+        wrong = "is not a file" if os.path.exists(path) else "does not exist"
         raise ConfigError(f"{asked_by}: {shortened(path)} {wrong}", hint="`asyncrl profiles` lists the profiles by name")
     known = shipped_profiles()
     if reference in known:
@@ -155,7 +157,7 @@ def chain(reference: str) -> list[ProfileFile]:
         paths = [file.path for file in files]
         if path in paths:
             circle = " -> ".join(map(str, [*paths, path]))
-            raise ConfigError(f"{paths[-1]}: extends goes in a circle: {circle}", hint='end the chain at `extends = "base"`')
+            raise ConfigError(f"{paths[-1]}: `extends` forms a cycle: {circle}", hint='end the chain at `extends = "base"`')
         if len(files) == MAX_CHAIN:
             raise ConfigError(f"{paths[0]}: extends goes on for more than {MAX_CHAIN} files", hint='end it at `extends = "base"`')
         content = read(path)

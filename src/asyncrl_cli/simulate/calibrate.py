@@ -129,12 +129,14 @@ def _notes(num_lines: int, profile: Profile, decode_fit: Fit, train_fit: Fit, sc
         "(speed_spread 0).",
     ]
     if scored_s is None:
-        notes.append("Nor old-logprob passes: the run has none, they are free here (old_logprob_s_per_token 0).")
+        notes.append(
+            "The run had no old-logprob passes, so their cost is not known and they are free here (old_logprob_s_per_token 0)."
+        )
     sides = [name for name, fit in (("generation", decode_fit), ("training", train_fit)) if not fit.tells_interference]
     if sides:
         notes.append(
-            f"Nor how much the other side slows {' and '.join(sides)} (which ran beside it always, or never): "
-            "interference_ratio 0; what there was of it is in the times."
+            f"How much the other side slows {' and '.join(sides)} is not known either (it ran beside them always, or never): "
+            "interference_ratio 0; whatever there was of it is in the times."
         )
     if profile.placement.colocate:
         notes.append("The run was colocated: another placement's transfers may take longer than its own.")

@@ -116,7 +116,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f'the key "{twice:.80}" is there twice')
+        raise ValueError(f'the key "{twice:.80}" appears twice')
     return found
 
 
@@ -146,7 +146,7 @@ def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool)
     value = _column(row, column, place, "task.answer_column")
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         if not isinstance(value, int) and not math.isfinite(value):
-            raise ConfigError(f'{place}: column "{column}" is {value}, which is no answer')
+            raise ConfigError(f'{place}: column "{column}" is {value}, which cannot be an answer')
         value = str(value)
     if not isinstance(value, str):
         raise ConfigError(
@@ -167,7 +167,7 @@ def _whole_text(value: str, column: str, place: str) -> str:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"U+{ord(value[error.start]):04X}"
-        raise ConfigError(f'{place}: column "{column}" holds {half}, half of a character, at {error.start}') from error
+        raise ConfigError(f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}') from error
     return value
 
 
@@ -210,7 +210,7 @@ def _opened(path: Path) -> Iterator[Any]:
                 wrong = "is damaged"
                 twice = [column for column, count in Counter(parquet.schema_arrow.names).items() if count > 1]
                 if twice:
-                    raise ConfigError(f'{path}: column "{twice[0]}" is there twice', hint="write the file anew with distinct names")
+                    raise ConfigError(f'{path}: column "{twice[0]}" appears twice', hint="write the file anew with distinct names")
                 yield parquet
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path} {wrong}: {first_line(error)}", hint="write or download it again") from error
@@ -221,7 +221,7 @@ def _values(column: Any, where: str) -> list[Any]:
         values: list[Any] = column.cast(_without_nanoseconds(column.type), safe=False).to_pylist()
     except (ValueError, TypeError, ArithmeticError, LookupError, NotImplementedError, RecursionError) as error:
         raise ConfigError(
-            f"{where} of type {column.type!s:.80} holds what Python has no value for: {first_line(error)}",
+            f"{where} of type {column.type!s:.80} holds a value that Python cannot represent: {first_line(error)}",
             hint="leave the column out of the file, or write it as text",
         ) from error
     return values

@@ -123,7 +123,7 @@ def recorded_module(run_dir: Path, function: str) -> tuple[str, str]:
     path = run_dir / RECORD
     if not path.exists():
         raise RefusedError(
-            f'{path} is missing: where the run has imported task.reward = "{function}" from is not known',
+            f'{path} is missing: it records where task.reward = "{function}" was imported from',
             hint="a module is imported from where the run's record says, and from nowhere else: bring the record back from a copy",
         )
     module = load_json(path, RewardModule, hint="it was written when the run began; bring it back from a copy")

@@ -146,7 +146,7 @@ class _Frozen(type):
     """Metaclass of classes whose attributes cannot be set: a pickle could otherwise change a class for the whole process."""
 
     def __setattr__(cls, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"it would change the class {cls.__name__}")
+        raise pickle.UnpicklingError(f"the pickle tries to modify class {cls.__name__}")
 
 
 def _maker(kind: Any) -> type:

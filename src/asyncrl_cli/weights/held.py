@@ -159,7 +159,9 @@ class HeldVersions(Sender):
             held = sorted(self._buckets)
         found = [(bucket, entry) for bucket in buckets for entry in bucket.entries if entry.spec.name in names]
         if not buckets or len(found) != len(names):
-            raise ValueError(f"{len(found)} of {len(names)} tensors of version {version} are held by rank 0 (it holds {held})")
+            raise ValueError(
+                f"rank 0 holds only {len(found)} of {len(names)} requested tensors of version {version} (versions held: {held})"
+            )
         return ((names[entry.spec.name], view_of(bucket.data, entry)) for bucket, entry in found)
 
 

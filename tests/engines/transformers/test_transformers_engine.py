@@ -512,7 +512,7 @@ def test_closing_fails_what_still_runs_or_waits(model_dir: Path) -> None:
 def test_a_request_that_cannot_be_served_is_refused(model_dir: Path) -> None:
     async def body() -> None:
         async with engine_of(model_dir) as engine:
-            with pytest.raises(ValueError, match="prompt of long has 65 tokens, and 128 more are asked"):
+            with pytest.raises(ValueError, match="prompt of long has 65 tokens and asks for 128 more"):
                 await engine.generate("long", [5] * 65, sampling(128), 0)
             with pytest.raises(ValueError, match="prompt of none has 0 tokens"):
                 await engine.generate("none", [], sampling(), 0)

@@ -116,7 +116,7 @@ def test_a_pass_that_is_too_small_is_refused_with_the_least_that_is_not(made: Se
 
 
 def test_a_pass_that_is_no_number_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_num_batched_tokens = 'many' is no number of tokens"):
+    with pytest.raises(ConfigError, match="max_num_batched_tokens = 'many' must be a whole number of tokens"):
         check(setup(max_num_batched_tokens="many"), NAMES)
 
 

@@ -321,7 +321,7 @@ def test_a_version_that_rank_zero_does_not_hold_ends_the_engine_by_name(
         there.held.keep([2])
         began_s = time.monotonic()
         with pytest.raises(
-            ExecutorFailed, match=r"the transfer of version 1 by .* failed: .*0 of 36 tensors of version 1"
+            ExecutorFailed, match=r"the transfer of version 1 by .* failed: .*0 of 36 requested tensors of version 1"
         ) as caught:
             await there.load(1)
         assert time.monotonic() - began_s < WAIT_S  # vLLM's processes, which waited for bytes, are gone: nobody waits for them

@@ -90,7 +90,7 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
     """Settings that vLLM cannot honour, as far as the profile alone shows."""
     for name in profile.rollout.engine_args:
         if name in OURS:
-            yield ConfigError(f"rollout.engine_args.{name} is not yours to set", hint=instead(name))
+            yield ConfigError(f"rollout.engine_args.{name} is set by asyncrl", hint=instead(name))
     yield from _lengths(profile)
     yield from _sampling(profile)
 

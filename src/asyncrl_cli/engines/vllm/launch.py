@@ -160,7 +160,7 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
             raise ConfigError(f"rollout.engine_args.{name}: vLLM has no such argument", hint=hint)
     if device == "cpu" and engine_args.get("enable_chunked_prefill"):
         raise ConfigError(
-            "rollout.engine_args.enable_chunked_prefill: vLLM on CPUs ends at a prompt that it computes in parts, if it has a seed",
+            "rollout.engine_args.enable_chunked_prefill: on CPUs vLLM crashes when it prefills a seeded prompt in parts",
             hint="leave it out",
         )
     _check_batched_tokens(profile.rollout, device)
@@ -172,7 +172,9 @@ def _check_batched_tokens(rollout: RolloutSection, device: str) -> None:
     is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
     least = max(rollout.slots, longest if is_whole else 0)
     if given is not None and not isinstance(given, int):
-        raise ConfigError(f"rollout.engine_args.max_num_batched_tokens = {given!r} is no number of tokens", hint="leave it out")
+        raise ConfigError(
+            f"rollout.engine_args.max_num_batched_tokens = {given!r} must be a whole number of tokens", hint="leave it out"
+        )
     if given is not None and given < least:
         whole = f"the longest sequence ({longest} tokens), which is not computed in parts"
         why = whole if least > rollout.slots else f"rollout.slots = {rollout.slots}"

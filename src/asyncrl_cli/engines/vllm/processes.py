@@ -147,7 +147,7 @@ def dead(llm: AsyncLLM) -> ExecutorFailed:
     log = _logs.get(llm) or EngineLog()
     # A worker's death first: vLLM ends the engine process after it.
     how = log.killed_worker() or _listed(killed) or log.why() or _listed(ended)
-    return ExecutorFailed(f"vLLM's engine process has ended ({how or 'its last words are in the log'})")
+    return ExecutorFailed(f"vLLM's engine process has ended ({how or 'see its last lines in the log'})")
 
 
 def told(error: BaseException) -> str:

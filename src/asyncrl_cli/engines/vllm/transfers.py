@@ -188,7 +188,7 @@ async def _leave(rank_zero: RankZero) -> None:
     try:
         await rank_zero.leave()
     except AsyncrlError as error:
-        logger.warning("rank 0 was not told that this worker takes no more weights: %s", error.message)
+        logger.warning("rank 0 could not be told to end this worker's transfer: %s", error.message)
 
 
 def _too_late(what: str, timeout_s: float, waits_for: str) -> ExecutorFailed:
