@@ -185,7 +185,7 @@ def test_doctor_says_when_what_else_runs_takes_its_share(monkeypatch: pytest.Mon
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     for load, busy in ((0.2, False), (1.0, True)):
         monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0))
-        assert ("takes its share" in _threads().found) is busy
+        assert ("other processes are using the cores" in _threads().found) is busy
         assert f"load {load} on 2 cores" in _threads().found
 
 

@@ -220,7 +220,7 @@ def test_a_model_that_is_gone_is_said_and_another_directory_can_be_named(make_ru
         shutil.rmtree(made.directory / place)
     assert_equal(weights_of(exported(made, out=tmp_path / "by-path").path), made.weights[3])
     files = made.model_dir.rename(tmp_path / "moved")
-    with pytest.raises(PreflightError, match=r"configuration and tokenizer of model\.path = .*original.* are gone") as told:
+    with pytest.raises(PreflightError, match=r"configuration and tokenizer of model\.path = .*original.* were not found") as told:
         exported(made)
     assert "--model DIR" in told.value.hint
     assert_equal(weights_of(exported(made, model=files).path), made.weights[3])

@@ -85,7 +85,7 @@ def test_a_worker_that_stands_still_is_lost_after_the_limit_and_named(monkeypatc
     ran = run_long(mode)
     assert isinstance(ran.error, ExecutorLost)
     assert str(ran.error).startswith("rollout-1 failed: it is stuck: ")
-    assert str(ran.error).endswith("no token came for rollout.call_timeout_s = 10 s")
+    assert str(ran.error).endswith("it made no token for rollout.call_timeout_s = 10 s")
     (failed,) = ran.recorder.named("failed")
     assert failed.time_s == pytest.approx(5.0 + LIMIT_S, abs=2.5)
 
