@@ -115,7 +115,7 @@ def test_a_gathered_version_leaves_rank_zero_bit_by_bit_until_it_is_wanted_no_mo
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
     actor.gather(4, [3])
-    with pytest.raises(ValueError, match="rank 0 holds only .* of version 1"):
+    with pytest.raises(ValueError, match=r"rank 0 holds only .* of version 1"):
         actor.direct("broadcast", WORKER, 1, names)
     actor.leave(WORKER)
     assert EXCHANGE.pipe(port).destroyed.wait(WAIT_S)
