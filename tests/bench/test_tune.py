@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from asyncrl_cli.bench.search import SHORT_WINDOWS, Outcome, Row, front, planned_windows, recommended, search
+from asyncrl_cli.bench.search import SHORT_WINDOWS, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space, scaled_sets, starting_point
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
@@ -52,6 +52,10 @@ def row_of(setting: Setting, time_s: float, staleness: float, windows: int) -> R
         trainer_idle_ratio=0.0,
         rollouter_idle_ratio=0.0,
     )
+
+
+def best_of(rows: Sequence[Row]) -> Row:
+    return Found(space=space(), runs={(one.setting, one.windows): one for one in rows}).best
 
 
 def row(time_s: float, staleness: float, slots: int = 1) -> Row:
@@ -115,7 +119,7 @@ def test_tensor_parallel_workers_stay_whole() -> None:
 def test_processes_on_cpus_are_split_too() -> None:
     four = space("placement.trainer_workers=2", "rollout.workers=2", gpus=0)
     assert splits(four) == ["3:1", "2:2", "1:3"]
-    assert "placement.gpus" not in " ".join(four.current.sets())
+    assert "placement.gpus" not in " ".join(four.current.sets)
 
 
 def test_windows_keep_w_or_are_shorter_with_the_same_step() -> None:
@@ -145,15 +149,14 @@ def test_slots_never_exceed_the_workloads_and_hold_a_group() -> None:
 
 
 def every(wide: Space) -> set[Setting]:
-    axes = (wide.splits, wide.windows, wide.bounded_etas, wide.slots, wide.near_splits)
-    return {setting for start in (wide.current, wide.start) for axis in axes for setting in axis(start)}
+    return {setting for start in (wide.current, wide.start) for axis in wide.axes for setting in axis(start)}
 
 
 def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
     found = every(space(bound=2))
     assert len(found) > 50
     for setting in found:
-        profile = profile_of("placement.gpus=128", *setting.sets())
+        profile = profile_of("placement.gpus=128", *setting.sets)
         cluster = ClusterResources(nodes=(NodeResources(name="all", cpus=8, gpus=128),), elastic_cpus=True)
         assert Setting.of(profile, compile_job(profile, cluster)) == setting
 
@@ -223,9 +226,9 @@ def test_a_slow_row_that_is_hardly_less_stale_is_not_on_a_tolerant_front() -> No
 
 def test_equal_times_are_decided_by_staleness() -> None:
     rows = [row(100.0, 0.6, 1), row(100.9, 0.3, 2), row(101.5, 0.0, 3)]
-    assert recommended(rows) == rows[1]
+    assert best_of(rows) == rows[1]
     rows = [row(100.9, 0.93, 1), row(100.0, 0.94, 2), row(100.5, 0.95, 3)]  # a hundredth of a version is no reason
-    assert recommended(rows) == rows[1]
+    assert best_of(rows) == rows[1]
 
 
 # --- the search

@@ -67,11 +67,20 @@ Evaluate = Callable[[Sequence[Setting], int], list[Outcome]]
 
 @dataclass(slots=True, kw_only=True)
 class Found:
-    """What a search has simulated so far: the last outcome of each setting, and the number of windows of all runs."""
+    """What a search has simulated so far: the outcome of each run, by setting and windows."""
 
     space: Space
-    outcomes: dict[Setting, Outcome] = field(default_factory=dict)
-    windows: int = 0
+    runs: dict[tuple[Setting, int], Outcome] = field(default_factory=dict)
+
+    @property
+    def outcomes(self) -> dict[Setting, Outcome]:
+        """The last one of each setting."""
+        return {setting: outcome for (setting, _), outcome in self.runs.items()}
+
+    @property
+    def windows(self) -> int:
+        """Windows of all runs."""
+        return sum(windows for _, windows in self.runs)
 
     @property
     def rows(self) -> list[Row]:
@@ -80,8 +89,19 @@ class Found:
         return sorted(rows, key=lambda row: (not row.is_long, row.rank))
 
     @property
+    def failed(self) -> dict[Setting, str]:
+        """Settings whose run failed, and why."""
+        return {setting: outcome for setting, outcome in self.outcomes.items() if isinstance(outcome, str)}
+
+    @property
     def best(self) -> Row:
-        return recommended(self.rows)
+        """Of the long runs that are as fast as the fastest (within `SAME_TIME`), the least stale; of those that are as fresh
+        (within `SAME_STALENESS`), the one with the smallest bound and eta."""
+        long = [row for row in self.rows if row.is_long]
+        as_fast = [row for row in long if row.window_time_s <= long[0].window_time_s * (1 + SAME_TIME)]
+        least_stale = min(row.staleness_mean for row in as_fast)
+        as_fresh = [row for row in as_fast if row.staleness_mean <= least_stale + SAME_STALENESS]
+        return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.window_time_s))
 
     @property
     def current(self) -> Row | None:
@@ -95,9 +115,9 @@ class Found:
         return None if row == self.best else row
 
     @property
-    def failed(self) -> dict[Setting, str]:
-        """Settings whose run failed, and why."""
-        return {setting: outcome for setting, outcome in self.outcomes.items() if isinstance(outcome, str)}
+    def speedup(self) -> float | None:
+        """Of the recommended setting over the current one."""
+        return None if self.current is None else self.current.window_time_s / self.best.window_time_s
 
     def _row_of(self, setting: Setting) -> Row | None:
         outcome = self.outcomes[setting]
@@ -106,27 +126,26 @@ class Found:
 
 def planned_windows(space: Space, long_windows: int) -> int:
     """The most windows that a search simulates."""
-    axes = (*_axes(space), space.near_splits)  # twice: the start may be an outer split, with half of the neighbours
+    axes = (*space.axes, space.near_splits)  # twice: the start may be an outer split, with half of the neighbours
     num_short = 2 + sum(len(axis(space.start)) for axis in axes)
     return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
 def search(space: Space, evaluate: Evaluate, long_windows: int) -> Found:
     """Search the space. Deterministic if `evaluate` is. Raises AsyncrlError if no setting could be simulated."""
-    found, done = Found(space=space), set[tuple[Setting, int]]()
+    found = Found(space=space)
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
-        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in done]
-        done.update((setting, windows) for setting in new)
-        found.outcomes |= zip(new, evaluate(new, windows), strict=True)
-        found.windows += len(new) * windows
+        new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in found.runs]
+        found.runs |= {(setting, windows): outcome for setting, outcome in zip(new, evaluate(new, windows), strict=True)}
         return found.rows
 
     rows = run(filter(space.allows, (space.start, space.current)))
-    for axis in _axes(space):
+    for axis in space.axes:
         rows = run(axis(rows[0].setting if rows else space.start))
+    of_splits = {row.setting.split: row for row in reversed(rows)}.values()  # the fastest of each
     apart = front(rows, SAME_STALENESS)
-    finalists = (*best_of_splits(rows, BEST_SPLITS), *apart[:2], *apart[-1:])
+    finalists = (*sorted(of_splits, key=lambda row: row.rank)[:BEST_SPLITS], *apart[:2], *apart[-1:])
     rows = run([*(row.setting for row in finalists), space.current], long_windows)
     if not any(row.is_long for row in rows):
         raise AsyncrlError(
@@ -138,10 +157,6 @@ def search(space: Space, evaluate: Evaluate, long_windows: int) -> Found:
     return found
 
 
-def _axes(space: Space) -> tuple[Callable[[Setting], list[Setting]], ...]:
-    return space.splits, space.windows, space.bounded_etas, space.slots, space.near_splits
-
-
 def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:
     """The Pareto front, the fastest first: rows that are less stale than every faster one by more than `tolerance`."""
     undominated: list[Row] = []
@@ -149,22 +164,3 @@ def front(rows: Sequence[Row], tolerance: float = 0.0) -> list[Row]:
         if not undominated or row.staleness_mean < undominated[-1].staleness_mean - tolerance:
             undominated.append(row)
     return undominated
-
-
-def best_of_splits(rows: Sequence[Row], keep: int) -> list[Row]:
-    """The fastest setting of each of the `keep` fastest splits, the fastest first."""
-    best: dict[str, Row] = {}
-    for row in sorted(rows, key=lambda row: row.rank):
-        best.setdefault(row.setting.split, row)
-    return list(best.values())[:keep]
-
-
-def recommended(rows: Sequence[Row]) -> Row:
-    """Of the long runs that are as fast as the fastest (within `SAME_TIME`), the least stale; of those that are as fresh (within
-    `SAME_STALENESS`), the one with the smallest bound and eta."""
-    long = [row for row in rows if row.is_long]
-    fastest_s = min(row.window_time_s for row in long)
-    as_fast = [row for row in long if row.window_time_s <= fastest_s * (1 + SAME_TIME)]
-    least_stale = min(row.staleness_mean for row in as_fast)
-    as_fresh = [row for row in as_fast if row.staleness_mean <= least_stale + SAME_STALENESS]
-    return min(as_fresh, key=lambda row: (row.setting.max_staleness, row.setting.eta, row.window_time_s))

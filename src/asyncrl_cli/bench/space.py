@@ -1,14 +1,14 @@
 """What a search may change in a profile: the split of the GPUs, K and require_batches, eta and the staleness bound, the slots.
 
-A `Setting` is one choice of all these and knows the `--set`s that make it. A `Space` lists the settings to try along each axis.
-`starting_point` is the profile, on a given number of GPUs, that a search starts from.
+A `Setting` is one choice of all these; its fields are the table of the keys that it sets. `Space.axes` lists what to try beside a
+setting. A further axis is a field of `Setting` and a line of `Space.axes`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from decimal import Decimal
 from operator import attrgetter
 from typing import Any
@@ -28,40 +28,41 @@ HALF_NODE_GPUS = NODE_GPUS // 2
 MOST_SPLITS = 16
 ETAS = tuple(map(Decimal, ("0", "0.25", "0.5", *(str(2**power) for power in range(7)))))
 SLOT_SHARES = (0.5, 0.75, 1.0)
-KEYS = {
-    "trainer_workers": "placement.trainer_workers",
-    "rollout_workers": "rollout.workers",
-    "window_steps": "async_training.trigger_parameter_sync_step",
-    "require_batches": "async_training.require_batches",
-    "eta": "async_training.staleness_threshold",
-    "max_staleness": "async_training.max_staleness",
-    "partial_rollout": "async_training.partial_rollout",
-    "slots": "rollout.slots",
-}
-"""The profile's keys by the names of a setting's fields."""
-SPLIT_KEYS = ("placement.trainer_workers", "rollout.workers")
+
+
+def _key(name: str, heading: str = "") -> dict[str, str]:
+    """Of a field that sets the profile's key `name`. `heading`: of its column in the table of results, if it has one."""
+    return {"key": name, "heading": heading}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One point of the search. On CPUs `gpus` is 0, and ranks and workers are processes."""
+    """One point of the search. On CPUs ranks and workers are processes, and `gpus_per_rollout_worker` is 0."""
 
-    trainer_workers: int
-    rollout_workers: int
     gpus_per_rollout_worker: int
-    gpus: int
-    window_steps: int
-    require_batches: int
-    eta: Decimal
-    max_staleness: int
-    slots: int
-    partial_rollout: bool
+    trainer_workers: int = field(metadata=_key("placement.trainer_workers"))
+    rollout_workers: int = field(metadata=_key("rollout.workers"))
+    window_steps: int = field(metadata=_key("async_training.trigger_parameter_sync_step", "K"))
+    require_batches: int = field(metadata=_key("async_training.require_batches", "batches"))
+    eta: Decimal = field(metadata=_key("async_training.staleness_threshold", "eta"))
+    slots: int = field(metadata=_key("rollout.slots", "slots"))
+    max_staleness: int = field(metadata=_key("async_training.max_staleness", "bound"))
+    partial_rollout: bool = field(metadata=_key("async_training.partial_rollout"))
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
-        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()}
-        values |= {name: getattr(plan, name) for name in ("trainer_workers", "rollout_workers", "gpus_per_rollout_worker", "gpus")}
-        return cls(**values | {"max_staleness": staleness_bound(profile)})
+        values = {name: attrgetter(key)(profile) for name, key in KEYS.items()} | {"max_staleness": staleness_bound(profile)}
+        of_plan = ("gpus_per_rollout_worker", "trainer_workers", "rollout_workers")
+        return cls(**values | {name: getattr(plan, name) for name in of_plan})
+
+    @property
+    def rollout_devices(self) -> int:
+        """GPUs of all rollout workers; on CPUs their processes."""
+        return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
+
+    @property
+    def devices(self) -> int:
+        return self.trainer_workers + self.rollout_devices
 
     @property
     def split(self) -> str:
@@ -69,19 +70,26 @@ class Setting:
         return f"{self.trainer_workers}:{self.rollout_devices}"
 
     @property
-    def rollout_devices(self) -> int:
-        """GPUs of all rollout workers; on CPUs their processes."""
-        return self.rollout_workers * max(self.gpus_per_rollout_worker, 1)
-
     def sets(self) -> list[str]:
         """The `--set`s that make this setting, whatever the profile says."""
-        gpus = [f"placement.gpus={self.gpus}"] if self.gpus else []
+        gpus = [f"placement.gpus={self.devices}"] if self.gpus_per_rollout_worker else []
         return gpus + [f"{key}={str(getattr(self, name)).lower()}" for name, key in KEYS.items()]
 
     def to_json(self) -> dict[str, Any]:
         """Under the profile's key names without their sections; the two kinds of `workers` keep the setting's names."""
         values = {name if "workers" in name else key.rpartition(".")[2]: getattr(self, name) for name, key in KEYS.items()}
-        return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets()}
+        return {"split": self.split, **values, "staleness_threshold": float(self.eta), "sets": self.sets}
+
+
+KEYS: dict[str, str] = {one.name: one.metadata["key"] for one in fields(Setting) if one.metadata}
+"""The profile's keys by the names of a setting's fields."""
+HEADINGS: dict[str, str] = {"split": "split"} | {
+    heading: one.name for one in fields(Setting) if (heading := one.metadata.get("heading"))
+}
+"""What a table shows of a setting: names of its attributes by the headings of their columns."""
+SPLIT_KEYS = KEYS["trainer_workers"], KEYS["rollout_workers"]
+Axis = Callable[[Setting], list[Setting]]
+"""Settings that differ from the given one in the axis's own keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +119,11 @@ class Space:
         return cls(current=current, bound=bound, n=profile.rollout.n, etas=etas, partial_rollout=partial_rollout)
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """In the order in which they are searched."""
+        return (self.splits, self.windows, self.bounded_etas, self.slots, self.near_splits)
+
+    @property
     def start(self) -> Setting:
         """The current setting with an eta that lets the two sides overlap: without overlap another split would be the best."""
         return self._with_eta(self.current, max((eta for eta in self.etas if eta <= 1), default=self.etas[0]))
@@ -120,15 +133,18 @@ class Space:
 
     def splits(self, setting: Setting) -> list[Setting]:
         """At most `MOST_SPLITS` splits, evenly spaced; from two nodes on, by whole nodes where that divides the GPUs."""
-        return [self._with_rollout(setting, devices) for devices in range(self._unit, self._devices, self._unit)]
+        return self._split(setting, range(self._unit, self.current.devices, self._unit))
 
     def near_splits(self, setting: Setting) -> list[Setting]:
         """Splits next to a setting's: a step of `splits` away, half of it, and so on down to half a node."""
-        step, near = self._unit, []
+        step, near = self._unit, list[int]()
         while step >= min(self._unit, math.lcm(HALF_NODE_GPUS, self._each)):
             near += [setting.rollout_devices + step, setting.rollout_devices - step]
             step //= 2
-        return [self._with_rollout(setting, devices) for devices in near if 0 < devices < self._devices]
+        return self._split(setting, near)
+
+    def on_current_split(self, setting: Setting) -> Setting:
+        return self._split(setting, [self.current.rollout_devices])[0]
 
     def windows(self, setting: Setting) -> list[Setting]:
         """All pairs (K, require_batches) with the current W, and shorter windows of train steps of the current size."""
@@ -147,29 +163,25 @@ class Space:
         counts = {max(self.n, round(share * self.current.slots)) for share in SLOT_SHARES}
         return [replace(setting, slots=count) for count in sorted(counts)]
 
-    def on_current_split(self, setting: Setting) -> Setting:
-        return self._with_rollout(setting, self.current.rollout_devices)
-
     @property
     def _each(self) -> int:
         return max(self.current.gpus_per_rollout_worker, 1)
 
     @property
-    def _devices(self) -> int:
-        return self.current.trainer_workers + self.current.rollout_devices
-
-    @property
     def _unit(self) -> int:
         """The step between splits, in GPUs or processes: a multiple of a rollout worker's GPUs."""
         unit = 1
-        if self._devices >= 2 * NODE_GPUS:
-            unit = next(gpus for gpus in (NODE_GPUS, HALF_NODE_GPUS, 2, 1) if self._devices % gpus == 0)
-        while self._devices > unit * MOST_SPLITS:
+        if self.current.devices >= 2 * NODE_GPUS:
+            unit = next(gpus for gpus in (NODE_GPUS, HALF_NODE_GPUS, 2, 1) if self.current.devices % gpus == 0)
+        while self.current.devices > unit * MOST_SPLITS:
             unit *= 2
         return math.lcm(unit, self._each)
 
-    def _with_rollout(self, setting: Setting, devices: int) -> Setting:
-        return replace(setting, trainer_workers=self._devices - devices, rollout_workers=devices // self._each)
+    def _split(self, setting: Setting, rollout_devices: Iterable[int]) -> list[Setting]:
+        """The setting with each of these numbers of devices for the rollout, as far as both sides get some."""
+        total, each = setting.devices, self._each
+        some = (devices for devices in rollout_devices if 0 < devices < total)
+        return [replace(setting, trainer_workers=total - devices, rollout_workers=devices // each) for devices in some]
 
     def _with_eta(self, setting: Setting, eta: Decimal) -> Setting:
         """With the smallest bound that eta needs. At eta = 0 nothing runs during a sync, so no rollout can be partial."""
@@ -211,25 +223,24 @@ def scaled_sets(workload_name: str, profile: Profile, sets: Sequence[str], gpus:
 
     Raises ConfigError for a workload on CPUs, and for too few GPUs to split.
     """
-    each = profile.placement.gpus_per_rollout_worker
-    if profile.placement.device == "cpu":
+    placement, each = profile.placement, profile.placement.gpus_per_rollout_worker
+    if placement.device == "cpu":
         raise ConfigError(
             f"{workload_name} runs on CPUs, where --gpus {gpus} means nothing",
             hint="leave --gpus out; --set placement.trainer_workers=2 --set rollout.workers=2 gives it more processes",
         )
     if gpus < 1 + each:
-        own = profile.placement.gpus
+        own = "what the profile says" if placement.gpus is None else f"the workload's own {placement.gpus}"
         raise ConfigError(
             f"--gpus {gpus}: there is no split of fewer than {1 + each}, for a trainer rank and a rollout worker of {each}",
-            hint=f"--gpus {1 + each} or more, or no --gpus: then it is "
-            + ("what the profile says" if own is None else f"the workload's own {own}"),
+            hint=f"--gpus {1 + each} or more, or no --gpus: then it is {own}",
         )
     base = (*sets, f"placement.gpus={gpus}")
     if set_layer(sets).values.keys() & set(SPLIT_KEYS):
         return base
-    left, right = (int(part) for part in profile.placement.ratio.split(":"))
-    if profile.placement.trainer_workers is not None and profile.rollout.workers is not None:
-        left, right = profile.placement.trainer_workers, profile.rollout.workers * each
+    left, right = map(int, placement.ratio.split(":"))
+    if placement.trainer_workers is not None and profile.rollout.workers is not None:
+        left, right = placement.trainer_workers, profile.rollout.workers * each
     ranks = min(max(round(gpus * left / (left + right)), 1), gpus - each)
     ranks += (gpus - ranks) % each
-    return (*base, f"placement.trainer_workers={ranks}", f"rollout.workers={(gpus - ranks) // each}")
+    return (*base, f"{SPLIT_KEYS[0]}={ranks}", f"{SPLIT_KEYS[1]}={(gpus - ranks) // each}")

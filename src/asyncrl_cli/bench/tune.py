@@ -1,6 +1,6 @@
-"""`plan --tune`: simulates settings in parallel on the virtual clock, recommends the best, and writes it as a profile.
+"""`plan --tune`: simulates settings in parallel on the virtual clock and recommends the best.
 
-    workload + profile -> Space -> search -> Tuned -> a profile for `train --profile`, or for one side of `bench`
+    workload + profile -> Space -> search -> Tuned -> what is printed, and a profile for `train --profile` or one side of `bench`
                                      |
                                      +-> one simulated run per setting, each in a process of the pool
 
@@ -12,24 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli import __version__
 from asyncrl_cli.bench.children import simulators
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
-from asyncrl_cli.bench.space import Setting, Space, starting_point
-from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.bench.space import DEFAULT_PROFILE, Setting, Space, starting_point
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted, usable_cores
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound
-from asyncrl_cli.profile.keys import PARAMS
-from asyncrl_cli.profile.loaded import set_layer
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
+from asyncrl_cli.safe_files import expand
+from asyncrl_cli.simulate.calibrate import calibrate
 from asyncrl_cli.simulate.workload import Reference, Workload
-from asyncrl_cli.simulate.workload_files import profile_for, reference_sets
+from asyncrl_cli.simulate.workload_files import Residual, load_workload, profile_for, reference_sets, residuals
 from asyncrl_cli.simulate.world import simulate
 
 SCHEMA_VERSION = 1
@@ -46,9 +44,24 @@ LIMITS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A search as its user asked for it. `reference` is a workload, or a run that has been measured here; `bound` is S, by default
+    the profile's own; `out` is the profile's file to write."""
+
+    reference: str
+    profile: str | None
+    sets: tuple[str, ...]
+    gpus: int | None
+    bound: int | None
+    runs_dir: Path
+    out: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tuned:
     """A finished search from `profile` with the keys in `sets`. Times are seconds per `window_groups` groups, W of the workload's
-    own window. `known`: the measured or published time of the current setting, if there is one."""
+    own window. `known`: the measured or published time of the current setting, if there is one. `fit`: how well the simulation
+    reproduces the run that the workload was calibrated on; empty for any other workload."""
 
     workload: Workload
     profile: str
@@ -57,6 +70,7 @@ class Tuned:
     n: int
     found: Found
     known: Reference | None
+    fit: Sequence[Residual]
 
     @property
     def bound(self) -> str:
@@ -64,15 +78,9 @@ class Tuned:
         return f"at most {counted(self.found.space.bound, 'version')} of staleness"
 
     @property
-    def recommended_sets(self) -> tuple[str, ...]:
+    def recommended_sets(self) -> list[str]:
         """All `--set`s of the recommended run: those given to the search, overridden by those it found."""
-        entries = (*self.sets, *self.found.best.setting.sets())
-        return tuple({entry.partition("=")[0].strip(): entry for entry in entries}.values())
-
-    @property
-    def speedup(self) -> float | None:
-        current = self.found.current
-        return None if current is None else current.window_time_s / self.found.best.window_time_s
+        return list({entry.partition("=")[0].strip(): entry for entry in (*self.sets, *self.found.best.setting.sets)}.values())
 
     def to_json(self) -> dict[str, Any]:
         found, known = self.found, self.known
@@ -87,46 +95,59 @@ class Tuned:
             "seed": SEED,
             "rows": [row.to_json() | {"is_on_front": row in undominated} for row in found.rows],
             "current": current and current.to_json(),
-            "recommended": found.best.to_json() | {"sets": list(self.recommended_sets)},
+            "recommended": found.best.to_json() | {"sets": self.recommended_sets},
             "recommended_on_current_split": same_split and same_split.to_json(),
-            "speedup": self.speedup,
+            "speedup": found.speedup,
             "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
             "num_settings": len(found.outcomes),
             "num_trajectories": found.windows * self.window_groups * self.n,
-            "failed": [{"sets": setting.sets(), "reason": reason} for setting, reason in found.failed.items()],
+            "failed": [{"sets": setting.sets, "reason": reason} for setting, reason in found.failed.items()],
             "notes": self.workload.notes,
             "limits": list(LIMITS),
+            "residuals": [asdict(residual) for residual in self.fit],
         }
 
 
-def tune(
-    workload: Workload,
-    reference: str,
-    sets: Sequence[str],
-    *,
-    gpus: int | None,
-    bound: int | None,
-    on_progress: Callable[[int, int], None],
-) -> Tuned:
-    """Search around the profile `reference` as the workload runs it; `bound` is S, by default the profile's own.
-    `on_progress(windows simulated so far, windows planned)`.
+def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
+    """Search as asked. `progress(text, windows simulated so far, windows planned)`.
 
     Raises ConfigError if profile, workload and GPUs do not fit together, AsyncrlError if no setting could be simulated.
     """
-    base, profile, plan = starting_point(workload, reference, tuple(sets), gpus)
-    space = Space.around(profile, plan, bound=staleness_bound(profile) if bound is None else bound)
+    workload, own_profile = workload_of(asked, progress)
+    fit = residuals(workload) if own_profile else ()
+    reference = asked.profile or own_profile or DEFAULT_PROFILE
+    sets, profile, plan = starting_point(workload, reference, asked.sets, asked.gpus)
+    space = Space.around(profile, plan, bound=staleness_bound(profile) if asked.bound is None else asked.bound)
     window_groups, n = Schedule.of(profile).window_groups, profile.rollout.n
     long_windows = min(max(TRAJECTORIES // (LONG_RUNS * window_groups * n), FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
 
     def profile_of(setting: Setting, windows: int) -> Profile:
-        return profile_for(workload, reference, (*base, *setting.sets()), groups=windows * window_groups).profile
+        return profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile
+
+    def told(windows: int) -> None:
+        progress("SIMULATED: windows, at most", windows, planned)
 
     with simulators(usable_cores()) as pool:
-        evaluate = evaluator(pool, workload, window_groups, profile_of, lambda done: on_progress(done, planned))
-        found = search(space, evaluate, long_windows)
+        found = search(space, evaluator(pool, workload, window_groups, profile_of, told), long_windows)
     known = _known(workload, profile)
-    return Tuned(workload=workload, profile=reference, sets=base, window_groups=window_groups, n=n, found=found, known=known)
+    progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
+    return Tuned(
+        workload=workload, profile=reference, sets=sets, window_groups=window_groups, n=n, found=found, known=known, fit=fit
+    )
+
+
+def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, str | None]:
+    """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second value is its profile."""
+    for directory in (expand(asked.reference), asked.runs_dir / asked.reference):
+        profile = directory / "profile.toml"
+        if profile.is_file() and (directory / "metrics.jsonl").is_file():
+            progress(f"calibrating a workload from {directory}")
+            return calibrate(directory), str(profile)
+    try:
+        return load_workload(asked.reference), None
+    except ConfigError as error:
+        raise ConfigError(f"{error}; nor is there a finished run of that name in {asked.runs_dir}", hint=error.hint) from None
 
 
 def _known(workload: Workload, profile: Profile) -> Reference | None:
@@ -151,80 +172,21 @@ def evaluator(
 
     def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
         nonlocal done_windows
-        profiles = [profile_of(setting, windows) for setting in settings]
-        running = [pool.submit(_figures, profile, workload, window_groups) for profile in profiles]
+        work = [(setting, windows, profile_of(setting, windows), workload, window_groups) for setting in settings]
+        running = [pool.submit(_simulated, *arguments) for arguments in work]
         for _ in as_completed(running):
             done_windows += windows
             on_windows(done_windows)
-        made = zip(settings, (future.result() for future in running), strict=True)
-        return [found if isinstance(found, str) else Row(setting=setting, windows=windows, **found) for setting, found in made]
+        return [future.result() for future in running]
 
     return evaluate
 
 
-def _figures(profile: Profile, workload: Workload, window_groups: int) -> dict[str, float] | str:
-    """Figures of one simulated run, or why it failed. The same groups are measured whatever the setting's own windows are."""
+def _simulated(setting: Setting, windows: int, profile: Profile, workload: Workload, window_groups: int) -> Outcome:
+    """One simulated run. The same groups are measured whatever the setting's own windows are."""
     run = simulate(profile, workload, seed=SEED)
     if run.error is not None:
         return str(run.error)
     groups = int(run.lines[-1]["groups_trained"])
     figures = figures_of(stretch_of(run.lines, Edges(window_groups, groups - window_groups)), window_groups)
-    return {name: figures.get(name, 0.0) for name in FIGURES}
-
-
-def check_new(path: Path) -> None:
-    """Raises ConfigError or RefusedError unless `path` can be written. Called before the search, which would else be wasted."""
-    if path.suffix != ".toml":
-        raise ConfigError(f"--out {path}: a profile's file ends in .toml", hint=f"--out {path.with_suffix('.toml')}")
-    if path.exists():
-        raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {_free(path)}")
-    if not path.parent.is_dir():
-        raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
-
-
-def write_profile(tuned: Tuned, path: Path, command: str, *, is_run: bool) -> None:
-    """Write the recommended setting as a profile. `command`: the search as it was typed; `is_run`: the workload was calibrated on
-    a run, whose profile the new one extends.
-
-    Raises RefusedError if the file exists by now, OSError if it cannot be written.
-    """
-    best, current = tuned.found.best, tuned.found.current
-    before = "" if current is None else f" (before: {current.setting.split}, {current.window_time_s:.4g} s)"
-    lines = [
-        f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
-        f"#   {command}",
-        f"# {best.setting.split} trainer:rollout, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
-        *([] if is_run else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is not in this file."]),
-        f"extends = {toml_value(_extended(tuned.profile, path))}",
-        f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",
-    ]
-    tables: dict[str, list[str]] = {}
-    for key, value in set_layer(tuned.recommended_sets).values.items():
-        section, _, name = key.partition(".")
-        if key.startswith(f"{PARAMS}."):
-            name = f"params.{toml_key(key.removeprefix(f'{PARAMS}.'))}"
-        tables.setdefault(section, []).append(f"{name} = {toml_value(value)}")
-    for section, entries in tables.items():
-        lines += ["", f"[{section}]", *entries]
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write("\n".join(lines) + "\n")
-    except FileExistsError:
-        raise RefusedError(f"{path} exists and is not overwritten", hint=f"--out {_free(path)}") from None
-
-
-def _extended(reference: str, path: Path) -> str:
-    """What to extend: a profile's name, or a file; a relative path if the file lies below the new one's directory, so that both
-    can be moved together."""
-    if not is_file_reference(reference):
-        return reference
-    above, here = locate(reference, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()
-    return f"./{above.relative_to(here)}" if above.is_relative_to(here) else str(above)
-
-
-def _free(path: Path) -> Path:
-    """The first free name like it: `my.toml` -> `my-2.toml`."""
-    number = 2
-    while (free := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    return free
+    return Row(setting=setting, windows=windows, **{name: figures.get(name, 0.0) for name in FIGURES})

@@ -67,7 +67,8 @@ def plan(
     Exit 3 if the GPUs are too few, or too small for the weights alone."""
     named = profile or "partial-rollout"
     if tune is not None:
-        from asyncrl_cli.cli.plan_tune import Asked, print_tuned
+        from asyncrl_cli.bench.tune import Asked
+        from asyncrl_cli.cli.plan_tune import print_tuned
 
         if gpu_memory is not None:
             raise ConfigError(

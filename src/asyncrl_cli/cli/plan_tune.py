@@ -1,28 +1,27 @@
-"""`asyncrl plan --tune`: runs the search on the virtual clock, shows its progress and prints its results, all SIMULATED."""
+"""`asyncrl plan --tune`: shows the search's progress, prints its results, all SIMULATED, and writes them as a profile."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 from rich.table import Table
 
-from asyncrl_cli.bench.search import SAME_TIME, Row, front
-from asyncrl_cli.bench.space import DEFAULT_PROFILE
-from asyncrl_cli.bench.tune import LIMITS, Tuned, check_new, tune, write_profile
+from asyncrl_cli import __version__
+from asyncrl_cli.bench.search import SAME_TIME, front
+from asyncrl_cli.bench.space import HEADINGS, Setting
+from asyncrl_cli.bench.tune import LIMITS, Asked, Tuned, tune
 from asyncrl_cli.cli.console import RUNS_DIR, print_json, print_prose, print_text, say, stderr, stdout, warn
-from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.starting import Starting
 from asyncrl_cli.plan.cluster import counted
-from asyncrl_cli.safe_files import expand
-from asyncrl_cli.simulate.calibrate import calibrate
-from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload, residuals
+from asyncrl_cli.profile.loaded import set_layer
+from asyncrl_cli.profile.toml_files import is_file_reference, locate, toml_key, toml_value
+from asyncrl_cli.simulate.workload_files import WINDOW, Residual
 
 SHORTER = "where windows are shorter, versions follow faster: the same age of a token counts as more versions"
-HEADERS = ("split", "K", "batches", "eta", "slots", "bound", "stale", "seconds", "idle", "")
 LEGEND = """
 split: trainer:rollout; K: train steps per window; batches: require_batches
 eta: staleness_threshold; bound: max_staleness; stale: mean versions per token
@@ -33,85 +32,46 @@ now: the current setting; > S: beyond the bound
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A search as its user asked for it. `reference` is a workload, or a run that has been measured here."""
-
-    reference: str
-    profile: str | None
-    sets: tuple[str, ...]
-    gpus: int | None
-    bound: int | None
-    runs_dir: Path
-    out: Path | None
-
-    @property
-    def command(self) -> str:
-        """The command that repeats this search, without `--out`."""
-        options: list[str] = []
-        for flag, value in (("--profile", self.profile), ("--gpus", self.gpus), ("--max-staleness", self.bound)):
-            options += [] if value is None else [flag, str(value)]
-        for entry in self.sets:
-            options += ["--set", entry]
-        if self.runs_dir != RUNS_DIR:
-            options += ["--runs-dir", str(self.runs_dir)]
-        return shlex.join(["asyncrl", "plan", "--tune", self.reference, *options])
-
-
 def print_tuned(asked: Asked, *, as_json: bool) -> None:
     """Search, and print the results on stdout, the progress on stderr."""
     if asked.out is not None:
-        check_new(asked.out)
-    workload, own_profile = workload_of(asked.reference, asked.runs_dir)
-    is_run = own_profile is not None
+        _check_new(asked.out)
     with Starting("auto", stderr()) as progress:
-        fit = residuals(workload) if is_run else []  # how well the simulation reproduces the run itself
-        tuned = tune(
-            workload,
-            asked.profile or own_profile or DEFAULT_PROFILE,
-            asked.sets,
-            gpus=asked.gpus,
-            bound=asked.bound,
-            on_progress=lambda done, planned: progress("SIMULATED: windows, at most", done, planned),
-        )
-        progress(f"SIMULATED: {len(tuned.found.outcomes)} settings tried in {tuned.found.windows} windows")
+        tuned = tune(asked, progress)
     for setting, reason in tuned.found.failed.items():
-        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets())})")
+        warn(f"the simulated run of {setting.split} failed and is left out: {reason} ({' '.join(setting.sets)})")
     if asked.out is not None:
-        write_profile(tuned, asked.out, asked.command, is_run=is_run)
+        write_profile(tuned, asked, asked.out)
         say(f"wrote {asked.out}")
     if as_json:
-        written = None if asked.out is None else str(asked.out)
-        print_json(tuned.to_json() | {"residuals": [asdict(residual) for residual in fit], "profile_file": written})
-        return
-    for one in fit:
+        return print_json(tuned.to_json() | {"profile_file": asked.out and str(asked.out)})
+    for one in tuned.fit:
         found = f"{one.part} {one.measured_s:.4g} s {one.evidence}, {one.predicted_s:.4g} s simulated ({one.ratio - 1:+.1%})"
         print_prose(f"SIMULATED, the calibrated run itself: {found}")
     _print_table(tuned)
-    _print_recommendation(tuned, fit)
-    _print_how_to_try(tuned, asked, is_run=is_run)
-    _print_limits(tuned)
-
-
-def workload_of(reference: str, runs_dir: Path) -> tuple[Workload, str | None]:
-    """The workload that WORKLOAD|RUN names. For a run (a name or a directory) it is calibrated; the second value is its profile."""
-    for directory in (expand(reference), runs_dir / reference):
-        if (directory / "profile.toml").is_file() and (directory / "metrics.jsonl").is_file():
-            say(f"calibrating a workload from {directory}")
-            return calibrate(directory), str(directory / "profile.toml")
-    try:
-        return load_workload(reference), None
-    except ConfigError as error:
-        raise ConfigError(f"{error}; nor is there a finished run of that name in {runs_dir}", hint=error.hint) from None
+    best = tuned.found.best
+    predicted = f"{best.setting.split} trainer:rollout, predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
+    print_prose(f"recommended (SIMULATED): {predicted}")
+    for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned), _doubt(tuned.found.speedup, tuned.fit)):
+        if line:
+            print_prose(line)
+    # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
+    print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
+    _print_how_to_try(tuned, asked)
+    print_prose("\nwhat this search cannot know")
+    for limit in _limits(tuned):
+        print_prose(f"- {limit}")
+    if notes := tuned.workload.notes.strip():
+        print_prose(f"\nnotes of the workload {tuned.workload.name}\n{notes}")
 
 
 def _print_table(tuned: Tuned) -> None:
+    allowed, best, current = tuned.found.rows, tuned.found.best, tuned.found.current
     print_prose(f"SIMULATED: {tuned.workload.name}, seconds per {tuned.window_groups} groups (W), {tuned.bound}")
     print_prose(f"{len(tuned.found.outcomes)} settings tried; these had long runs, or are on the front.\n")
     table = Table(box=None, pad_edge=False)
-    for header in HEADERS:
-        table.add_column(header, justify="left" if header in ("split", "") else "right", no_wrap=True)
-    allowed, best, current = tuned.found.rows, tuned.found.best, tuned.found.current
+    for heading in (*HEADINGS, "stale", "seconds", "idle", ""):
+        table.add_column(heading, justify="left" if heading in ("split", "") else "right", no_wrap=True)
     undominated = front(allowed)
     rows = {row.setting: row for row in (*allowed, *([current] if current else ())) if row.is_long or row in undominated}
     for row in sorted(rows.values(), key=lambda row: row.rank):
@@ -122,48 +82,26 @@ def _print_table(tuned: Tuned) -> None:
             "> S": row not in allowed,
             "~": not row.is_long,
         }
-        table.add_row(*_cells(row), " ".join(mark for mark, holds in marks.items() if holds))
+        idle = f"{row.trainer_idle_ratio:.0%} {row.rollouter_idle_ratio:.0%}"
+        figures = (f"{row.staleness_mean:.2f}", f"{row.window_time_s:.5g}", idle)
+        table.add_row(*_shown(row.setting).values(), *figures, " ".join(mark for mark, holds in marks.items() if holds))
     stdout().print(table)
     print_text(LEGEND)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    setting = row.setting
-    return (
-        setting.split,
-        str(setting.window_steps),
-        str(setting.require_batches),
-        str(setting.eta),
-        str(setting.slots),
-        str(setting.max_staleness),
-        f"{row.staleness_mean:.2f}",
-        f"{row.window_time_s:.5g}",
-        f"{row.trainer_idle_ratio:.0%} {row.rollouter_idle_ratio:.0%}",
-    )
-
-
-def _print_recommendation(tuned: Tuned, fit: Sequence[Residual]) -> None:
-    """Print the best setting. Each `--set` is on a line of its own, so that all can be copied from a narrow terminal."""
-    best = tuned.found.best
-    print_prose(
-        f"recommended (SIMULATED): {best.setting.split} trainer:rollout, predicted {best.window_time_s:.2f} s "
-        f"per {tuned.window_groups} groups"
-    )
-    for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned), _doubt(tuned.speedup, fit)):
-        if line:
-            print_prose(line)
-    print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
+def _shown(setting: Setting) -> dict[str, str]:
+    return {heading: str(getattr(setting, name)) for heading, name in HEADINGS.items()}
 
 
 def _against_current(tuned: Tuned) -> str:
     """How the recommended setting compares with the current one, or what the bound costs."""
-    best, current, speedup = tuned.found.best, tuned.found.current, tuned.speedup
+    best, current, speedup = tuned.found.best, tuned.found.current, tuned.found.speedup
     if current is None or speedup is None:
         return "the current setting could not be simulated: the recommendation cannot be compared with it"
     if best.setting == current.setting:
         return "the current setting is the recommended one"
-    cells = zip(HEADERS[:6], _cells(current), _cells(best), strict=False)
-    differences = ", ".join(f"{name} {now}" for name, now, then in cells if now != then)
+    then = _shown(best.setting)
+    differences = ", ".join(f"{heading} {now}" for heading, now in _shown(current.setting).items() if now != then[heading])
     text = f"the current setting, {current} ({speedup:.2f}x), has {differences}"
     if tuned.found.space.allows(current.setting):
         return text
@@ -201,23 +139,75 @@ def _doubt(speedup: float | None, fit: Sequence[Residual]) -> str:
     return f"that gain, {speedup - 1:.0%}, is within the {off:.0%} that the simulation of the calibrated run itself is off by"
 
 
-def _print_how_to_try(tuned: Tuned, asked: Asked, *, is_run: bool) -> None:
+def _print_how_to_try(tuned: Tuned, asked: Asked) -> None:
     """Print the commands that try the setting. They need a profile file: `bench --set` would change the baseline, too."""
     if asked.out is None:
         print_prose("\nto try it: the same search with --out my.toml writes a profile for `bench --profile` and `train --profile`")
         return
-    compared = f"asyncrl bench --compare {shlex.quote(tuned.profile)}"
-    simulated = "" if is_run else f" \\\n    --simulate {shlex.quote(asked.reference)}"
-    own = f"--profile {shlex.quote(str(asked.out))}"
-    named = f"--name {shlex.quote(asked.out.stem)}"  # a run's profile may have that run's name
+    own, simulated = f"--profile {shlex.quote(str(asked.out))}", f" \\\n    --simulate {shlex.quote(asked.reference)}"
     print_text(f"\n{asked.out} is a profile with these keys; to try it:")
-    print_text(f"  {compared} {own}{simulated}\n  asyncrl train {own} {named}")
+    print_text(f"  asyncrl bench --compare {shlex.quote(tuned.profile)} {own}{'' if tuned.fit else simulated}")
+    print_text(f"  asyncrl train {own} --name {shlex.quote(asked.out.stem)}")  # a run's profile may have that run's name
 
 
-def _print_limits(tuned: Tuned) -> None:
-    print_prose("\nwhat this search cannot know")
-    windows = {row.setting.window_steps * row.setting.require_batches for row in tuned.found.rows}
-    for limit in (*LIMITS, *([SHORTER] if len(windows) > 1 else ())):
-        print_prose(f"- {limit}")
-    if notes := tuned.workload.notes.strip():
-        print_prose(f"\nnotes of the workload {tuned.workload.name}\n{notes}")
+def _limits(tuned: Tuned) -> Iterator[str]:
+    yield from LIMITS
+    if len({row.setting.window_steps * row.setting.require_batches for row in tuned.found.rows}) > 1:
+        yield SHORTER
+
+
+def _check_new(path: Path) -> None:
+    """Raises ConfigError or RefusedError unless `path` can be written. Called before the search, which would else be wasted."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"--out {path}: a profile's file ends in .toml", hint=f"--out {path.with_suffix('.toml')}")
+    if path.exists():
+        others = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+        raise RefusedError(
+            f"{path} exists and is not overwritten", hint=f"--out {next(other for other in others if not other.exists())}"
+        )
+    if not path.parent.is_dir():
+        raise RefusedError(f"there is no directory {path.parent}", hint=f"--out {path.name}")
+
+
+def write_profile(tuned: Tuned, asked: Asked, path: Path) -> None:
+    """Write the recommended setting as a profile that extends the one that was tuned.
+
+    Raises RefusedError if the file exists by now, OSError if it cannot be written.
+    """
+    best, current = tuned.found.best, tuned.found.current
+    before = f" (before: {current.setting.split}, {current.window_time_s:.4g} s)" if current else ""
+    values = set_layer(tuned.recommended_sets).values
+    lines = [
+        f"# Recommended by a SIMULATED search (asyncrl {__version__}):",
+        f"#   {_command(asked)}",
+        f"# {best.setting.split} trainer:rollout, {best.window_time_s:.4g} s per {tuned.window_groups} groups{before}.",
+        *([] if tuned.fit else [f"# What {tuned.workload.name} itself sets ([profile]: model, sizes) is not in this file."]),
+        f"extends = {toml_value(_extended(tuned.profile, path))}",
+        f"purpose = {toml_value(f'Tuned for {tuned.workload.name} by a simulated search: {tuned.bound}.')}",
+        "",
+        *(f"{'.'.join(map(toml_key, key.split('.')))} = {toml_value(value)}" for key, value in values.items()),
+    ]
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+    except FileExistsError:
+        _check_new(path)
+        raise
+
+
+def _command(asked: Asked) -> str:
+    """The command that repeats this search, without `--out`."""
+    runs_dir = None if asked.runs_dir == RUNS_DIR else asked.runs_dir
+    options = {"--profile": asked.profile, "--gpus": asked.gpus, "--max-staleness": asked.bound, "--runs-dir": runs_dir}
+    words = [word for flag, value in options.items() if value is not None for word in (flag, str(value))]
+    sets = [word for entry in asked.sets for word in ("--set", entry)]
+    return shlex.join(["asyncrl", "plan", "--tune", asked.reference, *words, *sets])
+
+
+def _extended(reference: str, path: Path) -> str:
+    """What to extend: a profile's name, or a file; a relative path if the file lies below the new one's directory, so that both
+    can be moved together."""
+    if not is_file_reference(reference):
+        return reference
+    above, here = locate(reference, relative_to=Path.cwd(), asked_by="--profile"), path.parent.resolve()
+    return f"./{above.relative_to(here)}" if above.is_relative_to(here) else str(above)
