@@ -1,4 +1,4 @@
-"""A process that computes rewards, seen from the pool: starts it, asks it, watches it, kills it if it hangs."""
+"""A process that computes rewards, seen from the pool: starts it, gives it work, watches it, kills it if it hangs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import tempfile
+from dataclasses import dataclass, field
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
 from asyncrl_cli.tasks.reward_worker import IDLE, Board, Outcome, serve
@@ -16,21 +17,32 @@ from asyncrl_cli.tasks.scoring import RewardSpec
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 2.0
 MAX_WATCH_PERIOD_S = 0.25
+MAX_DEATHS_OF_REWARD = 2
+"""A reward fails if this many processes died while computing it. A single death may have another cause."""
 
 
 class CannotScore(Exception):
     """No process can be started, or none lives long enough to score; `str(error)` says why."""
 
 
-class Died(Exception):
-    """The process ended before it answered; `str(error)` says how. `is_culprit`: it was computing this reward when it died."""
+@dataclass(order=True, slots=True)
+class Wanted:
+    """A reward that is waited for. The oldest is computed first, also if it comes back from a process that died."""
 
-    def __init__(self, how: str, is_culprit: bool) -> None:
-        super().__init__(how)
-        self.is_culprit = is_culprit
+    number: int
+    request: bytes = field(compare=False)
+    outcome: asyncio.Future[Outcome] = field(compare=False)
+    num_deaths: int = field(default=0, compare=False)
+
+    def end(self, outcome: Outcome) -> None:
+        if not self.outcome.done():  # nobody waits any more
+            self.outcome.set_result(outcome)
 
 
-async def start_process(spec: RewardSpec, timeout_s: float) -> RewardProcess:
+Backlog = asyncio.PriorityQueue[Wanted]
+
+
+async def start_process(spec: RewardSpec, timeout_s: float, backlog: Backlog) -> RewardProcess:
     """Raises CannotScore if the system cannot start a process."""
     try:
         with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
@@ -45,22 +57,24 @@ async def start_process(spec: RewardSpec, timeout_s: float) -> RewardProcess:
             )
             assert process.stdin is not None
             process.stdin.write(pickle.dumps((serve, (spec, timeout_s, shared.fileno()))))
-            return RewardProcess(process, Board(shared.fileno()), timeout_s)
+            return RewardProcess(process, Board(shared.fileno()), timeout_s, backlog)
     except OSError as error:  # out of memory, processes or file descriptors
         raise CannotScore(f"a reward process cannot be started: {error}") from error
 
 
 class RewardProcess:
-    def __init__(self, process: asyncio.subprocess.Process, board: Board, timeout_s: float) -> None:
+    """Takes rewards from `backlog` and computes them. Those that it owes when it ends go back there, for another process."""
+
+    def __init__(self, process: asyncio.subprocess.Process, board: Board, timeout_s: float, backlog: Backlog) -> None:
         self._process = process
         self._board = board
         self._timeout_s = timeout_s
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._backlog = backlog
+        self._asked: dict[int, Wanted] = {}
         self._last_news_s = 0.0
         self._num_results = 0
         self._killed_for = ""
         self.pid = process.pid
-        self.is_over = False
 
     async def greeting(self) -> int:
         """Wait for the process's first line: how many rewards it takes at once. Raises CannotScore if it cannot score."""
@@ -74,28 +88,35 @@ class RewardProcess:
             raise CannotScore("the reward process ended while it started" if greeting is None else greeting[1])
         return greeting[1]
 
-    def ask(self, request_id: int, request: bytes) -> asyncio.Future[Outcome]:
-        """Send a request; the future gets its outcome, or Died if the process ends first."""
-        assert self._process.stdin is not None
-        if not self._waiting:
-            self._last_news_s = asyncio.get_running_loop().time()
-        answer = self._waiting[request_id] = asyncio.get_running_loop().create_future()
-        self._process.stdin.write(request)
-        return answer
-
-    async def serve(self) -> None:
-        """Deliver answers until the process ends, or is killed because it hangs."""
+    async def serve(self, places: int) -> None:
+        """Compute `places` rewards at a time, until the process ends, or is killed because it hangs."""
+        free = asyncio.Semaphore(places)
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._watch(), name="watch rewards")
+            beside = [tasks.create_task(work, name="rewards") for work in (self._ask(free), self._watch())]
             while (answer := await self._next_answer()) is not None:
-                request_id, outcome = answer
+                number, outcome = answer
                 self._num_results += 1
                 self._last_news_s = asyncio.get_running_loop().time()
-                self._waiting.pop(request_id).set_result(outcome)
-            watch.cancel()
+                self._asked.pop(number).end(outcome)
+                free.release()  # only now: the process also computes a reward that nobody waits for any more
+            for task in beside:
+                task.cancel()
+
+    async def _ask(self, free: asyncio.Semaphore) -> None:
+        """Take a reward from the backlog whenever a place is free."""
+        assert self._process.stdin is not None
+        while True:
+            await free.acquire()
+            while (wanted := await self._backlog.get()).outcome.done():
+                pass
+            if not self._asked:
+                self._last_news_s = asyncio.get_running_loop().time()
+            self._asked[wanted.number] = wanted
+            self._process.stdin.write(wanted.request)
+            await asyncio.sleep(0)  # the other processes' turn, so that rewards spread over all of them
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
-        """The next (id, outcome); None if the process has ended."""
+        """The next (number, outcome); None if the process has ended."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         return json.loads(line) if line.endswith(b"\n") else None
@@ -109,15 +130,14 @@ class RewardProcess:
             silent_s = asyncio.get_running_loop().time() - self._last_news_s
             if running != IDLE and running == seen and ran_s > self._timeout_s:
                 self._killed_for = f"took longer than {self._timeout_s:g} s and was killed"
-            elif running == IDLE and self._waiting and silent_s > 2 * self._timeout_s + START_TIMEOUT_S:
+            elif running == IDLE and self._asked and silent_s > 2 * self._timeout_s + START_TIMEOUT_S:
                 self._killed_for = f"its process gave no sign of life for {silent_s:.0f} s and was killed"
         kill_group(self.pid)
 
     async def end(self) -> str:
-        """End the process and fail its unanswered requests. An idle process exits when its stdin closes; a busy one, or one that
-        stays, is killed. Returns how it ended if it was idle and had never given a result, else ""."""
+        """End the process. An idle one exits when its stdin closes; a busy one, or one that stays, is killed. Returns how it ended
+        if it was idle and had never given a result, else ""."""
         assert self._process.stdin is not None
-        self.is_over = True
         self._process.stdin.close()
         culprit = self._board.read()[0]
         try:
@@ -129,13 +149,16 @@ class RewardProcess:
             kill_group(self.pid)
             await self._process.wait()
         how = how_it_ended(self._process.returncode)
-        self._fail_waiting(culprit, how)
+        self._give_back(culprit, how)
         return how if culprit == IDLE and not (self._killed_for or self._num_results) else ""
 
-    def _fail_waiting(self, culprit: int, how: str) -> None:
-        """Fail unanswered requests: the one that hung with that reason; all others with Died, so that another process is asked."""
-        for request_id, waiting in self._waiting.items():
-            if self._killed_for and culprit in (request_id, IDLE):
-                waiting.set_result(self._killed_for)
+    def _give_back(self, culprit: int, how: str) -> None:
+        """Leave what was not answered to another process, but for a reward that hung, or that has cost too many processes."""
+        for wanted in self._asked.values():
+            wanted.num_deaths += wanted.number == culprit
+            if self._killed_for and culprit in (wanted.number, IDLE):
+                wanted.end(self._killed_for)
+            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD:
+                wanted.end(f"the reward process died ({how}) while scoring")
             else:
-                waiting.set_exception(Died(how, is_culprit=request_id == culprit))
+                self._backlog.put_nowait(wanted)

@@ -1,8 +1,8 @@
 """RewardPool: awaits rewards that child processes compute, so that no verifier can hold up the event loop.
 
-    score() -> a place in a process -> its outcome
+    score() -> backlog -> a process with a free place -> its outcome
                   ^           |
-                  +-----------+  the process has died: ask again, unless this reward was running in two that died
+                  +-----------+  the process has died: another one is asked, unless this reward was running in two that died
 
 A process has one place for an ordinary reward, or 128 for async ones. If a reward runs longer than the timeout, its process is
 killed. So every `score` ends: with a reward, or with RewardFailed.
@@ -18,19 +18,14 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_process import CannotScore, Died, RewardProcess, start_process
-from asyncrl_cli.tasks.reward_worker import Outcome
+from asyncrl_cli.tasks.reward_process import Backlog, CannotScore, RewardProcess, Wanted, start_process
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
-MAX_DEATHS_OF_REWARD = 2
-"""A reward fails if this many processes died while computing it. A single death may have another cause."""
 MAX_IDLE_DEATHS = 4
 """After this many processes in a row died idle and without any result, no further one is started."""
 CLOSED = "the reward pool is closed"
@@ -38,14 +33,6 @@ CLOSED = "the reward pool is closed"
 
 class RewardFailed(Exception):
     """There is no reward for this response: it raised, hung, died or returned no number. `str(error)` says which."""
-
-
-class _Place(NamedTuple):
-    """A place for one reward in a process. Lower numbers are taken first, so that rewards spread over the processes."""
-
-    number: int
-    serial: int
-    process: RewardProcess | None
 
 
 def default_workers() -> int:
@@ -62,8 +49,8 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._num_workers = workers
         self._processes: set[RewardProcess] = set()
-        self._places: asyncio.PriorityQueue[_Place] = asyncio.PriorityQueue()
-        self._ids = count(1)
+        self._backlog: Backlog = asyncio.PriorityQueue()
+        self._numbers = count(1)
         self._ready = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._broken = ""
@@ -84,22 +71,19 @@ class RewardPool:
     async def score(self, item: Item, response_text: str) -> float:
         """The reward of a response. Raises RewardFailed if there is none."""
         self._begin()
-        request_id, num_deaths = next(self._ids), 0
+        number = next(self._numbers)
         try:
-            request = pickle.dumps((request_id, item, response_text), protocol=5)
+            request = pickle.dumps((number, item, response_text), protocol=5)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise RewardFailed(f"the item cannot be sent to the reward process: {error}") from error
-        while True:
-            try:
-                outcome = await self._ask(request_id, request)
-            except Died as died:
-                num_deaths += died.is_culprit
-                if num_deaths < MAX_DEATHS_OF_REWARD:
-                    continue
-                raise RewardFailed(f"the reward process died ({died}) while scoring") from died
-            if isinstance(outcome, str):
-                raise RewardFailed(outcome)
-            return outcome
+        wanted = Wanted(number, request, asyncio.get_running_loop().create_future())
+        self._backlog.put_nowait(wanted)
+        if self._broken:
+            self._fail_all()
+        outcome = await wanted.outcome
+        if isinstance(outcome, str):
+            raise RewardFailed(outcome)
+        return outcome
 
     async def close(self) -> None:
         """End the processes; pending rewards fail."""
@@ -122,20 +106,23 @@ class RewardPool:
         finally:
             self._broken = self._broken or CLOSED
             self._ready.set()
-            self._wake()
+            self._fail_all()
+
+    def _fail_all(self) -> None:
+        while not self._backlog.empty():
+            self._backlog.get_nowait().end(self._broken)
 
     async def _keep_process(self) -> None:
         """Keep one process running: start another when it dies. Raises CannotScore if that is no use."""
         num_idle_deaths = 0
         while True:
-            process, died_idle = await start_process(self._spec, self._timeout_s), ""
+            process, died_idle = await start_process(self._spec, self._timeout_s, self._backlog), ""
             try:
-                for number in range(await process.greeting()):
-                    self._places.put_nowait(_Place(number, next(self._ids), process))
+                places = await process.greeting()
                 self._processes.add(process)
                 if len(self._processes) == self._num_workers:
                     self._ready.set()
-                await process.serve()
+                await process.serve(places)
             finally:
                 self._processes.discard(process)
                 died_idle = await process.end()
@@ -143,23 +130,3 @@ class RewardPool:
             num_idle_deaths = num_idle_deaths + 1 if died_idle else 0
             if num_idle_deaths == MAX_IDLE_DEATHS:
                 raise CannotScore(f"{MAX_IDLE_DEATHS} reward processes in a row died ({died_idle})")
-
-    async def _ask(self, request_id: int, request: bytes) -> Outcome:
-        """Compute a request in the next free place of a live process. Raises Died, or RewardFailed if the pool is broken."""
-        while not self._broken:
-            place = await self._places.get()
-            if place.process is not None and not place.process.is_over:
-                answer = place.process.ask(request_id, request)
-                answer.add_done_callback(partial(self._give_back, place))
-                return await asyncio.shield(answer)
-        self._wake()
-        raise RewardFailed(self._broken)
-
-    def _give_back(self, place: _Place, answer: asyncio.Future[Outcome]) -> None:
-        """Free the place, only once the process has answered: a process still computes a reward whose `score` was cancelled."""
-        answer.exception()  # mark it as retrieved: nobody else does if `score` was cancelled
-        self._places.put_nowait(place)
-
-    def _wake(self) -> None:
-        """Wake one waiting `_ask` with a place that has no process: it sees that the pool is broken and wakes the next one."""
-        self._places.put_nowait(_Place(0, 0, None))
