@@ -18,7 +18,7 @@ import pytest
 
 from asyncrl_cli.errors import ConfigError, PreflightError
 from asyncrl_cli.job import local_ray
-from asyncrl_cli.job.reaper import living, look
+from asyncrl_cli.job.reaper import families, living
 from asyncrl_cli.job.session import ray_session
 
 from .crew import nodes, small_profile
@@ -43,21 +43,21 @@ class Driver:
         assert self.process.stdout is not None
         word, self.directory, cpus = self.process.stdout.readline().split()
         assert (word, cpus) == ("ready", "2")
-        self.started: dict[int, int] = {}
+        self.started: set[psutil.Process] = set()
         deadline_s = time.monotonic() + LONGEST_S
         while not {"raylet", "gcs_server", "sleep"} <= (names := self._look()):  # a child has its parent's name until it is itself
             assert time.monotonic() < deadline_s, names
             time.sleep(0.05)
 
     def _look(self) -> set[str]:
-        look(self.process.pid, self.started)
-        return {psutil.Process(pid).name() for pid in self.started if psutil.pid_exists(pid)}
+        self.started |= families([self.process.pid]) - {psutil.Process(self.process.pid)}
+        return {process.name() for process in living(self.started)}
 
     def all_gone_after_s(self) -> float:
         began_s = time.monotonic()
         while (living(self.started) or Path(self.directory).exists()) and time.monotonic() - began_s < 2 * LONGEST_S:
             time.sleep(0.1)
-        left = {pid: Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in living(self.started)}
+        left = {process.pid: process.cmdline() for process in living(self.started)}
         assert not left, left
         assert not Path(self.directory).exists()
         return time.monotonic() - began_s
@@ -174,11 +174,9 @@ def test_a_dead_reaper_is_replaced_and_the_session_goes_on(tmp_path: Path) -> No
             assert time.monotonic() < deadline_s, "nobody took its place"
             time.sleep(0.1)
         assert ray.get(echo.echo.remote("still here")) == "still here"
-        started: dict[int, int] = {}
-        look(os.getpid(), started)
+        started = families([os.getpid()]) - {psutil.Process()}
     assert not [child for child in reapers if child.is_running()]
-    family = {pid: name for pid, name in started.items() if psutil.pid_exists(pid)}
-    assert {name_of(psutil.Process(pid)) for pid in living(family)} <= {"resource_tracker"}
+    assert {name_of(process) for process in living(started)} <= {"resource_tracker"}
 
 
 TENTH = {name: value // 10 for name, value in local_ray.PATIENT.items() if name.endswith(("_s", "_ms"))}

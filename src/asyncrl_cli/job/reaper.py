@@ -2,13 +2,12 @@
 
 Ray's own fate sharing is not enough: after a SIGKILL of the driver its agents live on for about a minute (they wait
 for a GCS that is gone), and its files in the temporary directory for ever. The reaper holds the reading end of a pipe.
-Every second it notes the driver's descendants (pid and start time, so that a reused pid is never hit). When the pipe
-closes, because the session ended (the driver says goodbye first) or the driver died (the reaper prints an error then), it gives
-the descendants `GRACE_S` to end, kills the rest, and removes the directory and Python's shared-memory files that they left (vLLM's
-processes communicate through these; Python's resource tracker, which would remove them, is killed as well).
+Every second it notes the driver's descendants. When the pipe closes, because the session ended (the driver says goodbye first) or
+the driver died (the reaper prints an error then), it gives the descendants `GRACE_S` to end, kills the rest, and removes the
+directory and Python's shared-memory files that they left (vLLM's processes communicate through these; Python's resource tracker,
+which would remove them, is killed as well).
 
-Runs as a script with the standard library alone: `python -I reaper.py DRIVER_PID DIRECTORY SINCE`. Linux only (/proc). The class
-`Reaper` starts it from the driver.
+Runs as a script: `python -I reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 LOOK_EVERY_S = 1.0
 GRACE_S = 3.0
@@ -35,54 +37,34 @@ hint: `asyncrl resume RUN` continues from the last checkpoint, if the run had on
 """
 SHARED_MEMORY = "/dev/shm/psm_"
 
-Seen = dict[int, int]
-"""Start time by pid, in kernel ticks: pid and start time together identify a process."""
+Processes = set[psutil.Process]
+"""psutil compares processes by pid and start time, so a reused pid is never hit."""
 
 
-def started_at(pid: int) -> int | None:
-    """Start time of a living process; None for one that is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
-
-
-def children(pid: int) -> list[int]:
-    """Pids of the children of all of a process's threads."""
-    found: list[int] = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found.extend(int(child) for child in (task / "children").read_bytes().split())
-    except OSError:
-        pass  # the process ended while we looked
+def living(processes: Iterable[psutil.Process]) -> Processes:
+    """Those that have not ended; a zombie has."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
     return found
 
 
-def look(root: int, seen: Seen, since: int = 0) -> None:
-    """Add the living descendants of `root` to `seen`, except this process and those started before `since`, with all of theirs."""
-    pending = children(root)
-    while pending:
-        pid = pending.pop()
-        start = started_at(pid)
-        if pid == os.getpid() or start is None or start < since:
-            continue
-        seen[pid] = start
-        pending.extend(children(pid))
+def families(pids: Iterable[int]) -> Processes:
+    """The processes that still exist, with all their descendants."""
+    found: Processes = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found |= {root := psutil.Process(pid), *root.children(recursive=True)}
+    return found
 
 
-def shared_memory_of(pid: int) -> set[str]:
+def shared_memory_of(process: psutil.Process) -> set[str]:
     """Files of Python's shared memory that a process holds open."""
-    found = set()
-    with contextlib.suppress(OSError):  # the process ends while we look
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # the process has just closed this file
-                found.add(os.readlink(file))
-    return {name for name in found if name.startswith(SHARED_MEMORY) and not name.endswith(" (deleted)")}
-
-
-def living(seen: Seen) -> Seen:
-    return {pid: start for pid, start in seen.items() if started_at(pid) == start}
+    with contextlib.suppress(psutil.Error):  # it has ended, or belongs to another user
+        return {file.path for file in process.open_files() if file.path.startswith(SHARED_MEMORY)}
+    return set()
 
 
 def heard(seconds: float) -> bytes | None:
@@ -90,50 +72,46 @@ def heard(seconds: float) -> bytes | None:
     return os.read(sys.stdin.fileno(), 1) if select.select([sys.stdin], [], [], seconds)[0] else None
 
 
-def watch(driver_pid: int, since: int = 0) -> tuple[bool, Seen, set[str]]:
+def watch(driver_pid: int, spared: Iterable[int] = ()) -> tuple[bool, Processes, set[str]]:
     """Watch until the driver ends. Returns whether it said goodbye, which processes live on, and all shared memory seen.
 
-    `since`: when the session's first reaper started, before anything else of the session. What the driver started earlier (Python's
-    resource tracker, say) is not the session's, and a driver that goes on after its session needs it.
+    `spared`: pids of what the driver had started before the session (Python's resource tracker, say). It is not the session's, and
+    a driver that goes on after its session needs it.
     """
-    since = since or started_at(os.getpid()) or 0
-    seen: Seen = {}
+    seen: Processes = set()
     memory: set[str] = set()
-    while (word := heard(LOOK_EVERY_S)) is None:
-        seen = living(seen)
-        look(driver_pid, seen, since)
+    word = None
+    while word is None:
+        word = heard(LOOK_EVERY_S)
+        started = families([driver_pid]) - families(spared)
+        seen = living(seen | {process for process in started if process.pid not in (driver_pid, os.getpid())})
         memory.update(*map(shared_memory_of, seen))
-    if started_at(driver_pid) is not None:
-        look(driver_pid, seen, since)
-    memory.update(*map(shared_memory_of, seen))
-    return word == GOODBYE, living(seen), memory
+    return word == GOODBYE, seen, memory
 
 
-def reap(seen: Seen) -> None:
+def reap(seen: Processes) -> None:
     """Wait `GRACE_S` for the processes to end by themselves, then kill them and what they started meanwhile."""
     kill_s = time.monotonic() + GRACE_S
     while (seen := living(seen)) and time.monotonic() < kill_s + GIVE_UP_S:
         if time.monotonic() >= kill_s:
-            for pid in list(seen):
-                look(pid, seen)
-            for pid in seen:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            seen |= families(process.pid for process in seen)
+            for process in seen:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         time.sleep(0.1)
 
 
 def remove_shared_memory(names: set[str]) -> None:
     """Remove the files, except those that another process still holds open: they may not be the session's."""
-    everyone = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    for name in names.difference(*map(shared_memory_of, everyone)):
+    for name in names.difference(*map(shared_memory_of, psutil.process_iter())):
         with contextlib.suppress(OSError):  # already gone, or not ours to remove: go on with the others
             Path(name).unlink()
 
 
-def main(driver_pid: int, directory: str, since: int) -> None:
+def main(driver_pid: int, directory: str, spared: Iterable[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    said_goodbye, seen, memory = watch(driver_pid, since)
+    said_goodbye, seen, memory = watch(driver_pid, spared)
     if said_goodbye:
         heard(GRACE_S)  # wait until it closes the pipe or ends
     else:
@@ -153,15 +131,15 @@ class Reaper:
     """The driver's handle on the reaper process, which cleans up after the driver."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._process = self._start(since=0)
-        self._since = started_at(self._process.pid) or 0
+        others = [str(child.pid) for child in psutil.Process().children()]
+        self._words = [sys.executable, "-I", __file__, str(os.getpid()), str(directory), *others]
+        self._process = self._start()
 
     def mend(self) -> None:
         """If the reaper is dead, start another, which also covers everything started since the first one."""
         if self._process.poll() is not None:
             self._close_pipe()
-            self._process = self._start(self._since)
+            self._process = self._start()
 
     def end(self) -> None:
         """Say goodbye, and return when the reaper has cleaned up and ended."""
@@ -174,10 +152,9 @@ class Reaper:
             self._process.kill()
             self._process.wait()
 
-    def _start(self, since: int) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         global _pipe
-        words = [sys.executable, "-I", __file__, str(os.getpid()), str(self._directory), str(since)]
-        process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
         assert process.stdin is not None
         _pipe = process.stdin.fileno()
         return process
@@ -197,4 +174,4 @@ def say_goodbye() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], [int(pid) for pid in sys.argv[3:]])
