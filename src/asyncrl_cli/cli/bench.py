@@ -23,56 +23,49 @@ same prompts. [bold]--simulate[/] runs the same loop on a virtual clock with the
 of a workload: its results say SIMULATED."""
 
 
-BaselineOption = Annotated[
-    str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are compared with.")
-]
-ProfilesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. If none is given: partial-rollout."
-    ),
-]
-WorkloadOption = Annotated[
-    str | None,
-    typer.Option(
-        "--simulate",
-        metavar="WORKLOAD",
-        help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
-    ),
-]
-RepeatOption = Annotated[
-    int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
-]
-GroupsOption = Annotated[
-    int | None,
-    typer.Option("--groups", metavar="N", min=1, help="Groups that each run trains; by default 384, or the workload's windows."),
-]
-WindowsOption = Annotated[int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")]
-AllSetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override a key of all profiles, the baseline included. To change one of them, give a file.",
-    ),
-]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go; by default bench/TIME."),
-]
-
-
 def bench(
-    baseline: BaselineOption = "colocate",
-    profiles: ProfilesOption = None,
-    simulate: WorkloadOption = None,
-    repeat: RepeatOption = 1,
-    groups: GroupsOption = None,
-    windows: WindowsOption = None,
-    sets: AllSetOption = None,
-    seed: SeedOption = 0,
-    out: OutOption = None,
+    baseline: Annotated[
+        str, typer.Option("--compare", metavar="BASELINE", help="The profile that the others are compared with.")
+    ] = "colocate",
+    profiles: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--profile", "-p", metavar="NAME|FILE", help="A profile to compare; may be repeated. If none is given: partial-rollout."
+        ),
+    ] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(
+            "--simulate",
+            metavar="WORKLOAD",
+            help="Nothing is trained, time is virtual. laptop-tiny, verl-7b-math-128, or a workload's TOML file.",
+        ),
+    ] = None,
+    repeat: Annotated[
+        int, typer.Option("--repeat", metavar="N", min=1, help="Runs of each profile, with the seeds SEED, SEED + 1, ...")
+    ] = 1,
+    groups: Annotated[
+        int | None,
+        typer.Option(
+            "--groups", metavar="N", min=1, help="Groups that each run trains; by default 384, or the workload's windows."
+        ),
+    ] = None,
+    windows: Annotated[
+        int | None, typer.Option("--windows", metavar="N", min=1, help="The same, in windows of the baseline.")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Override a key of all profiles, the baseline included. To change one of them, give a file.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the first repeat.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where results.json, report.md and the pictures go; by default bench/TIME."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""

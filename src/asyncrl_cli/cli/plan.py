@@ -19,46 +19,39 @@ EXAMPLES = """
 [bold]--tune[/] searches split, K, eta and slots on a virtual clock, in a minute
 or two, without a GPU: its output is simulated."""
 
-ProfileOrOwn = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        "-p",
-        metavar="NAME|FILE",
-        help="A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
-        "With --tune by default partial-rollout, or the run's own.",
-    ),
-]
-GpusOption = Annotated[
-    int | None, typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one.")
-]
-GpuMemoryOption = Annotated[
-    float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's.")
-]
-TuneOption = Annotated[
-    str | None,
-    typer.Option("--tune", metavar="WORKLOAD|RUN", help="Search for faster settings of a workload, or of a run measured here."),
-]
-BoundOption = Annotated[
-    int | None,
-    typer.Option(
-        "--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; by default the profile's own."
-    ),
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
-]
-
 
 def plan(
-    profile: ProfileOrOwn = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            "-p",
+            metavar="NAME|FILE",
+            help="A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
+            "With --tune by default partial-rollout, or the run's own.",
+        ),
+    ] = None,
     sets: SetOption = None,
-    gpus: GpusOption = None,
-    gpu_memory: GpuMemoryOption = None,
-    tune: TuneOption = None,
-    max_staleness: BoundOption = None,
-    out: OutOption = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=0, help="Plan for a machine with N GPUs instead of this one.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option("--gpu-memory", metavar="GIB", min=0.1, help="Memory of one GPU, if not this machine's.")
+    ] = None,
+    tune: Annotated[
+        str | None,
+        typer.Option("--tune", metavar="WORKLOAD|RUN", help="Search for faster settings of a workload, or of a run measured here."),
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            "--max-staleness", metavar="S", min=0, help="With --tune: the strict bound in versions; by default the profile's own."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
