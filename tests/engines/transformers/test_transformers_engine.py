@@ -132,13 +132,14 @@ def test_the_prompts_of_a_group_are_prefilled_together(
 ) -> None:
     """Groups of four, some of one token, that begin while others decode: the attention of many in one call is each one's own."""
     counts: list[int] = []
-    attend = paged_attention._prefill
+    attend = paged_attention._attend
 
-    def counted(query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        counts.append(query.shape[0])
-        return attend(query, *rest)
+    def counted(*packed: torch.Tensor, block: Any, scaling: float | None) -> torch.Tensor:
+        if block.mask_B1PL is None:
+            counts.append(len(block.queries_BP))
+        return attend(*packed, block, scaling)
 
-    monkeypatch.setattr(paged_attention, "_prefill", counted)
+    monkeypatch.setattr(paged_attention, "_attend", lambda *given: counted(*given[:3], block=given[3], scaling=given[4]))
 
     async def body() -> None:
         async with engine_of(model_dir, slots=16) as engine:
@@ -364,7 +365,8 @@ def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(model: Qwen3
             generating = [
                 asyncio.create_task(engine.generate(f"r{i}", [5, 6, 7], sampling(128, temperature=0.1), i)) for i in range(4)
             ]
-            cancel_request = engine._manager.cancel_request
+            scheduler = engine._manager.batch_processor.scheduler
+            requeue = scheduler.add_waiting_request
 
             async def abort_others() -> None:
                 for i in range(1, 4):
@@ -372,14 +374,14 @@ def test_aborts_that_come_while_recompute_kv_interrupts_harm_nobody(model: Qwen3
                 await asyncio.gather(*generating[1:])
                 gone.set()
 
-            def cancel_slowly(submitted_as: str) -> None:
-                cancel_request(submitted_as)
-                if threading.current_thread() is not threading.main_thread() and not asked:
+            def requeue_slowly(request: Any) -> None:
+                requeue(request)
+                if not asked:
                     asked.append(asyncio.run_coroutine_threadsafe(abort_others(), loop))
                     gone.wait(0.5)
 
-            engine._manager.cancel_request = cancel_slowly  # type: ignore[method-assign]
             await until(lambda: engine.sampled_tokens > 20)
+            scheduler.add_waiting_request = requeue_slowly
             await engine.load(tiny.weights_after(model, 1), 5, "recompute-kv")
             kept, *aborted = await asyncio.gather(*generating)
             assert len(asked) == 1

@@ -16,7 +16,6 @@ token on the host: on GPUs this engine is correct rather than fast.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -59,8 +58,7 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         self._form: SavedForm
         self._manager: ContinuousBatchingManager
         self._started = False
-        self._requests_lock = threading.Lock()
-        """Held while requests are submitted, withdrawn or interrupted: loads interrupt them from a worker thread."""
+        self._num_submitted = 0
 
     @property
     def version(self) -> int:
@@ -115,11 +113,22 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             await asyncio.to_thread(self._manager.stop, block=True, timeout=CLOSE_TIMEOUT_S, hard_stop=True)
 
     async def _respond(self, track: SampledTrack) -> FinishReason:
+        """Hand the prompt to continuous batching and wait for the response, under a name that no cancelled request has."""
+        self._num_submitted += 1
+        name = f"{track.request_id}#{self._num_submitted}"
+        manager, handlers = self._manager, self._manager.output_router.result_handlers
+        self._sampler.tracks[name] = track
+        manager.register_result_handler(name, partial(self._on_result, track))
         try:
-            self._submit(track)
+            how = {"max_new_tokens": track.tokens_left, "eos_token_id": sorted(self._sampler.eos_tokens)}
+            if manager.add_request(track.prompt_tokens, request_id=name, **how) is None:
+                cause = manager.background_thread_status.fatal_error
+                raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
             return await track.done
         finally:
-            self._withdraw(track)
+            self._sampler.tracks.pop(name, None)
+            if handlers.pop(name, None) is not None:
+                manager.cancel_request(name)  # it is still running
 
     async def abort(self, request_id: str) -> None:
         track = self._tracks.get(request_id)
@@ -149,52 +158,23 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
 
     async def _load(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> PauseReport:
         async with self._closed(interrupt):
-            report, interrupted = await asyncio.to_thread(self._swap, fetched, version, interrupt)
-            for track in interrupted:
-                self._submit(track)
-            return report
+            return await asyncio.to_thread(self._swap, fetched, version, interrupt)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> Scores:
         async with self._weights_lock:
             self._raise_failure()
             return await asyncio.to_thread(self._score, sequences, temperature)
 
-    def _submit(self, track: SampledTrack) -> None:
-        """Hand the prompt and the tokens so far to continuous batching, with a budget of the tokens that are left."""
-        if track.done.done():
-            return
-        with self._requests_lock:
-            track.num_submits += 1
-            track.submitted_as = f"{track.request_id}#{track.num_submits}"
-            self._sampler.tracks[track.submitted_as] = track
-            self._manager.register_result_handler(track.submitted_as, partial(self._on_result, track))
-            accepted = self._manager.add_request(
-                track.prompt_tokens + track.tokens,
-                request_id=track.submitted_as,
-                max_new_tokens=track.tokens_left,
-                eos_token_id=sorted(self._sampler.eos_tokens),
-            )
-        if accepted is None:
-            cause = self._manager.background_thread_status.fatal_error
-            raise ExecutorFailed(f"the rollout engine's generation thread has ended: {cause}")
-
-    def _withdraw(self, track: SampledTrack) -> None:
-        """Forget a submitted request, and cancel it if it is still running."""
-        with self._requests_lock:
-            self._sampler.tracks.pop(track.submitted_as, None)
-            if self._manager.output_router.result_handlers.pop(track.submitted_as, None) is not None:
-                self._manager.cancel_request(track.submitted_as)
-
     def _on_result(self, track: SampledTrack, output: GenerationOutput) -> None:
-        """Runs in the event loop. The result of an earlier submit cannot arrive: its handler was removed."""
+        """Runs in the event loop."""
         if output.error is None and track.finished is not None:
             track.finish(track.finished)
         elif not track.done.done():
             how = output.error or f"it ended after {len(track.tokens)} tokens, without a reason"
             track.done.set_exception(ExecutorFailed(f"continuous batching failed {track.request_id}: {how}"))
 
-    def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> tuple[PauseReport, list[SampledTrack]]:
-        """Runs in a worker thread. Also returns the responses that must be submitted again."""
+    def _swap(self, fetched: Callable[[], Weights], version: int, interrupt: Interrupt) -> PauseReport:
+        """Runs in a worker thread."""
         with self._manager.pause():
             paused_s = time.perf_counter()
             weights = fetched()
@@ -202,9 +182,10 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             self._copy(weights, version)
             self._sampler.version = version
             loaded_s = time.perf_counter()
-            interrupted = self._interrupt() if interrupt == "recompute-kv" else []
+            if interrupt == "recompute-kv":
+                self._drop_caches()
         pause_s = time.perf_counter() - paused_s
-        return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s), interrupted
+        return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s)
 
     def _copy(self, weights: Weights, version: int) -> None:
         """Copy the weights into the model. On an error, fail all requests before a later forward pass can report a token."""
@@ -216,24 +197,17 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         except Exception as error:
             failure = f"loading version {version} failed half-way: {type(error).__name__}: {error}"
             self._loop.call_soon_threadsafe(self._fail, failure)
-            self._interrupt()
+            self._sampler.tracks.clear()
             raise ExecutorFailed(failure) from error
 
-    def _interrupt(self) -> list[SampledTrack]:
-        """Cancel all unfinished requests in continuous batching, so that their cache is freed. Call it inside a pause.
-
-        Each request is cancelled twice: in the scheduler, before its next batch, and through the queue, for a request that
-        the scheduler has not seen yet.
-        """
+    def _drop_caches(self) -> None:
+        """Free the cache of every running response and let it start again with the tokens so far as its prompt, as continuous
+        batching itself does when its cache is full. Call it inside a pause."""
         assert self._manager.batch_processor is not None
-        with self._requests_lock:
-            interrupted = [track for track in self._sampler.tracks.values() if track.finished is None]
-            for track in interrupted:
-                del self._sampler.tracks[track.submitted_as]
-                self._manager.output_router.result_handlers.pop(track.submitted_as, None)
-                self._manager.batch_processor.scheduler.set_request_cancellation(track.submitted_as)
-                self._manager.cancel_request(track.submitted_as)
-        return interrupted
+        scheduler = self._manager.batch_processor.scheduler
+        for request in list(scheduler.active_requests.values()):
+            scheduler.finish_request(request.request_id)
+            scheduler.add_waiting_request(request.create_equivalent_initial_request())
 
     def _score(self, sequences: list[list[int]], temperature: float) -> Scores:
         with self._manager.pause():

@@ -11,15 +11,15 @@ AttentionInterface. Its name contains "flash" because that is how continuous bat
 New keys are written to the cache, and the keys of a sequence are read once, where they are attended to. (The cache's own
 `update` would first copy all keys into one packed row.)
 
-Legend: Q = packed query tokens, K = packed key tokens, B = sequences, H = query heads, J = key-value heads, G = H / J,
-L = longest key length of a block, D = head dimension, C = places in the cache, S = prompts of one length P.
+Legend: Q = packed query tokens, K = packed key tokens, H = query heads, J = key-value heads, G = H / J, D = head dimension,
+C = places in the cache. In a block: B = sequences, P = queries of each, L = keys of the longest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -37,7 +37,7 @@ MODEL_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 """Models with plain causal attention: no window, no soft-cap, no sinks. Other models run with transformers' `sdpa`."""
 
 MAX_PADDING = 1.3
-"""Decoding sequences are grouped into blocks of similar length, so that at most this many times their keys are read."""
+"""Sequences are grouped into blocks of similar length, so that at most this many times their keys are read."""
 MIN_BLOCK = 8
 """Blocks with fewer sequences are not cut: another call would cost more than the padding it saves."""
 
@@ -47,31 +47,23 @@ def applies_to(config: PretrainedConfig, device: torch.device) -> bool:
     return device.type == "cpu" and config.model_type in MODEL_TYPES and layer_types == {"full_attention"}
 
 
+class _Sequence(NamedTuple):
+    """The numbers of a sequence's queries and keys in this pass, and where they begin among the packed ones."""
+
+    num_queries: int
+    num_keys: int
+    first_query: int
+    first_key: int
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Sequences with one query each: the rows of the queries, and the cache places of the keys, padded to the longest sequence."""
+    """Sequences that are attended to in one call, each with P queries, its last tokens: the rows of the queries, and the cache
+    places of the keys, padded to the longest sequence. `mask_B1PL` hides padding and later keys; None: all have P keys."""
 
-    queries_B: torch.Tensor
+    queries_BP: torch.Tensor
     places_BL: torch.Tensor
-    mask_B11L: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """Either `count` adjacent new sequences of one length, which see no cached keys (`places_K` is None); or one sequence
-    with cached keys at `places_K`, whose queries are its last tokens."""
-
-    queries: slice
-    count: int
-    places_K: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Which queries attend to which keys in one forward pass; the same for all layers."""
-
-    blocks: tuple[_Block, ...]
-    prefills: tuple[_Prefill, ...]
+    mask_B1PL: torch.Tensor | None
 
 
 def packed_attention(
@@ -94,18 +86,13 @@ def packed_attention(
     keys_CJD.index_copy_(0, written_Q, key[0].transpose(0, 1))
     values_CJD.index_copy_(0, written_Q, value[0].transpose(0, 1))
     starts_k = kwargs["cu_seq_lens_k"][allocator.layer_type]
-    plan = _plan_of(kwargs["cu_seq_lens_q"], starts_k, kwargs["read_index"][allocator.index], query.dtype)
+    places_K = kwargs["read_index"][allocator.index]
+    if not len(places_K):  # all sequences are new: their keys are those that were just written
+        places_K = written_Q
     query_QHD = query[0].transpose(0, 1)
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
-    for prefill in plan.prefills:
-        q, places_K = prefill.queries, prefill.places_K
-        if places_K is None:
-            out_QHD[q] = _prefill(*(_apart(tensor[:, :, q], prefill.count) for tensor in (query, key, value)), scaling)
-        else:
-            seen = (cached.index_select(0, places_K).transpose(0, 1)[None] for cached in (keys_CJD, values_CJD))
-            out_QHD[q] = _prefill(query[:, :, q], *seen, scaling)
-    for block in plan.blocks:
-        out_QHD[block.queries_B] = _decode(query_QHD, keys_CJD, values_CJD, block, scaling)
+    for block in _blocks_of(kwargs["cu_seq_lens_q"], starts_k, places_K, query.dtype):
+        out_QHD[block.queries_BP] = _attend(query_QHD, keys_CJD, values_CJD, block, scaling)
     return out_QHD[None], None
 
 
@@ -129,97 +116,67 @@ def own_paged_attention(
     return own(module, query, key, value, attention_mask, **kwargs)
 
 
-def _apart(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """(1, H, S * P, D) -> (S, H, P, D)."""
-    return packed[0].unflatten(1, (count, -1)).transpose(0, 1)
-
-
-def _prefill(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
-    """Queries (S, H, P, D) are the last tokens of keys and values (S, J, at least P, D). Packed: (S * P, H, D)."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    mask = None
-    if num_queries != num_keys:
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
-    out = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
-    return out.transpose(1, 2).flatten(0, 1)
-
-
-def _decode(
+def _attend(
     query_QHD: torch.Tensor, keys_CJD: torch.Tensor, values_CJD: torch.Tensor, block: _Block, scaling: float | None
 ) -> torch.Tensor:
-    """(B, H, D). The G query heads of a key-value head stand in for G query positions, so that no key is repeated."""
-    num_sequences, length = block.places_BL.shape
-    flat = block.places_BL.view(-1)
-    shape = (num_sequences, length, *keys_CJD.shape[1:])
-    out_BJGD = functional.scaled_dot_product_attention(
-        query_QHD[block.queries_B].unflatten(1, (keys_CJD.shape[1], -1)),
-        keys_CJD.index_select(0, flat).view(shape).transpose(1, 2),
-        values_CJD.index_select(0, flat).view(shape).transpose(1, 2),
-        attn_mask=block.mask_B11L,
+    """(B, P, H, D)."""
+    query_BPHD = query_QHD[block.queries_BP]
+    flat, shape = block.places_BL.view(-1), (*block.places_BL.shape, *keys_CJD.shape[1:])
+    keys_BJLD, values_BJLD = (cached.index_select(0, flat).view(shape).transpose(1, 2) for cached in (keys_CJD, values_CJD))
+    # With one query, the G query heads of a key-value head stand in for G queries, so that no key is repeated.
+    is_single = query_BPHD.shape[1] == 1
+    out = functional.scaled_dot_product_attention(
+        query_BPHD[:, 0].unflatten(1, (shape[2], -1)) if is_single else query_BPHD.transpose(1, 2),
+        keys_BJLD,
+        values_BJLD,
+        attn_mask=block.mask_B1PL,
+        is_causal=block.mask_B1PL is None,
         scale=scaling,
+        enable_gqa=not is_single,
     )
-    return out_BJGD.flatten(1, 2)
+    return out.flatten(1, 2)[:, None] if is_single else out.transpose(1, 2)
 
 
-def _plan_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
-    """The plan of this forward pass, made once: all layers get the same `starts_q` tensor, which carries the plan.
+def _blocks_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
+    """The blocks of this forward pass, made once: all layers get the same `starts_q` tensor, which carries them.
 
-    `places_K`: where the packed keys are in the cache; empty if all sequences are new.
+    `places_K`: where the packed keys are in the cache.
     """
-    plan: _Plan | None = getattr(starts_q, "asyncrl_plan", None)
-    if plan is None:
-        plan = _make_plan(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
-        starts_q.asyncrl_plan = plan  # type: ignore[attr-defined]
-    return plan
-
-
-def _make_plan(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype) -> _Plan:
-    decoding: list[tuple[int, int, int]] = []
-    prefills: list[_Prefill] = []
-    for (q, next_q), (k, next_k) in zip(pairwise(starts_q), pairwise(starts_k), strict=True):
-        if next_q - q == next_k - k:
-            _add_new(prefills, q, next_q)
-        elif next_q - q == 1:
-            decoding.append((next_k - k, k, q))
-        else:
-            prefills.append(_Prefill(queries=slice(q, next_q), count=1, places_K=places_K[k:next_k]))
-    decoding.sort(reverse=True)
-    return _Plan(blocks=tuple(_make_block(cut, places_K, dtype) for cut in _cut(decoding)), prefills=tuple(prefills))
-
-
-def _add_new(prefills: list[_Prefill], start: int, stop: int) -> None:
-    """Add a sequence without earlier keys. If the sequence before it has the same length (as in a group), one call does both."""
-    before = prefills[-1] if prefills and prefills[-1].places_K is None else None
-    if before is not None and before.queries.stop == start and (start - before.queries.start) == before.count * (stop - start):
-        prefills[-1] = _Prefill(queries=slice(before.queries.start, stop), count=before.count + 1, places_K=None)
-    else:
-        prefills.append(_Prefill(queries=slice(start, stop), count=1, places_K=None))
-
-
-def _cut(decoding: list[tuple[int, int, int]]) -> list[list[tuple[int, int, int]]]:
-    """Cut sequences, sorted longest first, into blocks: a new block begins where padding would read too many keys."""
-    blocks: list[list[tuple[int, int, int]]] = []
-    total = 0
-    for entry in decoding:
-        block = blocks[-1] if blocks else []
-        too_padded = len(block) >= MIN_BLOCK and block[0][0] * (len(block) + 1) > MAX_PADDING * (total + entry[0])
-        if not block or too_padded:
-            blocks.append([])
-            total = 0
-        blocks[-1].append(entry)
-        total += entry[0]
+    blocks: tuple[_Block, ...] | None = getattr(starts_q, "asyncrl_blocks", None)
+    if blocks is None:
+        blocks = _make_blocks(starts_q.tolist(), starts_k.tolist(), places_K, dtype)
+        starts_q.asyncrl_blocks = blocks  # type: ignore[attr-defined]
     return blocks
 
 
-def _make_block(entries: list[tuple[int, int, int]], places_K: torch.Tensor, dtype: torch.dtype) -> _Block:
-    lengths_B, starts_B, queries_B = torch.tensor(entries).unbind(1)
-    steps_L = torch.arange(entries[0][0])
-    outside_BL = steps_L >= lengths_B[:, None]
-    mask_BL = torch.zeros(outside_BL.shape, dtype=dtype).masked_fill_(outside_BL, float("-inf"))
-    packed_BL = (starts_B[:, None] + steps_L).masked_fill_(outside_BL, 0)
-    return _Block(queries_B.contiguous(), places_K[packed_BL], mask_BL[:, None, None])
+def _make_blocks(starts_q: list[int], starts_k: list[int], places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
+    """Sequences with equally many queries share blocks. A new block begins where padding would read too many keys."""
+    cut: list[list[_Sequence]] = []
+    total = 0
+    both = zip(pairwise(starts_q), pairwise(starts_k), strict=True)
+    for sequence in sorted((_Sequence(next_q - q, next_k - k, q, k) for (q, next_q), (k, next_k) in both), reverse=True):
+        block = cut[-1] if cut else []
+        too_padded = len(block) >= MIN_BLOCK and block[0].num_keys * (len(block) + 1) > MAX_PADDING * (total + sequence.num_keys)
+        if not block or block[0].num_queries != sequence.num_queries or too_padded:
+            cut.append([])
+            total = 0
+        cut[-1].append(sequence)
+        total += sequence.num_keys
+    return tuple(_make_block(sequences, places_K, dtype) for sequences in cut)
+
+
+def _make_block(sequences: list[_Sequence], places_K: torch.Tensor, dtype: torch.dtype) -> _Block:
+    """`sequences`: the longest first."""
+    num_queries, num_keys, _, _ = sequences[0]
+    _, lengths_B, first_queries_B, first_keys_B = torch.tensor(sequences).unbind(1)
+    steps_P, steps_L = torch.arange(num_queries), torch.arange(num_keys)
+    packed_BL = (first_keys_B[:, None] + steps_L).masked_fill_(steps_L >= lengths_B[:, None], 0)
+    mask_B1PL = None
+    if num_keys > num_queries:
+        last_seen_BP = lengths_B[:, None] - num_queries + steps_P
+        hidden_BPL = steps_L > last_seen_BP[..., None]
+        mask_B1PL = torch.zeros(hidden_BPL.shape, dtype=dtype).masked_fill_(hidden_BPL, float("-inf"))[:, None]
+    return _Block(first_queries_B[:, None] + steps_P, places_K[packed_BL], mask_B1PL)
 
 
 AttentionInterface.register(NAME, packed_attention)

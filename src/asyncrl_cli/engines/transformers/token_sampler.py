@@ -21,13 +21,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessor,
+    ContinuousBatchingTopKLogitsWarper,
+    ContinuousBatchingTopPLogitsWarper,
+)
 from transformers.generation.continuous_batching.requests import FutureRequestState
 
 from asyncrl_cli.engines.base import Track
 from asyncrl_cli.engines.port import FinishReason
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+TOP_K = ContinuousBatchingTopKLogitsWarper(TopKLogitsWarper(top_k=1))
+TOP_P = ContinuousBatchingTopPLogitsWarper(TopPLogitsWarper(top_p=1.0))
+"""Continuous batching's own filters. Each call gives every row its limit; the ones given here are not used."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -36,8 +44,6 @@ class SampledTrack(Track):
 
     done: asyncio.Future[FinishReason] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     finished: FinishReason | None = None
-    submitted_as: str = ""
-    num_submits: int = 0
     stream: int = field(init=False)
     """Start of this response's random numbers."""
 
@@ -154,13 +160,6 @@ def _truncated(logprobs_NV: torch.Tensor, rows: list[SampledTrack | None]) -> to
     if all(limit == (0, 1.0) for limit in limits):
         return logprobs_NV
     vocabulary = logprobs_NV.shape[1]
-    top_k_N1 = torch.tensor([[k or vocabulary] for k, _ in limits], device=logprobs_NV.device)
-    top_p_N1 = torch.tensor([[p] for _, p in limits], device=logprobs_NV.device)
-    sorted_NV, order_NV = logprobs_NV.sort(dim=-1, descending=True)
-    ranks_V = torch.arange(vocabulary, device=logprobs_NV.device)
-    sorted_NV = sorted_NV.masked_fill(ranks_V >= top_k_N1, float("-inf"))
-    probs_NV = sorted_NV.softmax(dim=-1)
-    before_NV = probs_NV.cumsum(dim=-1) - probs_NV
-    outside_NV = (before_NV >= top_p_N1) & (top_p_N1 < 1.0) & (ranks_V > 0)
-    sorted_NV = sorted_NV.masked_fill(outside_NV, float("-inf"))
-    return torch.empty_like(logprobs_NV).scatter_(1, order_NV, sorted_NV)
+    top_k_N = torch.tensor([k or vocabulary for k, _ in limits], dtype=torch.int32, device=logprobs_NV.device)
+    top_p_N = torch.tensor([p for _, p in limits], dtype=torch.float32, device=logprobs_NV.device)
+    return TOP_P(TOP_K(logprobs_NV, top_k_N), top_p_N.view(torch.int32))
