@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.loop.watching import Event
-from asyncrl_cli.observe.format import bar, clock, duration, sparkline
+from asyncrl_cli.observe.format import clock, duration, sparkline
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.screen import Plain, Screen, can_show, make_ui, print_status
@@ -234,5 +234,4 @@ def test_figures_are_written_for_people():
         "0:01:35",
     ]
     assert clock(3723) == "1:02:03"
-    assert bar(0.5, 4) == "██  "
     assert sparkline([0, 1, 2, 3], 3, low=0, high=3) == "▃▆█"

@@ -94,7 +94,7 @@ class Run:
             watching = asyncio.ensure_future(self.requests.watch(directory.stop_requests))
             stack.callback(watching.cancel)
             self._start = StartStatus(directory.status, RunFacts.of(self.profile, directory.path, directory.attempts))
-            with self._start, Starting(self.ui, tell=self._start) as say:
+            with Starting(self.ui, tell=self._start) as say:
                 task, crew, warnings = await self._start_everything(stack, directory, attempt_dir, say)
             self._start = None
             return await self._to_the_end(directory, task, crew, warnings)

@@ -1,4 +1,4 @@
-"""Figures for people, as plain text: durations, counts, shares, bars and sparklines.
+"""Figures for people, as plain text: durations, counts, shares and sparklines.
 
 Also the texts that the screen, the plain lines and `asyncrl status` share: events, the ledger, the summary of an ended run.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 SPARKS = "▁▂▃▄▅▆▇█"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 NOTHING = "-"
 
 
@@ -57,13 +56,6 @@ def small(value: object) -> str:
 def _written(value: object, form: str) -> str:
     """`-` for an absent value, never 0. Values that are not finite ("nan", "inf") are strings in JSON and are shown as such."""
     return NOTHING if value is None else format(value, form) if is_number(value) else str(value)
-
-
-def bar(fraction: float, width: int) -> str:
-    """A bar of `width` cells, in eighths of a cell."""
-    eighths = round(min(1.0, max(0.0, fraction)) * width * 8)
-    whole, rest = divmod(eighths, 8)
-    return ("█" * whole + (EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def sparkline(values: Sequence[Any], width: int, *, low: float | None = None, high: float | None = None) -> str:

@@ -17,7 +17,6 @@ from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import (
     NOTHING,
-    bar,
     clock,
     count,
     duration,
@@ -29,7 +28,7 @@ from asyncrl_cli.observe.format import (
     sparkline,
     summary_rows,
 )
-from asyncrl_cli.observe.terminal import LABEL, beside, label, meter, prose, rule, strip, wrapped
+from asyncrl_cli.observe.terminal import JOINT, LABEL, beside, flow, joined, label, meter, rule, strip
 
 WIDE = 84
 STATE_STYLES = {
@@ -105,10 +104,10 @@ def _header(status: Status, width: int) -> list[Text]:
     if admission:
         taken = f"window {admission['window_taken']}/{admission['window_groups']} taken"
         counts.append(f"{taken}, budget {admission['window_budget']}")
-    lines = [title + phase, done.append(times), *wrapped(Text(), counts, " · ", width, "dim")]
+    lines = [title + phase, done.append(times), *flow(Text(), joined(counts, " · "), width)]
     if admission:
         closed = f"waits: {admission['closed_by']} ({admission['cause']})"
-        lines += prose(label("admission"), closed if admission["closed_by"] else "open", width)
+        lines += flow(label("admission"), closed if admission["closed_by"] else "open", width, max_lines=3)
     return lines
 
 
@@ -139,7 +138,7 @@ def _side(status: Status, name: str, role: str, width: int) -> list[Text]:
     _append_state(line, shown, status)
     if not shown["waiting_for"] or shown["state"] == "busy" or _is_restarting(shown):
         return [line]
-    return prose(line.append("  "), f"waits for {shown['waiting_for']}", width)
+    return flow(line.append("  "), f"waits for {shown['waiting_for']}", width, max_lines=3)
 
 
 def _graded(value: object, good: float, fair: float) -> str:
@@ -203,9 +202,8 @@ def _staleness(status: Status) -> list[Text]:
     histogram = figures.get("histogram", [])
     lines = [first]
     for age, trajectories in enumerate(histogram[:4]):
-        cells = bar(trajectories / max(1, *histogram), 16)
-        row = Text(f"{age:>{LABEL - 2}}  ", "dim").append(cells, "magenta" if age else "green")
-        lines.append(row.append(f" {count(trajectories)}"))
+        cells = meter(trajectories / max(1, *histogram), 16, "magenta" if age else "green")
+        lines.append(Text(f"{age:>{LABEL - 2}}  ", "dim").append_text(cells).append(f" {count(trajectories)}"))
     if len(histogram) > 4:
         lines[-1].append(f"  (+{count(sum(histogram[4:]))} older)", "dim")
     spans = label("partial").append(share(partial.get("partial_ratio")))
@@ -226,7 +224,7 @@ def _learning(status: Status, width: int) -> list[Text]:
         lines.append(label("").append(f"now {status['eval']['running']}", "yellow"))
     taken_s = {part: timing.get(f"{part}_s") for part in STEP_PARTS}
     parts = [f"{part} {duration(took_s)}" for part, took_s in taken_s.items() if is_number(took_s) and took_s >= 5e-4]
-    return [*lines, *wrapped(label("mean step"), [part.removeprefix("step ") for part in parts] or [NOTHING], "  ", width)]
+    return [*lines, *flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}") or NOTHING, width, "")]
 
 
 def _sync(status: Status, width: int) -> list[Text]:
@@ -236,11 +234,11 @@ def _sync(status: Status, width: int) -> list[Text]:
     parts = [f"v{sync.get('version')}", *(f"{part} {duration(sync.get(f'{part}_s'))}" for part in SYNC_PARTS)]
     if "logprob_abs_diff" in sync:
         parts.append(f"|logprob diff| {small(sync['logprob_abs_diff'])}")
-    return wrapped(label("sync"), parts, "  ", width)
+    return flow(label("sync"), joined(parts, "  "), width, "")
 
 
 def _ledger(status: Status, width: int) -> list[Text]:
-    lines = wrapped(label("ledger"), ledger_line(status["ledger"]).split(" + "), " + ", width)
+    lines = flow(label("ledger"), joined(ledger_line(status["ledger"]).split(" + "), " + "), width, "")
     if status["checkpoint"] or status["tokens_discarded"]:
         last = label("checkpoint").append(status["checkpoint"] or "-")
         lines.append(last.append(f"  tokens discarded so far {count(status['tokens_discarded'])}", "dim"))

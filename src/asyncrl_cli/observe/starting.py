@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
@@ -102,10 +101,10 @@ def _words(what: str) -> TextColumn:
 
 
 class StartStatus:
-    """Writes status.json while a run starts: `with StartStatus(path, facts) as doing: doing("loading the task")`.
+    """Writes status.json while a run starts: `doing = StartStatus(path, facts); doing("loading the task")`.
 
-    It writes in a thread of its own: imports and the start of Ray block the main thread for so long that readers would take the run
-    for dead. A resumed run's earlier figures stay in the file until its loop runs; `take_back` restores the old file.
+    Imports and the start of Ray may block the process for minutes: the run's lock tells readers that it lives. A resumed run's
+    earlier figures stay in the file until its loop runs; `take_back` restores the old file.
     """
 
     def __init__(self, path: Path, facts: RunFacts) -> None:
@@ -115,44 +114,29 @@ class StartStatus:
         self._status = fresh = LiveStatus(facts, metrics).picture()
         with contextlib.suppress(ValueError):  # an old status that is malformed is dropped
             self._status = {**parse_status(self._before or ""), **{key: fresh[key] for key in OF_THE_START}}
-        self._doing = ""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="start-status", daemon=True)
-
-    def __enter__(self) -> StartStatus:
-        self._write()  # in this thread, so that an error is raised
-        self._thread.start()
-        return self
-
-    def __exit__(self, *of_an_error: object) -> None:
-        self.close()
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._write("")
 
     def __call__(self, line: str, is_new: bool = True) -> None:
-        """`line` goes into the status; a new part of the start is also logged."""
+        """`line` goes into the status, at most once a second; a new part of the start is also logged."""
         if is_new:
             log.info("%s", line)
-        self._doing = line
-
-    def close(self) -> None:
-        """Stop writing: the next status is the loop's."""
-        self._ended.set()
-        if self._thread.is_alive():  # not started if the first write failed
-            self._thread.join()
+        with self._lock:
+            is_due = is_new or time.time() - self._status["updated_at"] >= STATUS_EVERY_S
+            if is_due and not self._is_over:  # a thread of the start may go on for a while
+                try:
+                    self._write(line)
+                except OSError as error:
+                    log.warning("the status of the start cannot be written: %s", error)
 
     def take_back(self) -> None:
-        """The run has not begun: restore what the file said before."""
-        self.close()
-        if self._before is not None:
-            replace_text(self._path, self._before)
+        """The run has not begun: restore what the file said before, and write no more."""
+        with self._lock:
+            if self._before is not None:
+                replace_text(self._path, self._before)
+            self._is_over = True
 
-    def _work(self) -> None:
-        while not self._ended.wait(STATUS_EVERY_S):
-            try:
-                self._write()
-            except OSError as error:
-                log.warning("the status of the start cannot be written: %s", error)
-                return
-
-    def _write(self) -> None:
-        now: dict[str, Any] = {"doing": self._doing, "updated_at": time.time()}
-        replace_text(self._path, to_json({**self._status, **now}), durable=False)
+    def _write(self, doing: str) -> None:
+        self._status |= {"doing": doing, "updated_at": time.time()}
+        replace_text(self._path, to_json(self._status), durable=False)

@@ -176,6 +176,8 @@ def _liveness(directory: Path, status: Mapping[str, Any], age_s: float) -> Liven
     is_held = is_locked(directory)
     if status["phase"] in ENDED:  # a resuming driver takes the lock before it writes a status
         return "live" if is_held else "ended"
+    if is_held and "doing" in status:  # it starts, and says nothing while an import or Ray blocks it
+        return "live"
     is_old, here = age_s > SILENT_AFTER_S, status["host"] == socket.gethostname()
     # The pid may belong to another process by now; the lock is released when its process ends.
     if here and not is_held and (is_old or not psutil.pid_exists(status["pid"])):

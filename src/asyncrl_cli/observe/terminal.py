@@ -24,6 +24,7 @@ _SHOWN = {
 }
 _IN_ASCII = str.maketrans("━─│·…█▉▊▋▌▍▎▏▁▂▃▄▅▆▇", "=-|-.########_.-=+*#")
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+JOINT = "\N{NO-BREAK SPACE}"
 LABEL = 11
 """Width of the label at the beginning of a line, in cells."""
 
@@ -89,23 +90,19 @@ def beside(left: Sequence[Text], right: Sequence[Text], half: int) -> list[Text]
     return lines
 
 
-def wrapped(start: Text, parts: Sequence[str], separator: str, width: int, style: str = "") -> list[Text]:
-    """Append parts to `start`, with line breaks only between parts. Further lines are indented by the width of `start`."""
-    indent = " " * start.cell_len
-    lines = [start]
-    for index, part in enumerate(parts):
-        piece = part + (separator if index + 1 < len(parts) else "")
-        if lines[-1].cell_len + len(piece.rstrip()) > width and lines[-1].cell_len > len(indent):
-            lines.append(Text(indent))
-        lines[-1].append(piece, style)
-    return lines
+def flow(start: Text, text: str, width: int, style: str = "dim", *, max_lines: int | None = None) -> list[Text]:
+    """Append words to `start`, and continue below it, behind the labels."""
+    has_room = start.cell_len + LABEL <= width
+    first = " " * (start.cell_len if has_room else LABEL)
+    wrapper = textwrap.TextWrapper(
+        max(width, 2 * LABEL), first, " " * LABEL, max_lines=max_lines, placeholder=" ...", break_on_hyphens=False
+    )
+    lines = [line.replace(JOINT, " ") for line in wrapper.wrap(text)]
+    if has_room and lines:
+        start.append(lines.pop(0)[start.cell_len :], style)
+    return [start, *(Text(line, style) for line in lines)]
 
 
-def prose(start: Text, text: str, width: int) -> list[Text]:
-    """Append a sentence to `start` if the line has room for it, else wrap it over at most two further lines."""
-    if start.cell_len + len(text) <= width:
-        return [start.append(text, "dim")]
-    is_label = start.cell_len <= LABEL
-    lines = textwrap.wrap(text, max(12, width - LABEL), max_lines=3 if is_label else 2, placeholder=" ...")
-    first = start.append(lines.pop(0), "dim") if is_label else start
-    return [first, *(Text(" " * LABEL + line, "dim") for line in lines)]
+def joined(parts: Sequence[str], separator: str) -> str:
+    """Parts of a line between which `flow` may break it, and only there."""
+    return separator.join(part.replace(" ", JOINT) for part in parts)
