@@ -147,7 +147,7 @@ def test_a_configuration_that_is_none_is_refused(task, copy, content):
 
 
 def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(task, tmp_path, monkeypatch):
-    monkeypatch.setattr(resolve, "_from_hub", lambda *_, **__: pytest.fail("asked the hub"))
+    monkeypatch.setattr(resolve, "from_hub", lambda *_, **__: pytest.fail("asked the hub"))
     for path in (tmp_path / "none", "./none", "~/none-such-directory", "a/b/c"):
         assert "does not exist" in refusal(path, task).message
     (tmp_path / "file").write_text("x")

@@ -17,10 +17,10 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 
-from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError, first_line, first_names
+from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError, RefusedError, first_names
 from asyncrl_cli.export.source import Read, SavedWeights, Source, find_source
 from asyncrl_cli.models.inspection import TOKENIZER_FILES, check_config
-from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS
+from asyncrl_cli.models.resolve import BUILTIN, HUB_PATTERNS, from_hub, looks_like_a_path
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.storage import appearing_directory
@@ -146,19 +146,29 @@ def find_model_files(run_dir: Path | None, profile: Profile, given: Path | None)
         if missing := _missing_in(given):
             raise ConfigError(f"--model {given}: {missing}", hint=WAY_OUT)
         return given
-    path = profile.model.path
-    places = []
+    path, places = profile.model.path, []
     if run_dir is not None:
         newest = kept_versions(run_dir / "versions")[-1:]
         places = [run_dir / RUN_COPY, *(version_directory(run_dir / "versions", version) for version in newest)]
     if not path.startswith(BUILTIN):
         places.append(expand(path))
+        if all(map(_missing_in, places)) and not looks_like_a_path(path) and not places[-1].exists():
+            places.append(_from_hub(profile))
     found = next((place for place in places if not _missing_in(place)), None)
-    if found is not None:
-        return found
-    if path.startswith((BUILTIN, ".", "/", "~")) or places[-1].exists() or path.count("/") > 1:
-        raise _gone(path, _missing_in(places[-1]) if places else "the checkpoint lies outside of its run")
-    return _from_hub(path, trust_remote_code=profile.model.trust_remote_code)
+    if found is None:
+        missing = _missing_in(places[-1]) if places else "the checkpoint lies outside of its run"
+        raise PreflightError(f'configuration and tokenizer of model.path = "{path}" were not found: {missing}', hint=WAY_OUT)
+    return found
+
+
+def _from_hub(profile: Profile) -> Path:
+    """The hub's model without its weights."""
+    patterns = [pattern for pattern in HUB_PATTERNS if pattern != "*.safetensors"]
+    try:
+        return from_hub(profile.model.path, patterns, trust_remote_code=profile.model.trust_remote_code)
+    except PreflightError as error:
+        error.hint = WAY_OUT
+        raise
 
 
 def _missing_in(directory: Path) -> str:
@@ -197,25 +207,3 @@ def _check_shapes(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, t
     found = "; ".join(f"{what}: {first_names(names)}" for what, names in problems.items() if names)
     if found:
         raise RefusedError(f"the weights do not fit {model_files / CONFIG}: {found}", hint=WAY_OUT)
-
-
-def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
-    """A local snapshot of the hub's model, or else a download of everything but its weights. Raises PreflightError."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    patterns = [p for p in HUB_PATTERNS if p != "*.safetensors" and (trust_remote_code or p != "*.py")]
-    try:
-        try:
-            directory = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
-        except LocalEntryNotFoundError:
-            directory = Path(snapshot_download(name, allow_patterns=patterns))
-    except (HFValidationError, OSError) as error:
-        raise _gone(name, f"the hub cannot be asked: {first_line(error)}") from error
-    if missing := _missing_in(directory):
-        raise _gone(name, missing)
-    return directory
-
-
-def _gone(path: str, why: str) -> PreflightError:
-    return PreflightError(f'configuration and tokenizer of model.path = "{path}" were not found: {why}', hint=WAY_OUT)

@@ -60,7 +60,9 @@ def resolve_model(profile: Profile, task: Course, *, progress: Progress = lambda
         return directory
     if is_builtin(profile):
         return built_tiny(profile, task, progress=progress)
-    return _from_hub(profile.model.path, trust_remote_code=profile.model.trust_remote_code)
+    directory = from_hub(profile.model.path, HUB_PATTERNS, trust_remote_code=profile.model.trust_remote_code)
+    check_model_directory(directory)
+    return directory
 
 
 def is_builtin(profile: Profile) -> bool:
@@ -81,23 +83,24 @@ def model_here(profile: Profile) -> Path | None:
         return local.resolve()
     if os.path.exists(local):
         raise refused(f"{path} is a file", "name the directory that holds config.json")
-    if _looks_like_a_path(path):
+    if looks_like_a_path(path):
         raise refused(f"directory {path} does not exist", f"paths are relative to {Path.cwd()}")
     return None
 
 
-def _looks_like_a_path(path: str) -> bool:
+def looks_like_a_path(path: str) -> bool:
     """A hub name is `name` or `owner/name`, of letters, digits, dots, dashes and underscores."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/") or "\\" in path
 
 
-def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
+def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> Path:
+    """A local snapshot of these files of the hub's model; code only if it may be run. Raises PreflightError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    patterns = HUB_PATTERNS if trust_remote_code else [pattern for pattern in HUB_PATTERNS if pattern != "*.py"]
+    wanted = [pattern for pattern in patterns if trust_remote_code or pattern != "*.py"]
     try:
-        directory = Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except GatedRepoError as error:
         raise refused(f"the hub gives {name} only to users who have logged in", "hf auth login") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
@@ -106,8 +109,6 @@ def _from_hub(name: str, *, trust_remote_code: bool) -> Path:
     except OSError as error:  # huggingface_hub's own errors derive from OSError, too
         why = f'"{name}" is not a directory here, and the hub cannot be asked for it: {first_line(error)}'
         raise refused(why, "check the name and the network, or give the path of a local directory") from error
-    check_model_directory(directory)
-    return directory
 
 
 def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_: None) -> Path:
