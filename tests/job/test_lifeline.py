@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from asyncrl_cli.errors import SessionLost
 from asyncrl_cli.job import lifeline as module
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.lifeline import lifeline, lost_session
-from asyncrl_cli.job.local_ray import ending
 
 SOON_S = 10 * module.LOOK_EVERY_S
 
@@ -31,7 +29,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 def watched(daemons: dict[str, subprocess.Popen[bytes]], mend: Any = lambda: None) -> Any:
-    return lifeline({name: partial(ending, process) for name, process in daemons.items()}, mend)
+    return lifeline(daemons, mend)
 
 
 async def ask(*, patient: bool) -> float:
@@ -84,16 +82,16 @@ def test_a_call_that_is_answered_is_not_disturbed(daemons: dict[str, subprocess.
 
 
 DRIVER = """
-import asyncio, sys, time
+import asyncio, subprocess, sys, time
 from asyncrl_cli.job import lifeline
 
 lifeline.LOOK_EVERY_S, lifeline.CHECKPOINT_S, lifeline.DEAF_S = 0.05, 0.1, 0.2
-is_dead = []
-with lifeline.lifeline({"gcs_server": lambda: "SIGKILL" if is_dead else None}, lambda: None):
+daemon = subprocess.Popen(["sleep", "60"])
+with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
     async def wait():
         async with asyncio.timeout(5) as limit:
             with lifeline.session_wait(limit):
-                is_dead.append(True)
+                daemon.kill()
                 await asyncio.sleep(10)
 
     if sys.argv[1] == "awake":
@@ -101,7 +99,7 @@ with lifeline.lifeline({"gcs_server": lambda: "SIGKILL" if is_dead else None}, l
             asyncio.run(wait())
         except (TimeoutError, lifeline.SessionLost):
             pass
-    is_dead.append(True)
+    daemon.kill()
     time.sleep(2)
 """
 

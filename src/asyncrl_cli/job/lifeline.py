@@ -19,9 +19,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from subprocess import Popen
 
 from asyncrl_cli.errors import SessionLost
 from asyncrl_cli.job.process import leave, tell
+from asyncrl_cli.tasks.child import how_it_ended
 
 LOOK_EVERY_S = 0.2
 CHECKPOINT_S = 5.0
@@ -31,8 +33,7 @@ DEAF_S = 8.0
 HINT = "a run that has begun goes on with `asyncrl resume`; if this machine was out of memory, `dmesg` says so"
 OUTLIVED = "gcs_server"
 
-Daemons = Mapping[str, Callable[[], str | None]]
-"""By a daemon's name, a function that says how the daemon ended; None while it lives."""
+Daemons = Mapping[str, Popen[bytes]]
 
 _current: Lifeline | None = None
 
@@ -50,18 +51,18 @@ class Lifeline:
         self.waits: dict[asyncio.Timeout, bool] = {}
         self.is_heard = False
         self.ended = threading.Event()
-        self.first: tuple[str, str] | None = None
+        self.first: tuple[str, int] | None = None
         self._patience_is_over = False
 
     def error(self, *, patient: bool = False) -> SessionLost | None:
         """The error that names the daemon that died first, if any has. `patient`: None while only the gcs_server is dead, for
         `CHECKPOINT_S` at most."""
-        dead = {name: how for name, ended in self._daemons.items() if (how := ended()) is not None}
+        dead = {name: code for name, daemon in self._daemons.items() if (code := daemon.poll()) is not None}
         self.first = self.first or next(iter(dead.items()), None)
         if self.first is None or (patient and set(dead) == {OUTLIVED} and not self._patience_is_over):
             return None
-        name, how = self.first
-        return SessionLost(f"ray's {name} has ended ({how}), and with it this session", hint=HINT)
+        name, code = self.first
+        return SessionLost(f"ray's {name} has ended ({how_it_ended(code)}), and with it this session", hint=HINT)
 
     def watch(self) -> None:
         while self.error() is None:

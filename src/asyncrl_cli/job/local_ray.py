@@ -14,7 +14,6 @@ import secrets
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,12 +26,9 @@ from ray._raylet import AuthenticationTokenLoader, Config, persist_port
 
 from asyncrl_cli.job.lifeline import Daemons
 from asyncrl_cli.plan.cluster import LOOPBACK
-from asyncrl_cli.tasks.child import how_it_ended
 
 RAY_DIRECTORY, TOKEN = "ray", "token"
 """Names in the session's directory, which has mode 0700: Ray makes its own directory with 0777."""
-VARIABLES = ("RAY_", "PYTHONBREAKPOINT", "GLOO_SOCKET_IFNAME", "VLLM_HOST_IP")
-"""Prefixes of the environment variables that Ray or a session sets."""
 DEFAULT_VARIABLES: dict[str, str | None] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Otherwise Ray prints the errors of calls that nobody awaits any more (cancelled at a run's end) after the summary.
@@ -126,29 +122,20 @@ def local_node(directory: Path, *, num_cpus: int, num_gpus: int, object_store_by
     ):
         node = LocalNode(parameters, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
         try:
-            yield node.address, {name: partial(ending, started[0].process) for name, started in node.all_processes.items()}
+            yield node.address, {name: started[0].process for name, started in node.all_processes.items()}
         finally:
             node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def ending(process: subprocess.Popen[bytes]) -> str | None:
-    """How the process has ended; None while it runs."""
-    return None if process.poll() is None else how_it_ended(process.returncode)
-
-
 @contextlib.contextmanager
 def ray_variables(**ours: str | None) -> Iterator[None]:
-    """Within the block the environment has `ours` (None: unset). Afterwards these and the variables that Ray set are restored."""
-    before = _variables()
+    """Within the block the environment has `ours` (None: unset). Afterwards it is as it was, without what Ray has set."""
+    before = dict(os.environ)
     _set(DEFAULT_VARIABLES | before | ours)
     try:
         yield
     finally:
-        _set(dict.fromkeys(_variables()) | before)
-
-
-def _variables() -> dict[str, str | None]:
-    return {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+        _set(dict.fromkeys(os.environ) | before)
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
