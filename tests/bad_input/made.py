@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import numpy as np
 
 from asyncrl_cli.checkpoint import sealed
 from asyncrl_cli.checkpoint.payloads import write_payloads
-from asyncrl_cli.checkpoint.sealed import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.loop.board import World
@@ -100,10 +100,11 @@ def make_place(root: Path) -> Place:
     (place.run / "logs" / "latest").symlink_to("attempt-1")
     shutil.copytree(place.model, place.run / "model")
     cuts = _train(place, loaded)
-    store = CheckpointStore(place.run, keep=9, profile=loaded.profile.name)
+    write_trainer = partial(_write_trainer, model=place.model)
+    store = CheckpointStore(place.run, keep=9, profile=loaded.profile.name, write_trainer=write_trainer)
     for cut, _ in cuts:
         if cut.step <= STEP:
-            asyncio.run(store.write(_loop_state_file(cut), lambda directory, cut=cut: _write_trainer(directory, cut, place.model)))
+            asyncio.run(store.write(cut))
     return place
 
 
@@ -134,16 +135,6 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
         return checkpoints.cuts
 
     return run_virtual(main())
-
-
-def _loop_state_file(cut: Any) -> LoopStateFile:
-    return LoopStateFile(
-        schema_version=1,
-        step=cut.step,
-        version=cut.version,
-        at_window_boundary=cut.at_window_boundary,
-        loop_state={**cut.loop_state},
-    )
 
 
 async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:

@@ -8,12 +8,13 @@ import json
 import pytest
 
 from asyncrl_cli.checkpoint.find import resolve
-from asyncrl_cli.checkpoint.sealed import LoopStateFile, load_checkpoint, newest_intact, verify
+from asyncrl_cli.checkpoint.sealed import load_checkpoint, newest_intact, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.loop.ports import Cut
 
 
-async def write_trainer(directory):
+async def write_trainer(directory, cut):
     (directory / "rank-0.bin").write_bytes(b"weights" * 1000)
 
 
@@ -23,10 +24,9 @@ def run_dir(tmp_path):
     run_dir = tmp_path / "otter"
     run_dir.mkdir()
     (run_dir / "profile.toml").write_text("")
-    store = CheckpointStore(run_dir, keep=3, profile="p")
+    store = CheckpointStore(run_dir, keep=3, profile="p", write_trainer=write_trainer)
     for step in (20, 40):
-        cut = LoopStateFile(schema_version=1, step=step, version=step, at_window_boundary=True, loop_state={"step": step})
-        asyncio.run(store.write(cut, write_trainer))
+        asyncio.run(store.write(Cut(step=step, version=step, at_window_boundary=True, loop_state={"step": step})))
     return run_dir
 
 

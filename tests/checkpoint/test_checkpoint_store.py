@@ -11,28 +11,29 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.sealed import LoopStateFile, checkpoints_in, load_checkpoint, newest_intact, verify
+from asyncrl_cli.checkpoint.sealed import checkpoints_in, load_checkpoint, newest_intact, verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.loop.ports import Cut
 
 
 def cut(step, **loop_state):
-    return LoopStateFile(schema_version=1, step=step, version=step, at_window_boundary=True, loop_state=loop_state)
+    return Cut(step=step, version=step, at_window_boundary=True, loop_state=loop_state)
 
 
-async def write_trainer(directory: Path) -> None:
+async def write_trainer(directory: Path, cut: Cut) -> None:
     (directory / "trainer").mkdir()
     (directory / "trainer" / "rank-0.bin").write_bytes(bytes(range(256)) * 64)
 
 
-def store_in(run_dir, keep=3):
+def store_in(run_dir, keep=3, writer=write_trainer):
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "profile.toml").write_text('name = "p"\n')
     (run_dir / "config.resolved.json").write_text("{}")
-    return CheckpointStore(run_dir, keep=keep, profile="p")
+    return CheckpointStore(run_dir, keep=keep, profile="p", write_trainer=writer)
 
 
-def write(store, step, writer=write_trainer, **loop_state):
-    return asyncio.run(store.write(cut(step, **loop_state), writer))
+def write(store, step, **loop_state):
+    return asyncio.run(store.write(cut(step, **loop_state)))
 
 
 def test_a_checkpoint_holds_everything_and_is_linked_as_latest(tmp_path):
@@ -76,12 +77,12 @@ def test_a_failed_write_leaves_the_older_checkpoints_as_they_were(tmp_path):
     store = store_in(tmp_path / "otter")
     older = write(store, 20)
 
-    async def fails(directory):
-        await write_trainer(directory)
+    async def fails(directory, cut):
+        await write_trainer(directory, cut)
         raise RuntimeError("trainer rank 1 is gone")
 
     with pytest.raises(RuntimeError, match="rank 1"):
-        write(store, 40, fails)
+        write(store_in(tmp_path / "otter", writer=fails), 40)
     assert newest_intact(store.directory) == older
     assert os.readlink(store.directory / "latest") == "step-000020"
     write(store, 40)
@@ -115,7 +116,7 @@ def test_the_event_loop_goes_on_while_files_are_written(tmp_path):
 
     async def both():
         ticking = asyncio.create_task(beside())
-        await store.write(cut(1), write_trainer)
+        await store.write(cut(1))
         ticking.cancel()
 
     asyncio.run(both())

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checkpoint.sealed import LoopStateFile, verify
+from asyncrl_cli.checkpoint.sealed import verify
 from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import StorageError
+from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.observe.observers import LineFile
 from asyncrl_cli.storage import naming, replace_text, storage_error, telling_storage
 
@@ -69,20 +70,15 @@ def test_a_text_that_does_not_fit_leaves_the_old_one_and_no_temporary(small_disk
 def test_a_checkpoint_that_does_not_fit_is_gone_and_the_last_one_is_whole(small_disk: Path) -> None:
     for name in ("config.resolved.json", "profile.toml"):
         (small_disk / name).write_text("{}")
-    store = CheckpointStore(small_disk, keep=3, profile="base")
     sizes = {1: MIB // 2, 2: 4 * MIB}
 
-    async def write(step: int) -> Path:
-        async def write_trainer(directory: Path) -> None:
-            (directory / "weights").write_bytes(bytes(sizes[step]))
+    async def write_trainer(directory: Path, cut: Cut) -> None:
+        (directory / "weights").write_bytes(bytes(sizes[cut.step]))
 
-        return await store.write(
-            LoopStateFile(schema_version=1, step=step, version=step, at_window_boundary=True, loop_state={}), write_trainer
-        )
-
-    first = asyncio.run(write(1))
-    with pytest.raises(OSError, match="No space left"):
-        asyncio.run(write(2))
+    store = CheckpointStore(small_disk, keep=3, profile="base", write_trainer=write_trainer)
+    first = asyncio.run(store.write(Cut(step=1, version=1, at_window_boundary=True, loop_state={})))
+    with pytest.raises(StorageError, match="No space left"):
+        asyncio.run(store.write(Cut(step=2, version=2, at_window_boundary=True, loop_state={})))
     assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step-000001"]
     assert verify(first) == ()
 

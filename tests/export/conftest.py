@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.checkpoint.sealed import LoopStateFile
 from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.loaded import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
@@ -67,12 +67,11 @@ def profile_of(model_dir: Path | str, dtype: str = "float32") -> Profile:
 
 
 def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Path:
-    async def write_trainer(working: Path) -> None:
+    async def write_trainer(working: Path, cut: Cut) -> None:
         write(working)
 
-    store = CheckpointStore(directory, keep=9, profile="custom")
-    cut = LoopStateFile(schema_version=1, step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})
-    return asyncio.run(store.write(cut, write_trainer))
+    store = CheckpointStore(directory, keep=9, profile="custom", write_trainer=write_trainer)
+    return asyncio.run(store.write(Cut(step=step, version=step // K, at_window_boundary=step % K == 0, loop_state={})))
 
 
 def train(trainer: PolicyTrainer, step: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.checkpoint.store import CheckpointStore
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted
-from asyncrl_cli.job.driving import RunCheckpoints, RunResult, run_to_the_end
+from asyncrl_cli.job.driving import RunResult, run_to_the_end
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.simulate.world import run_virtual
@@ -127,14 +128,12 @@ def test_a_stop_file_that_cannot_be_read_for_a_while_is_read_later(caplog: pytes
     assert [record.getMessage().count("stale file handle") for record in caplog.records] == [1]
 
 
-def test_a_full_disk_is_told_with_the_checkpoints_step() -> None:
-    class FullStore:
-        directory = Path("otter/checkpoints")
+def test_a_full_disk_is_told_with_the_checkpoints_step(tmp_path: Path) -> None:
+    async def write_trainer(directory: Path, cut: Cut) -> None:
+        raise OSError(28, "No space left on device")
 
-        async def write(self, state: Any, write_trainer: Any) -> Path:
-            raise OSError(28, "No space left on device")
-
+    store = CheckpointStore(tmp_path / "otter", keep=1, profile="p", write_trainer=write_trainer)
     cut = Cut(step=40, version=10, at_window_boundary=True, loop_state={})
     with pytest.raises(AsyncrlError, match=r"the checkpoint of step 40 cannot be written: .*No space left") as caught:
-        asyncio.run(RunCheckpoints(FullStore(), None).write(cut))  # type: ignore[arg-type]
+        asyncio.run(store.write(cut))
     assert "free space" in caught.value.hint

@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
-
 from asyncrl_cli.checkpoint.sealed import LOOP_STATE, STEP_NAME, Checkpoint, checkpoints_in, finish_interrupted_replacements
 from asyncrl_cli.errors import ConfigError, RefusedError
-from asyncrl_cli.safe_files import MAX_JSON_BYTES, Count, UnsafeFile, load_json, open_regular, parse_json, read_bytes, reason
+from asyncrl_cli.safe_files import MAX_JSON_BYTES, UnsafeFile, open_regular, parse_json, read_bytes, read_text, reason
 from asyncrl_cli.storage import naming
 
 LOCK = "lock"
-
-
-class _Holder(TypedDict):
-    """The content of the lock file: the process that wrote it last."""
-
-    pid: Count
-    host: str
+MAX_LOCK_BYTES = 1000
 
 
 def find_run(argument: str, runs_dir: Path) -> Path:
@@ -80,10 +71,9 @@ def take_lock(run_dir: Path) -> TextIO | None:
         closing.enter_context(file)
         if not _flock(file, fcntl.LOCK_EX):
             return None
-        held_by: _Holder = {"pid": os.getpid(), "host": socket.gethostname()}
         with naming(path):
             os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), json.dumps(held_by).encode())
+            os.write(file.fileno(), f"pid {os.getpid()} on {socket.gethostname()}".encode())
         closing.pop_all()
     return file
 
@@ -100,11 +90,10 @@ def is_locked(run_dir: Path) -> bool:
 
 def holder(run_dir: Path) -> str:
     """Who wrote the lock last, for messages: `pid 4711 on host`."""
-    try:
-        content = load_json(run_dir / LOCK, _Holder)
-        return f"pid {content['pid']} on {content['host']}"
-    except RefusedError:  # the holder has the lock but has not written its pid yet
-        return "another process"
+    with contextlib.suppress(OSError, ValueError):
+        if text := read_text(run_dir / LOCK, max_bytes=MAX_LOCK_BYTES):
+            return text
+    return "another process"  # it has the lock but has not written its pid yet
 
 
 def refuse_ended(checkpoint: Checkpoint) -> None:

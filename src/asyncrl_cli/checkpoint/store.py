@@ -15,6 +15,7 @@ import json
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.checkpoint.sealed import (
     LOOP_STATE,
@@ -26,37 +27,47 @@ from asyncrl_cli.checkpoint.sealed import (
     step_name,
     step_of,
 )
-from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text
+from asyncrl_cli.errors import StorageError
+from asyncrl_cli.loop.ports import Cut
+from asyncrl_cli.storage import fsync, remove, remove_tree, replace_link, replace_text, telling_storage
 
 PROFILE_FILES = ("config.resolved.json", "profile.toml")
 LATEST = "latest"
 
 
 class CheckpointStore:
-    """Writes and keeps the checkpoints of the run in `run_dir`; the newest `keep` of them stay."""
+    """Implements `loop.ports.CheckpointWriter` for the run in `run_dir`; the newest `keep` checkpoints stay.
 
-    def __init__(self, run_dir: Path, *, keep: int, profile: str) -> None:
+    `write_trainer(directory, cut)` writes the trainer's part: its state and the payloads.
+    """
+
+    def __init__(self, run_dir: Path, *, keep: int, profile: str, write_trainer: Callable[[Path, Cut], Awaitable[Any]]) -> None:
         self.directory = run_dir / "checkpoints"
         self._run_dir = run_dir
         self._keep = keep
         self._profile = profile
+        self._write_trainer = write_trainer
         self.directory.mkdir(parents=True, exist_ok=True)
         finish_interrupted_replacements(self.directory)
 
-    async def write(self, state: LoopStateFile, write_trainer: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write a checkpoint of `state`: `write_trainer(directory)` first, the manifest last.
+    async def write(self, cut: Cut) -> Path:
+        """Write a checkpoint: the trainer's part first, the manifest last.
 
         On any failure, raises and leaves older checkpoints unchanged.
         """
-        working = self.directory / f".writing-{step_name(state['step'])}"
-        await asyncio.to_thread(remove, working)
-        working.mkdir(parents=True)
+        working = self.directory / f".writing-{step_name(cut.step)}"
         try:
-            await write_trainer(working)
-            return await asyncio.to_thread(self._finish, state, working)
-        except Exception:  # on a full disk, leftover files would take the space that the run's last status needs
+            with telling_storage():
+                await asyncio.to_thread(remove, working)
+                working.mkdir(parents=True)
+                await self._write_trainer(working, cut)
+                return await asyncio.to_thread(self._finish, cut, working)
+        except Exception as error:
+            # On a full disk, leftover files would take the space that the run's last status needs.
             await asyncio.to_thread(shutil.rmtree, working, ignore_errors=True)
-            raise
+            if not isinstance(error, StorageError):
+                raise
+            raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
 
     def abandon_newer(self, step: int) -> list[Path]:
         """Rename checkpoints later than `step` to `abandoned-...`, before a resume at `step` from which the run may diverge.
@@ -72,13 +83,20 @@ class CheckpointStore:
             replace_link(self.directory / LATEST, remaining[0].name)
         return moved
 
-    def _finish(self, state: LoopStateFile, working: Path) -> Path:
+    def _finish(self, cut: Cut, working: Path) -> Path:
+        state: LoopStateFile = {
+            "schema_version": 1,
+            "step": cut.step,
+            "version": cut.version,
+            "at_window_boundary": cut.at_window_boundary,
+            "loop_state": {**cut.loop_state},
+        }
         replace_text(working / LOOP_STATE, json.dumps(state))
         for name in PROFILE_FILES:
             if (self._run_dir / name).exists():
                 shutil.copyfile(self._run_dir / name, working / name)
-        seal(working, step=state["step"], version=state["version"], run=self._run_dir.name, profile=self._profile)
-        final = self.directory / step_name(state["step"])
+        seal(working, step=cut.step, version=cut.version, run=self._run_dir.name, profile=self._profile)
+        final = self.directory / step_name(cut.step)
         aside = final.with_name(f".replaced-{final.name}")
         if final.exists():  # an older checkpoint of the same step is set aside until the new one is in place
             final.rename(aside)

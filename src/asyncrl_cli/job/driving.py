@@ -14,21 +14,21 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
-from asyncrl_cli.checkpoint.sealed import Checkpoint, LoopStateFile, sealed_checkpoints, step_of
+from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
-from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, SessionLost, StorageError
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, SessionLost
 from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.attempts import Prompt
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
-from asyncrl_cli.loop.ports import Cut, Trainer
+from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.observers import EventsFile, MetricsFile, Observers, Sink, StatusFile, TimelineFile
 from asyncrl_cli.observe.screen import make_ui
 from asyncrl_cli.observe.wandb_sink import Wandb
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.storage import storage_error, telling_storage
+from asyncrl_cli.storage import storage_error
 from asyncrl_cli.tasks.item import Item, fingerprint
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.versions import all_loads_s
@@ -128,37 +128,17 @@ class PromptFeed:
         self._epoch, self._cursor = epoch, cursor
 
 
-class RunCheckpoints:
-    """Implements `loop.ports.CheckpointWriter`: the store makes the directory, and the trainer writes its own state into it."""
-
-    def __init__(self, store: CheckpointStore, trainer: Trainer) -> None:
-        self._store = store
-        self._trainer = trainer
-
-    async def write(self, cut: Cut) -> Path:
-        def write_trainer(directory: Path) -> Awaitable[Any]:
-            return self._trainer.write(cut.step, directory, cut.payloads, not cut.at_window_boundary)
-
-        state: LoopStateFile = {
-            "schema_version": 1,
-            "step": cut.step,
-            "version": cut.version,
-            "at_window_boundary": cut.at_window_boundary,
-            "loop_state": {**cut.loop_state},
-        }
-        try:
-            with telling_storage():
-                return await self._store.write(state, write_trainer)
-        except StorageError as error:
-            raise StorageError(f"the checkpoint of step {cut.step} cannot be written: {error.message}", hint=error.hint) from error
-
-
 def make_pipeline(
     profile: Profile, directory: RunDirectory, task: Task, crew: Crew, observers: Observers, checkpoint: Checkpoint | None
 ) -> Pipeline:
     """The loop and all it works with. `checkpoint`: where a resumed run continues."""
     trainer, workers, payloads = crew
-    store = CheckpointStore(directory.path, keep=profile.checkpoint.keep, profile=profile.name)
+
+    def write_trainer(directory: Path, cut: Cut) -> Awaitable[Any]:
+        return trainer.write(cut.step, directory, cut.payloads, not cut.at_window_boundary)
+
+    keep = profile.checkpoint.keep
+    store = CheckpointStore(directory.path, keep=keep, profile=profile.name, write_trainer=write_trainer)
     if checkpoint is not None:
         store.abandon_newer(checkpoint.step)
     world = World(
@@ -167,7 +147,7 @@ def make_pipeline(
         workers=workers,
         eval_items=task.eval,
         observers=[observers],
-        checkpoints=RunCheckpoints(store, trainer),
+        checkpoints=store,
         resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads),
     )
     return Pipeline(LoopSettings.of(profile, all_loads_s(profile.weights, len(workers))), world)

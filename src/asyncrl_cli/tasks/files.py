@@ -46,7 +46,7 @@ def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, 
     with _readable(path, key):
         for place, row in rows(path):
             num_rows += 1
-            prompt = _text(row, prompt_column, place, "task.prompt_column")
+            prompt = _whole_text(_text(row, prompt_column, place, "task.prompt_column"), prompt_column, place)
             answer = _answer(row, answer_column, place, needs_answer)
             if prompt in items:
                 continue
@@ -133,31 +133,24 @@ def _too_deep(place: str) -> ConfigError:
     return ConfigError(f"{place}: nested more than {MAX_NESTING} deep", hint="write the inner value as text")
 
 
-def _text(row: Mapping[str, Any], column: str, place: str, key: str) -> str:
+def _text(row: Mapping[str, Any], column: str, place: str, key: str, *, may_be_number: bool = False) -> str:
     value = _column(row, column, place, key)
+    if may_be_number and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        if not isinstance(value, int) and not math.isfinite(value):
+            raise ConfigError(f'{place}: column "{column}" is {value}, which cannot be an answer')
+        return str(value)
     if not isinstance(value, str):
-        raise ConfigError(f'{place}: column "{column}" is not text but {_kind(value)}', hint=f"{key} names the column")
-    return _whole_text(value, column, place)
+        kind = "null" if value is None else type(value).__name__
+        expected = "neither text nor a number" if may_be_number else "not text"
+        raise ConfigError(f'{place}: column "{column}" is {expected} but {kind}', hint=f"{key} names the column")
+    return value
 
 
 def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool) -> str | None:
     if not needs_answer and row.get(column) is None:
         return None
-    value = _column(row, column, place, "task.answer_column")
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        if not isinstance(value, int) and not math.isfinite(value):
-            raise ConfigError(f'{place}: column "{column}" is {value}, which cannot be an answer')
-        value = str(value)
-    if not isinstance(value, str):
-        raise ConfigError(
-            f'{place}: column "{column}" is neither text nor a number but {_kind(value)}',
-            hint="task.answer_column names the column",
-        )
-    return _whole_text(value, column, place) if needs_answer else value
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+    text = _text(row, column, place, "task.answer_column", may_be_number=True)
+    return _whole_text(text, column, place) if needs_answer else text
 
 
 def _whole_text(value: str, column: str, place: str) -> str:
