@@ -1,19 +1,17 @@
-"""Each phase alone, in processes of its own: what is measured, who ends, what is said when one fails."""
+"""Each phase alone, in actors of its own: what is measured, and what is said when one fails."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.bench.children import Children
 from asyncrl_cli.bench.phases import Side, measure_all, side_of
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.alone import NO_SUCH_TOKEN, CpuTime, endless_model
@@ -75,103 +73,6 @@ def test_the_cpu_time_of_a_child_counts_too() -> None:
     assert spent_s == pytest.approx(0.4, abs=0.05)
 
 
-class Answering:
-    """A phase for tests of the processes."""
-
-    def __init__(self, index: int, greeting: str) -> None:
-        if greeting == "refuse":
-            raise ValueError(f"{index} will not start")
-        self._index, self._greeting = index, greeting
-
-    def say(self, what: str) -> str:
-        return f"{self._greeting} {what} {self._index}"
-
-    def fail(self, who: int) -> None:
-        if self._index == who:
-            raise ValueError("no luck")
-        time.sleep(60)
-
-    def vanish(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def threads(self) -> tuple[int, str]:
-        return os.getpid(), os.environ["OMP_NUM_THREADS"]
-
-
-def answering(directory: Path, greeting: str = "hello", count: int = 2) -> Children:
-    return Children("answering", Answering, greeting, count=count, threads=3, log_dir=directory)
-
-
-@pytest.mark.slow
-def test_all_processes_are_asked_at_once_and_answer_in_order(tmp_path: Path) -> None:
-    with answering(tmp_path) as processes:
-        processes.ready()
-        assert processes.ask("say", "you") == ["hello you 0", "hello you 1"]
-        (one, threads), (other, _) = processes.ask("threads")
-        assert threads == "3"
-        assert len({one, other, os.getpid()}) == 3
-
-
-@pytest.mark.slow
-def test_one_failure_is_told_by_name_and_nobody_waits_for_the_others(tmp_path: Path) -> None:
-    with answering(tmp_path) as processes:
-        processes.ready()
-        began_s = time.monotonic()
-        with pytest.raises(ExecutorFailed, match=r"answering-1 failed in fail: ValueError: no luck"):
-            processes.ask("fail", 1)
-    assert time.monotonic() - began_s < 30
-
-
-@pytest.mark.slow
-def test_a_process_that_cannot_start_or_vanishes_is_told_by_name(tmp_path: Path) -> None:
-    with answering(tmp_path, "refuse", 1) as processes, pytest.raises(ExecutorFailed, match="answering-0 failed in its start"):
-        processes.ready()
-    with answering(tmp_path, count=1) as processes:
-        processes.ready()
-        with pytest.raises(ExecutorFailed, match="answering-0 ended during vanish"):
-            processes.ask("vanish")
-
-
-PARENT = """
-import os, sys, time
-from pathlib import Path
-from tests.bench.test_phases import answering
-if __name__ == "__main__":
-    with answering(Path(sys.argv[1]), count=2) as processes:
-        processes.ready()
-        print(*(pid for pid, _ in processes.ask("threads")), flush=True)
-        time.sleep(60)
-"""
-
-
-@pytest.mark.slow
-def test_children_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
-    program = tmp_path / "parent.py"
-    program.write_text(PARENT)
-    search = os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])
-    parent = subprocess.Popen(
-        [sys.executable, str(program), str(tmp_path)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search}
-    )
-    assert parent.stdout is not None
-    children = [int(pid) for pid in parent.stdout.readline().split()]
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    until_s = time.monotonic() + 30
-    while any(map(_runs, children)) and time.monotonic() < until_s:
-        time.sleep(0.01)
-    assert len(children) == 2
-    assert not any(map(_runs, children))
-
-
-def _runs(pid: int) -> bool:
-    """A zombie that nobody has collected yet does not run."""
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_an_endless_model_is_the_model_without_an_end_of_sequence(tmp_path: Path) -> None:
     original = tmp_path / "model"
     original.mkdir()
@@ -230,3 +131,15 @@ def test_figures_count_forced_lengths_and_full_slots(tmp_path: Path) -> None:
     assert figures.slots_used > 0.9
     assert not capacities.colocated
     assert [(done, total) for _, done, total in told] == [(0, 0), (1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+@pytest.mark.slow
+def test_an_actor_that_cannot_start_is_told_by_name(tmp_path: Path) -> None:
+    """Of one without a model, while the other phase's has one."""
+    sets = (*SMALL, f'model.cache_dir="{tmp_path}"')
+    profile = load("partial-rollout", sets).profile
+    task = load_task(profile)
+    side = side_of(profile, compile_job(profile, LAPTOP), resolve_model(profile, task))
+    (empty := tmp_path / "empty").mkdir()
+    with pytest.raises(ExecutorFailed, match="generation-0"):
+        measure_all({"one": replace(side, model_dir=empty)}, task.train, [5, 20], repeats=1)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,3 +116,39 @@ def test_the_first_run_of_each_profile_is_drawn() -> None:
     contest = contest_of("colocate", ["partial-rollout"], seeds=(0, 1), groups=64, workload=made)
     compared = compare_simulated(contest, made, Quiet())
     assert [timeline.profile for timeline in compared.timelines] == ["colocate", "partial-rollout"]
+
+
+PARENT = """
+import os, time
+from asyncrl_cli.bench.simulated import simulators
+if __name__ == "__main__":
+    with simulators(1) as pool:
+        print(pool.submit(os.getpid).result(), flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_children_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    search = os.pathsep.join([*sys.path, str(Path(__file__).parents[2])])
+    parent = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": search})
+    assert parent.stdout is not None
+    children = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until_s = time.monotonic() + 30
+    while any(map(_runs, children)) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert len(children) == 1
+    assert not any(map(_runs, children))
+
+
+def _runs(pid: int) -> bool:
+    """A zombie that nobody has collected yet does not run."""
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,12 +1,12 @@
-"""Measures what this machine can do: each phase of a profile alone, with the resources of the profile's plan, without Ray.
+"""Measures what this machine can do: each phase of a profile alone, with the resources of the profile's plan.
 
-    generation alone   the plan's rollout workers: one process each, all slots full           -> sampled tokens / s
-    training alone     the plan's trainer ranks: one process each, train steps back to back   -> trained tokens / s
+    generation alone   the plan's rollout workers: one actor each, all slots full             -> sampled tokens / s
+    training alone     the plan's trainer ranks: one actor each, train steps back to back     -> trained tokens / s
     both at once       unless the profile is colocated: on shared cores each slows the other  -> the same two rates
 
-All processes are started first. Then the profiles are measured in turns, repeat by repeat: if the machine's speed drifts, all are
-affected alike. All other processes stand still during a measurement. The figure is the median of the repeats. Profiles with the
-same resources and sizes are measured once.
+All actors are started first, in one session of Ray. Then the profiles are measured in turns, repeat by repeat: if the machine's
+speed drifts, all are affected alike. All other actors stand still during a measurement. The figure is the median of the repeats.
+Profiles with the same resources and sizes are measured once.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.children import Children, Make
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.real import Bars
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
-from asyncrl_cli.job.alone import BATCHES, GenerationAlone, TrainingAlone, Work, Worked, endless_model
+from asyncrl_cli.job.alone import BATCHES, GenerationAlone, Phase, TrainingAlone, Work, Worked, endless_model
+from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
-from asyncrl_cli.profile.schema import Place, Profile, RunSection
+from asyncrl_cli.profile.schema import Profile, RunSection
 from asyncrl_cli.simulate.costs import Capacities
 from asyncrl_cli.simulate.observed import lengths_of
 
@@ -45,7 +44,7 @@ PROMPTS = 512
 FEW_SLOTS_USED = 0.9
 LITTLE_CPU = 0.85
 NO_GPU_BOUND = (
-    "bound not measured: each phase alone is measured on CPUs only, in processes without Ray, which is what assigns GPUs. "
+    "bound not measured: each phase alone is measured on CPUs only, where the actors of several profiles can wait side by side. "
     "Runs on CPUs and simulated runs are compared with their bound."
 )
 
@@ -63,10 +62,8 @@ class Side:
 
     profile: Profile
     """Reduced to what the engine and the trainer see: profiles that differ elsewhere have equal sides."""
-    rollout: Place
-    trainer: Place
-    colocated: bool
-    """The two phases take turns and never work at once."""
+    plan: JobPlan
+    model_dir: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +135,8 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
             async_training=schedule,
             **{name: getattr(profile, name) for name in names},
         ),
-        rollout=place_of(plan, ROLLOUT, model_dir),
-        trainer=place_of(plan, TRAINER, model_dir),
-        colocated=plan.colocate,
+        plan=replace(plan, warnings=()),
+        model_dir=model_dir,
     )
 
 
@@ -154,20 +150,20 @@ def measure_all(
 ) -> dict[str, PhaseFigures]:
     """Figures of each side, on prompts of `items` and responses of these lengths. `progress(what is done, done, of how many)`.
 
-    Raises ExecutorFailed with the error of a process that failed.
+    Raises ExecutorFailed with the error of an actor that failed.
     """
     every = list(sides.values())
     unique = [side for index, side in enumerate(every) if side not in every[:index]]
     progress("starting each phase alone", 0, 0)
-    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ExitStack() as processes:
+    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ray_session(every[0].profile):
         given = partial(Work, items=items[:PROMPTS], response_tokens=response_tokens)
-        pairs = [_Pair(side, given, Path(directory) / str(index), processes) for index, side in enumerate(unique)]
+        pairs = [_Pair(side, given, Path(directory) / str(index)) for index, side in enumerate(unique)]
         for pair in pairs:
             pair.ready()
         for pair in pairs:
             pair.warm_up()
         turn = [
-            (text, pair, phases) for text, phases in TURN.items() for pair in pairs if not (all(phases) and pair.side.colocated)
+            (text, pair, phases) for text, phases in TURN.items() for pair in pairs if not (all(phases) and pair.side.plan.colocate)
         ]
         total = len(turn) * repeats + 1
         for done, (text, pair, phases) in enumerate(turn * repeats, 1):
@@ -178,21 +174,17 @@ def measure_all(
 
 
 class _Pair:
-    """The processes of both phases of one side, and their measurements."""
+    """The actors of both phases of one side, and their measurements."""
 
-    def __init__(self, side: Side, given: Callable[..., Work], directory: Path, processes: ExitStack) -> None:
-        def start(name: str, make: Make, place: Place) -> Children:
-            work = given(profile=side.profile, place=place, meeting=directory / "meeting")
-            children = Children(name, make, work, count=place.workers, threads=place.threads, log_dir=directory)
-            return processes.enter_context(children)
-
+    def __init__(self, side: Side, given: Callable[..., Work], directory: Path) -> None:
+        given = partial(given, profile=side.profile, directory=directory)
+        endless = endless_model(side.model_dir, directory / "model")
         self.side = side
-        endless = endless_model(Path(side.rollout.model_dir), directory / "model")
-        self._generation = start("generation", GenerationAlone, replace(side.rollout, model_dir=str(endless)))
-        self._training = start("training", TrainingAlone, side.trainer)
+        self._generation = Phase("generation", GenerationAlone, given(place=place_of(side.plan, ROLLOUT, endless)))
+        self._training = Phase("training", TrainingAlone, given(place=place_of(side.plan, TRAINER, side.model_dir)))
         self._num_steps = 0
         self._turns: list[tuple[list[Worked], list[Worked]]] = []
-        """Per measurement: what each process generated and trained. Empty for a phase that stood still."""
+        """Per measurement: what each actor generated and trained. Empty for a phase that stood still."""
 
     def ready(self) -> None:
         self._generation.ready()
@@ -202,7 +194,7 @@ class _Pair:
         """Train a little, and find how many train steps take about `TRAINING_S`: whole windows, whose steps may differ."""
         few = BATCHES * self.side.profile.async_training.trigger_parameter_sync_step
         self._training.ask("measure", few)
-        warm: list[Worked] = self._training.ask("measure", few)
+        warm = self._training.ask("measure", few)
         self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)
 
     def measure(self, generate: bool, train: bool) -> None:
@@ -214,7 +206,7 @@ class _Pair:
             trained = self._training.ask("measure", self._num_steps)
         else:
             time.sleep(GENERATION_S)
-        generated: list[Worked] = self._generation.ask("end") if generate else []
+        generated = self._generation.ask("end") if generate else []
         self._turns.append((generated, trained))
 
     def figures(self) -> PhaseFigures:
@@ -226,7 +218,7 @@ class _Pair:
             capacities=Capacities(
                 rollout_tokens_per_s=statistics.median(rollout),
                 trainer_tokens_per_s=statistics.median(trainer),
-                colocated=self.side.colocated,
+                colocated=self.side.plan.colocate,
                 rollout_beside_tokens_per_s=statistics.median(_rollout_rate(generated) for generated, _ in both) if both else None,
                 trainer_beside_tokens_per_s=statistics.median(_trainer_rate(trained) for _, trained in both) if both else None,
             ),

@@ -70,15 +70,19 @@ class _Time(ProgressColumn):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """One run to make, in the directory `runs_dir/name`. Its stdout, which is JSON, goes to `output`, its stderr to `log`."""
+    """One run to make, in the directory `runs_dir/name`. Its stdout, which is JSON, goes to `output`, its stderr to `log`. The
+    first run of each profile is drawn."""
 
     entry: Entry
+    repeat: int
     seed: int
     groups: int
-    sets: tuple[str, ...]
+    sets: Sequence[str]
     runs_dir: Path
-    name: str
-    keep_timeline: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.entry.name}-r{self.repeat}"
 
     @property
     def directory(self) -> Path:
@@ -106,17 +110,9 @@ class RealRun:
 
 
 def runs_of(entries: Sequence[Entry], seeds: Sequence[int], groups: int, sets: Sequence[str], runs_dir: Path) -> list[RealRun]:
-    """The runs in the order in which they are made. The first run of each profile is drawn."""
+    """The runs in the order in which they are made."""
     return [
-        RealRun(
-            entry=entry,
-            seed=seed,
-            groups=groups,
-            sets=tuple(sets),
-            runs_dir=runs_dir,
-            name=f"{entry.name}-r{repeat}",
-            keep_timeline=repeat == 0,
-        )
+        RealRun(entry=entry, repeat=repeat, seed=seed, groups=groups, sets=sets, runs_dir=runs_dir)
         for repeat, seed in enumerate(seeds)
         for entry in entries
     ]
@@ -127,9 +123,8 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
 
     Interrupted earlier, ends the run and raises KeyboardInterrupt. Raises AsyncrlError with the run's error if it fails."""
     run.runs_dir.mkdir(parents=True, exist_ok=True)
-    interrupts: list[
-        float
-    ] = []  # signals are only noted here, and checked while waiting: an exception at another point could leave the run behind
+    # Signals are only noted here, and checked while waiting: an exception at another point could leave the run behind.
+    interrupts: list[float] = []
     requests = StopRequests(lambda: interrupts.append(time.monotonic()))
     with run.output.open("wb") as output, run.log.open("wb") as log, requests.on_signals():
         # In a session of its own, so that a Ctrl-C in the terminal reaches the run only through us.
@@ -150,7 +145,7 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
         raise _failure(run, code)
     lines = read_metrics(run.directory / "metrics.jsonl")
     bars.run(run.name, run.groups, run.groups, time_s=lines[-1]["time_s"])
-    timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.keep_timeline else None
+    timeline = timeline_of_run(run.entry.name, run.directory, lines) if run.repeat == 0 else None
     return Run(profile=run.entry.name, seed=run.seed, lines=lines, timeline=timeline), bool(interrupts)
 
 

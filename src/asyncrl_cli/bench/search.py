@@ -61,8 +61,8 @@ class Row:
 
 Outcome = Row | str
 """A row, or why the run failed."""
-Evaluate = Callable[[Sequence[Setting], int], list[Outcome]]
-"""Simulates a run of each setting, of the given number of windows of W groups."""
+Evaluate = Callable[[Sequence[Setting], int], Iterable[Outcome]]
+"""Simulates a run of each setting, of the given number of windows of W groups; the outcomes come in the order of the settings."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,13 +131,18 @@ def planned_windows(space: Space, long_windows: int) -> int:
     return num_short * SHORT_WINDOWS + LONG_RUNS * long_windows
 
 
-def search(space: Space, evaluate: Evaluate, long_windows: int) -> Found:
-    """Search the space. Deterministic if `evaluate` is. Raises AsyncrlError if no setting could be simulated."""
+def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[int], None] = lambda windows: None) -> Found:
+    """Search the space. Deterministic if `evaluate` is. `tell(windows simulated so far)`.
+
+    Raises AsyncrlError if no setting could be simulated.
+    """
     found = Found(space=space)
 
     def run(settings: Iterable[Setting], windows: int = SHORT_WINDOWS) -> list[Row]:
         new = [setting for setting in dict.fromkeys(settings) if (setting, windows) not in found.runs]
-        found.runs |= {(setting, windows): outcome for setting, outcome in zip(new, evaluate(new, windows), strict=True)}
+        for setting, outcome in zip(new, evaluate(new, windows), strict=True):
+            found.runs[setting, windows] = outcome
+            tell(found.windows)
         return found.rows
 
     rows = run(filter(space.allows, (space.start, space.current)))

@@ -2,22 +2,27 @@
 
     jobs, references --longest first--> a pool of processes --> runs and residuals, in the order that was asked for
 
-Only the parent handles Ctrl-C: it ends the pool at once, because nothing of an unfinished simulated run is worth keeping.
+Only the parent handles Ctrl-C: it ends the pool at once, because nothing of an unfinished simulated run is worth keeping. No
+process of the pool outlives the command, however the command ends.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from asyncrl_cli.bench.children import simulators
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.results import Run, timeline_of
-from asyncrl_cli.job.process import collect_garbage_seldom
+from asyncrl_cli.errors import Interrupted
+from asyncrl_cli.job.process import StopRequests, blocked, collect_garbage_seldom
 from asyncrl_cli.plan.cluster import usable_cores
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.costs import Costs
@@ -29,6 +34,44 @@ POLL_S = 0.1
 
 Progress = Callable[[str, int], None]
 """Called with a run's name and the number of groups that the run has trained."""
+
+
+class Pool(ProcessPoolExecutor):
+    """A process pool whose children never get SIGINT (a Ctrl-C in the terminal), not even while they start."""
+
+    def submit(self, *arguments: Any, **keywords: Any) -> Future[Any]:
+        with blocked(signal.SIGINT):
+            return super().submit(*arguments, **keywords)
+
+
+@contextmanager
+def simulators(processes: int, begin: Callable[[], None] = collect_garbage_seldom) -> Iterator[Pool]:
+    """A pool for simulated runs: spawned processes (forking would be unsafe, because ours has threads), each of which calls `begin`
+    first. They are killed at the end of the block. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within it."""
+    others, context = set(multiprocessing.active_children()), multiprocessing.get_context("spawn")
+    try:
+        with StopRequests().on_signals(), Pool(processes, context, _begin, (begin,)) as pool:
+            try:
+                yield pool
+            finally:
+                for child in set(multiprocessing.active_children()) - others:
+                    child.kill()
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted: nothing is kept of simulated runs") from None
+
+
+def _begin(begin: Callable[[], None]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    begin()
+
+
+def _end_with_parent() -> None:
+    """Kill this process when its parent has ended: a process that waits for work would never notice."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +100,7 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     told = multiprocessing.get_context("spawn").SimpleQueue()
     size = min(len(jobs) + len(rows), usable_cores())
-    with simulators(size, partial(_begin, told)) as pool:
+    with simulators(size, partial(_tell_progress, told)) as pool:
         running = {job.name: pool.submit(_simulate, job) for job in jobs_by_length}
         fits = [pool.submit(residuals, row) for row in rows]
         _follow([*running.values(), *fits], told, progress)
@@ -90,7 +133,7 @@ _process: dict[str, Any] = {}
 """In a process of the pool, under "told": the queue for progress."""
 
 
-def _begin(told: Any) -> None:
+def _tell_progress(told: Any) -> None:
     collect_garbage_seldom()
     _process["told"] = told
 

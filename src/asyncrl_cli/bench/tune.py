@@ -10,15 +10,16 @@ All results are SIMULATED, and whatever prints them says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.bench.children import simulators
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
+from asyncrl_cli.bench.simulated import simulators
 from asyncrl_cli.bench.space import DEFAULT_PROFILE, Setting, Space, starting_point
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted, usable_cores
@@ -121,15 +122,9 @@ def tune(asked: Asked, progress: Callable[..., None]) -> Tuned:
     window_groups, n = Schedule.of(profile).window_groups, profile.rollout.n
     long_windows = min(max(TRAJECTORIES // (LONG_RUNS * window_groups * n), FEWEST_LONG_WINDOWS), MOST_LONG_WINDOWS)
     planned = planned_windows(space, long_windows)
-
-    def profile_of(setting: Setting, windows: int) -> Profile:
-        return profile_for(workload, reference, (*sets, *setting.sets), groups=windows * window_groups).profile
-
-    def told(windows: int) -> None:
-        progress("SIMULATED: windows, at most", windows, planned)
-
     with simulators(usable_cores()) as pool:
-        found = search(space, evaluator(pool, workload, window_groups, profile_of, told), long_windows)
+        evaluate = evaluator(pool, workload, reference, sets, window_groups)
+        found = search(space, evaluate, long_windows, lambda done: progress("SIMULATED: windows, at most", done, planned))
     known = _known(workload, profile)
     progress(f"SIMULATED: {len(found.outcomes)} settings tried in {found.windows} windows")
     return Tuned(
@@ -160,29 +155,19 @@ def _known(workload: Workload, profile: Profile) -> Reference | None:
     return None
 
 
-def evaluator(
-    pool: Executor,
-    workload: Workload,
-    window_groups: int,
-    profile_of: Callable[[Setting, int], Profile],
-    on_windows: Callable[[int], None],
-) -> Evaluate:
-    """The search's `Evaluate`: simulates settings in parallel and keeps their order. `on_windows(windows simulated so far)`."""
-    done_windows = 0
+def evaluator(pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int) -> Evaluate:
+    """The search's `Evaluate`, in parallel."""
 
-    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
-        nonlocal done_windows
-        work = [(setting, windows, profile_of(setting, windows), workload, window_groups) for setting in settings]
-        running = [pool.submit(_simulated, *arguments) for arguments in work]
-        for _ in as_completed(running):
-            done_windows += windows
-            on_windows(done_windows)
-        return [future.result() for future in running]
+    def evaluate(settings: Sequence[Setting], windows: int) -> Iterator[Outcome]:
+        groups = windows * window_groups
+        loaded = [profile_for(workload, reference, (*sets, *setting.sets), groups=groups) for setting in settings]
+        profiles = [one.profile for one in loaded]
+        return pool.map(partial(_simulated, workload, window_groups, windows), settings, profiles)
 
     return evaluate
 
 
-def _simulated(setting: Setting, windows: int, profile: Profile, workload: Workload, window_groups: int) -> Outcome:
+def _simulated(workload: Workload, window_groups: int, windows: int, setting: Setting, profile: Profile) -> Outcome:
     """One simulated run. The same groups are measured whatever the setting's own windows are."""
     run = simulate(profile, workload, seed=SEED)
     if run.error is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -59,7 +59,8 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
     print_text("\n" + " \\\n".join(f"  --set {shlex.quote(entry)}" for entry in tuned.recommended_sets))
     _print_how_to_try(tuned, asked)
     print_prose("\nwhat this search cannot know")
-    for limit in _limits(tuned):
+    windows = {row.setting.window_steps * row.setting.require_batches for row in tuned.found.rows}
+    for limit in (*LIMITS, *([SHORTER] if len(windows) > 1 else ())):
         print_prose(f"- {limit}")
     if notes := tuned.workload.notes.strip():
         print_prose(f"\nnotes of the workload {tuned.workload.name}\n{notes}")
@@ -148,12 +149,6 @@ def _print_how_to_try(tuned: Tuned, asked: Asked) -> None:
     print_text(f"\n{asked.out} is a profile with these keys; to try it:")
     print_text(f"  asyncrl bench --compare {shlex.quote(tuned.profile)} {own}{'' if tuned.fit else simulated}")
     print_text(f"  asyncrl train {own} --name {shlex.quote(asked.out.stem)}")  # a run's profile may have that run's name
-
-
-def _limits(tuned: Tuned) -> Iterator[str]:
-    yield from LIMITS
-    if len({row.setting.window_steps * row.setting.require_batches for row in tuned.found.rows}) > 1:
-        yield SHORTER
 
 
 def _check_new(path: Path) -> None:

@@ -1,7 +1,7 @@
-"""One phase alone, without the loop and without Ray: a rollout worker that only generates, a trainer rank that only trains.
+"""One phase of a job alone, without the loop: rollout workers that only generate, trainer ranks that only train.
 
-`asyncrl bench` runs each in a process of its own to measure what the machine can do. Prompts are the task's; responses have
-given lengths, cycled through in order. No rewards are computed and no weights are loaded.
+`asyncrl bench` measures with them what the machine can do. Each worker and rank is an actor, as in the job. Prompts are the task's;
+responses have given lengths, cycled through in order. No rewards are computed and no weights are loaded.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from asyncrl_cli.engines.port import Completion, Sampling, make_engine
+from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from asyncrl_cli.train.balance import RankPlan
 
 GENERATION_CONFIG = "generation_config.json"
 NO_SUCH_TOKEN = 1_000_000_000
@@ -35,13 +36,13 @@ BATCHES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The input of each process of a phase. `meeting`: a file by which trainer ranks find each other."""
+    """The input of each process of a phase. `directory`: where they write logs, and where trainer ranks find each other."""
 
     profile: Profile
     place: Place
     items: Sequence[Mapping[str, Any]]
     response_tokens: Sequence[int]
-    meeting: Path
+    directory: Path
 
     def prompts(self) -> list[list[int]]:
         from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
@@ -68,42 +69,67 @@ class Worked:
     running_mean: float = 0.0
 
 
+class Phase:
+    """The actors of one phase, which start at once. They reserve no CPUs: nothing else runs in their session.
+
+    Methods raise ExecutorFailed, with the actor's name and error, if one fails or does not answer within `START_LIMIT`.
+    """
+
+    def __init__(self, name: str, actor: type, work: Work) -> None:
+        import ray
+
+        make = ray.remote(num_cpus=0, max_restarts=0)(actor).remote
+        self._actors = {f"{name}-{index}": make(index, work) for index in range(work.place.workers)}
+        self._starts = {name: actor.start.remote() for name, actor in self._actors.items()}
+
+    def ready(self) -> None:
+        """Wait until every actor has started."""
+        self._answers("its start", self._starts)
+
+    def ask(self, method: str, *arguments: Any) -> list[Worked]:
+        """Call `method` of all actors at the same time. Returns their answers, by index."""
+        return self._answers(method, {name: getattr(actor, method).remote(*arguments) for name, actor in self._actors.items()})
+
+    def _answers(self, call: str, refs: Mapping[str, Awaitable[Any]]) -> list[Any]:
+        from asyncrl_cli.job.adapters import START_LIMIT
+        from asyncrl_cli.job.calls import all_of, answer
+
+        async def answers() -> list[Any]:
+            return await all_of(answer(ref, executor=name, call=call, limit=START_LIMIT) for name, ref in refs.items())
+
+        return asyncio.run(answers())
+
+
 class GenerationAlone:
-    """A rollout worker's engine with all slots full. Its event loop runs in a thread."""
+    """A rollout worker's engine with all slots full."""
 
     def __init__(self, index: int, work: Work) -> None:
+        set_up_process(threads=work.place.threads, log_path=work.directory / f"generation-{index}.log")
         self._index, self._work = index, work
+        self._numbers = itertools.count()
+        self._num_ended = 0
+
+    async def start(self) -> None:
+        work = self._work
         self._prompts = work.prompts()
         self._meter = RolloutMeter("generation", work.profile.rollout.slots, time.perf_counter, lambda: None)
         self._engine = make_engine(work.profile, work.place, self._meter.running)
-        self._numbers = itertools.count()
-        self._num_ended = 0
-        self._sources: list[asyncio.Task[None]] = []
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="engine", daemon=True).start()
-        self._wait(self._engine.start())
+        await self._engine.start()
 
-    def begin(self) -> None:
-        """Fill all slots and generate until `end`. The measurement starts once as many responses have ended as there are slots."""
-        self._wait(self._begin())
+    async def begin(self) -> None:
+        """Fill all slots and generate until `end`. The measurement starts once as many responses have ended as there are slots.
 
-    def end(self) -> Worked:
-        return self._wait(self._end())
-
-    def _wait(self, work: Coroutine[object, object, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    async def _begin(self) -> None:
-        """Start `n` more responses than there are slots: these wait in the engine's own queue, so that no slot is ever free."""
+        There are `n` more responses than slots: these wait in the engine's own queue, so that no slot is ever free.
+        """
         self._num_ended, num_sources = 0, self._engine.slots + self._work.profile.rollout.n
-        self._sources = [asyncio.create_task(self._generate()) for _ in range(num_sources)]
+        self._sources = asyncio.gather(*(self._generate() for _ in range(num_sources)))
         while self._num_ended < self._engine.slots:
             self._raise_failure()
             await asyncio.sleep(0.02)
         self._cpu = CpuTime(self._work.place.threads)
         self._before = time.perf_counter(), self._engine.sampled_tokens, self._running_s()
 
-    async def _end(self) -> Worked:
+    async def end(self) -> Worked:
         began_s, tokens, running_s = self._before
         seconds = time.perf_counter() - began_s
         worked = Worked(
@@ -113,9 +139,9 @@ class GenerationAlone:
             running_mean=(self._running_s() - running_s) / seconds,
         )
         self._raise_failure()
-        for source in self._sources:
-            source.cancel()
-        await asyncio.gather(*self._sources, return_exceptions=True)
+        self._sources.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._sources
         return worked
 
     def _running_s(self) -> float:
@@ -123,9 +149,8 @@ class GenerationAlone:
         return self._meter.report(version=0, sampled_tokens=0, decode_steps=0, running_tokens=0).sums["running_sequence_s"]
 
     def _raise_failure(self) -> None:
-        for source in self._sources:
-            if source.done():  # a source ends only by failing
-                source.result()
+        if self._sources.done():  # sources end only by failing
+            self._sources.result()
 
     async def _generate(self) -> None:
         """One response after the other. Each `n` successive numbers share a prompt; every process has seeds of its own."""
@@ -155,13 +180,17 @@ class TrainingAlone:
     """One trainer rank, which trains made-up batches over and over. All ranks must be asked for the same number of steps."""
 
     def __init__(self, rank: int, work: Work) -> None:
+        set_up_process(threads=work.place.threads, log_path=work.directory / f"training-{rank}.log")
+        self._rank, self._work = rank, work
+        self._batches: list[tuple[RankPlan, dict[int, GroupPayload]]] = []
+        self._step = 0
+
+    def start(self) -> None:
         from asyncrl_cli.train.balance import plan_train_step
         from asyncrl_cli.train.policy_trainer import PolicyTrainer
 
-        training, prompts = work.profile.async_training, work.prompts()
+        work, training, prompts = self._work, self._work.profile.async_training, self._work.prompts()
         step_groups = training.require_batches * work.profile.trainer.ppo_mini_batch_size
-        self._threads, self._window_steps = work.place.threads, training.trigger_parameter_sync_step
-        self._batches = []
         for batch in range(BATCHES):
             numbers = range(batch * step_groups, (batch + 1) * step_groups)
             groups = [made_up_group(work, number, prompts[number % len(prompts)]) for number in numbers]
@@ -171,17 +200,16 @@ class TrainingAlone:
                 num_minibatches=training.require_batches,
                 normalize=work.profile.algorithm.normalize_advantages,
             )
-            self._batches.append((plans[rank], dict(enumerate(payload for _, payload in groups))))
-        init_method = f"file://{work.meeting}"
-        self._trainer = PolicyTrainer(work.profile, work.place, rank=rank, init_method=init_method, total_optimizer_steps=1)
-        self._step = 0
+            self._batches.append((plans[self._rank], dict(enumerate(payload for _, payload in groups))))
+        init_method = f"file://{work.directory}/meeting"
+        self._trainer = PolicyTrainer(work.profile, work.place, rank=self._rank, init_method=init_method, total_optimizer_steps=1)
 
     def measure(self, num_steps: int) -> Worked:
         """Train `num_steps` steps. The time includes waiting for the slowest rank in each step."""
-        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._threads), 0
+        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._work.place.threads), 0
         for _ in range(num_steps):
             plan, payloads = self._batches[self._step % BATCHES]
-            step_in_window = self._step % self._window_steps
+            step_in_window = self._step % self._work.profile.async_training.trigger_parameter_sync_step
             self._step += 1
             tokens += self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads).tokens
         return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
