@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections import Counter
 from fractions import Fraction
@@ -10,12 +11,24 @@ from fractions import Fraction
 import pytest
 
 from asyncrl_cli.loop.meters import RolloutMeter
-from asyncrl_cli.simulate.decoding import SimulatedEngine, SimulatedSequence
+from asyncrl_cli.simulate.decoding import SimulatedEngine
+from asyncrl_cli.simulate.kv_cache import CacheSize
+from asyncrl_cli.simulate.sequences import SimulatedSequence
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import run_virtual
 from tests.simulate.token_by_token import Seq, TokenByToken
 
 SLOTS = 4
+BLOCK_TOKENS = 3
+LONGEST = 50
+PLAIN = {
+    "step": Fraction(1),
+    "per_sequence": Fraction(0),
+    "prefill": Fraction(0),
+    "speed": Fraction(1),
+    "blocks": None,
+    "block_size": 16,
+}
 
 
 def drawn_case(seed):
@@ -26,13 +39,16 @@ def drawn_case(seed):
         "per_sequence": Fraction(rng.randint(0, 10), 100),
         "prefill": Fraction(rng.choice([0, 0, 1, 3]), 100),
         "speed": Fraction(rng.randint(8, 12), 10),
+        "blocks": rng.choice([None, LONGEST // BLOCK_TOKENS + 1, 22, 30]),
+        "block_size": BLOCK_TOKENS,
     }
     actions, names, version, now = [], 0, 0, Fraction(0)
     while len(actions) < 22:
         now += Fraction(rng.randint(1, 40_000), 10_007)
         what = rng.choice(["submit", "submit", "submit", "abort", "load", "load", "drain", "slow_down"])
         if what == "submit":
-            group = [(names + i, rng.randint(0, 5), rng.randint(1, 40)) for i in range(rng.randint(1, 3))]
+            prompt, which = rng.randint(0, LONGEST - 40), rng.choice([None, names])
+            group = [(names + i, prompt, rng.randint(1, 40), which) for i in range(rng.randint(1, 3))]
             names += len(group)
             actions.append((now, "submit", (group,)))
         elif what == "abort" and names:
@@ -58,13 +74,15 @@ def in_the_engine(costs, actions):
         meter = RolloutMeter("rollout-0", SLOTS, loop.time, lambda: None)
         step_s, per_sequence_s, prefill_s = (float(costs[name]) for name in ("step", "per_sequence", "prefill"))
         times = Decoding(step_s=step_s, step_s_per_sequence=per_sequence_s, prefill_s_per_token=prefill_s)
-        engine = SimulatedEngine(SLOTS, times, speed=float(costs["speed"]), version=0, on_running=meter.running)
+        cache = CacheSize(costs["blocks"] or float("inf"), costs["block_size"])
+        engine = SimulatedEngine(SLOTS, times, speed=float(costs["speed"]), version=0, cache=cache, on_running=meter.running)
         sequences, ends, drained_at = {}, {}, []
 
         def submit(group):
-            for name, prompt, tokens in group:
-                sequences[name] = SimulatedSequence(prompt, tokens, lambda _, name=name: ends.__setitem__(name, loop.time()))
-            engine.submit([sequences[name] for name, _, _ in group])
+            for name, prompt_tokens, tokens, prompt in group:
+                on_end = functools.partial(lambda name, _: ends.__setitem__(name, loop.time()), name)
+                sequences[name] = SimulatedSequence(prompt_tokens, tokens, on_end, prompt=prompt)
+            engine.submit([sequences[name] for name, *_ in group])
 
         def drain():
             engine.drained().add_done_callback(lambda future: drained_at.append(loop.time()))
@@ -83,7 +101,8 @@ def in_the_engine(costs, actions):
         spans = {name: engine.version_tokens(sequence) for name, sequence in sequences.items()}
         sampled_tokens, decode_steps, _ = engine.counters()
         report = meter.report(version=engine.version, sampled_tokens=sampled_tokens, decode_steps=decode_steps, running_tokens=0)
-        return ends, spans, drained_at, report
+        assert engine.counters()[2] == pytest.approx(0, abs=1e-9), "nothing is left"
+        return ends, spans, drained_at, report, engine.preemptions
 
     return run_virtual(main())
 
@@ -99,7 +118,7 @@ def test_it_agrees_with_decoding_token_by_token():
             for time, method, arguments in actions
         ]
         reference.run(plain)
-        ends, spans, drained_at, report = in_the_engine(costs, actions)
+        ends, spans, drained_at, report, preemptions = in_the_engine(costs, actions)
         assert ends == {
             name: pytest.approx(float(sequence.ended_at), abs=1e-9, rel=0)
             for name, sequence in reference.seen.items()
@@ -108,6 +127,7 @@ def test_it_agrees_with_decoding_token_by_token():
         assert spans == {name: tuple(sorted(Counter(s.versions).items())) for name, s in reference.seen.items()}, seed
         assert report.sums["running_sequence_s"] == pytest.approx(float(reference.running_sequence_s), abs=1e-9, rel=1e-12), seed
         assert report.sums["sampled_tokens"] == pytest.approx(float(reference.sampled), abs=1e-9, rel=1e-12), seed
+        assert preemptions == reference.preemptions, seed
         after_s = report.now_s - float(reference.now)
         assert report.sums["idle_s"] == pytest.approx(float(reference.idle_s) + after_s, abs=1e-9, rel=1e-12), seed
         if reference.drained_at is not None:
@@ -115,15 +135,44 @@ def test_it_agrees_with_decoding_token_by_token():
         happened["cut"] += sum(sequence.aborted and bool(sequence.versions) for sequence in reference.seen.values())
         happened["crossed loads"] += sum(len(set(sequence.versions)) > 2 for sequence in reference.seen.values())
         happened["drained"] += len(drained_at)
+        happened["preempted"] += preemptions
+        happened["shared a prompt"] += sum(sequence.of_prompt is not None for sequence in reference.seen.values())
     assert min(happened.values()) > 50, f"a case that never happens proves nothing: {happened}"
 
 
 def test_the_worked_example_of_the_docstring():
-    costs = {"step": Fraction(1), "per_sequence": Fraction(0), "prefill": Fraction(0), "speed": Fraction(1)}
     load = [(Fraction(5, 2), "freeze", ()), (Fraction(4), "thaw", (3, False))]
-    ends, spans, _, _ = in_the_engine(costs, [(Fraction(0), "submit", ([(0, 0, 5)],)), *load])
+    ends, spans, *_ = in_the_engine(PLAIN, [(Fraction(0), "submit", ([(0, 0, 5, None)],)), *load])
     assert ends == {0: 6.5}
     assert spans == {0: ((0, 2), (3, 3))}
+
+
+def test_the_newest_is_preempted_and_begins_again_with_its_tokens():
+    costs = PLAIN | {"blocks": 3, "block_size": 2}
+    ends, spans, *_, preemptions = in_the_engine(costs, [(Fraction(0), "submit", ([(0, 0, 5, None), (1, 0, 5, None)],))])
+    assert ends == {0: 5, 1: 7}
+    assert spans == {0: ((0, 5),), 1: ((0, 5),)}
+    assert preemptions == 1
+
+
+def test_a_preempted_sequence_is_computed_again_and_others_wait_behind_it():
+    # At 5 s both want a third block of the 4: the second is preempted with 5 tokens, which need 3 blocks. The third needs only 1.
+    costs = PLAIN | {"prefill": Fraction(1, 10), "blocks": 4, "block_size": 2}
+    first, late = [(0, 0, 6, None), (1, 0, 8, None)], [(2, 1, 2, None)]
+    ends, *_ = in_the_engine(costs, [(Fraction(0), "submit", (first,)), (Fraction(9, 2), "submit", (late,))])
+    assert ends == {0: 6, 2: pytest.approx(6 + 0.5 + 0.1 + 2), 1: pytest.approx(6 + 0.5 + 0.1 + 3)}
+
+
+def test_the_responses_to_a_prompt_share_its_full_blocks():
+    # 5 prompt tokens in blocks of 2: 2 blocks are shared, 1 is each one's own. With 5 blocks all three run, and 4 tokens are
+    # computed once.
+    costs = PLAIN | {"prefill": Fraction(1), "blocks": 5, "block_size": 2}
+    group = [(name, 5, 1, 0) for name in range(3)]
+    ends, *_ = in_the_engine(costs, [(Fraction(0), "submit", (group,))])
+    assert ends == dict.fromkeys(range(3), 5 + 1 + 1 + 1)
+    strangers = [(name, prompt_tokens, tokens, None) for name, prompt_tokens, tokens, _ in group]
+    ends, *_ = in_the_engine(costs, [(Fraction(0), "submit", (strangers,))])
+    assert ends == {0: 6, 1: 12, 2: 18}
 
 
 def test_a_slot_goes_to_whoever_has_waited_longest_and_the_engine_has_one_timer():

@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.states import Span, State
 from asyncrl_cli.loop.watching import Observer, StepRecord
+from asyncrl_cli.plan.job_plan import ROLLOUT
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.costs import Spent
+from asyncrl_cli.simulate.costs import Costs, Spent
 from asyncrl_cli.simulate.workload import Workload
-from asyncrl_cli.simulate.workload_files import profile_for, residuals, window_parts
+from asyncrl_cli.simulate.workload_files import WINDOW, profile_for, residuals, window_parts
 from asyncrl_cli.simulate.world import simulate
+from tests.job.test_memory_vllm import planned
+from tests.llama import LLAMA_7B
 
 PROFILES = ("on-policy-pipeline", "stream-off-policy", "stale-samples", "partial-rollout", "one-step-off", "colocate")
 
@@ -150,6 +156,43 @@ def test_the_capacity_of_a_stretch_is_that_of_the_steps_in_it() -> None:
     stretch = replace(alone, spent=spent)
     found = [stretch.capacities(*edges).trainer_tokens_per_s for edges in ((0, 4), (4, 8), (0, 8))]
     assert found == [50.0, 100.0, 80.0]
+
+
+WEIGHT_BYTES = 1_000_000  # of the workload above
+
+
+def memory(tokens: int, **changes: Any) -> dict[str, Any]:
+    """Memory whose half holds the weights and so many tokens of 1,000 bytes each."""
+    gib = 2 * (WEIGHT_BYTES + 1000 * tokens) / 2**30
+    return {"gpu_memory_gib": gib, "gpu_memory_utilization": 0.5, "kv_bytes_per_token": 1000, "block_tokens": 10} | changes
+
+
+def test_a_small_cache_preempts_and_makes_the_window_longer() -> None:
+    sets = ["rollout.max_response_tokens=100"]
+    works = workload(), workload(memory=memory(800)), workload(memory=memory(150))
+    unlimited, plenty, little = (simulate(profile("colocate", work, *sets), work) for work in works)
+    assert not any("rollouter/preemptions" in line for line in unlimited.lines)
+    assert window_parts(plenty) == window_parts(unlimited)
+    assert sum(line["rollouter/preemptions"] for line in plenty.lines) == 0
+    assert sum(line["rollouter/preemptions"] for line in little.lines) > 0
+    assert window_parts(little)[WINDOW] > window_parts(unlimited)[WINDOW]
+
+
+def test_the_cache_has_what_a_plan_gives_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B), encoding="utf-8")
+    estimate = planned("rollout.gpu_memory_utilization=0.7", model=str(tmp_path), gpus=2, gpu_gib=80)
+    held = {item.what: item.num_bytes for item in estimate.items if item.role == ROLLOUT and item.place == "device"}
+    cache_bytes = held.pop("engine's cache")
+    sizes = {"gpu_memory_gib": 80, "gpu_memory_utilization": 0.7, "kv_bytes_per_token": 524_288}
+    work = workload(memory=sizes, syncing=workload().syncing.model_dump() | {"parameter_bytes": sum(held.values())})
+    cache = Costs(workload=work, profile=profile("partial-rollout", work), ranks=1, workers=1).worker_times().cache
+    assert cache.blocks == cache_bytes // (524_288 * 16)
+
+
+def test_a_cache_that_cannot_hold_one_response_is_refused() -> None:
+    work = workload(memory=memory(250))
+    with pytest.raises(ConfigError, match="too little for one sequence of 1000 tokens"):
+        simulate(profile("partial-rollout", work), work)
 
 
 def test_the_same_prompts_have_the_same_lengths_in_every_profile() -> None:

@@ -55,6 +55,11 @@ class ClusterResources:
         return f"{counted(self.gpus, 'GPU')} and {counted(self.cpus, 'CPU')} on {counted(len(self.nodes), 'node')}"
 
 
+def cache_bytes_left(memory_bytes: int, share: float, held_bytes: int) -> int:
+    """Bytes of the KV cache of an engine that may use this share of the memory and holds `held_bytes` besides."""
+    return max(int(share * memory_bytes) - held_bytes, 0)
+
+
 def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 

@@ -32,6 +32,7 @@ from typing import Literal
 from asyncrl_cli.engines.port import EngineMemory, kind_of
 from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import ModelShape
+from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
@@ -240,6 +241,6 @@ def _cache(engine: EngineMemory, available_bytes: int | None, other_bytes: int) 
         return "KV cache", engine.num_caches * engine.cache_bytes, f"kv_cache_memory_bytes that {engine.name} is told{each}"
     if available_bytes is None:
         return None
-    left = max(int(engine.share * available_bytes) - other_bytes, 0)
+    left = cache_bytes_left(available_bytes, engine.share, other_bytes)
     how = f"what {engine.name}'s share of {engine.share:g} leaves (rollout.gpu_memory_utilization){each}"
     return SHARED_CACHE, engine.num_caches * left, how

@@ -25,15 +25,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import TrainBatch
+from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.kv_cache import DEFAULT_BLOCK_TOKENS, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
+GIB = 2**30
 _PROGRESS_RATIO = 0.5
 """Minimum time between a worker's reports, as a share of a mean response's time. Smaller values only slow the simulation: between
 0.2 and 0.5, the mean times of the published case change by at most 0.2% over 40 windows."""
@@ -79,7 +83,7 @@ class Costs:
         Colocated workers fill the machine and slow each other: see `_slowdown`. `weights.overlap` has no effect here: the
         workload's `send_bytes_per_s` already includes what it saves.
         """
-        workload, weights, max_tokens = self.workload, self.profile.weights, self.profile.rollout.max_response_tokens
+        workload, weights, max_tokens = self.workload, self.profile.weights, self._max_response_tokens
         decoding, syncing, slowdown = workload.decoding, workload.syncing, self._slowdown(workload.decoding, self.workers)
         slowed = {key: getattr(decoding, key) * slowdown for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")}
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
@@ -90,6 +94,7 @@ class Costs:
             response_tokens=ResponseLengths(workload.lengths, max_tokens),
             prompt_tokens=self._prompt_tokens,
             max_response_tokens=max_tokens,
+            cache=self._cache_size(),
             reward_s=_spread(workload.rewarding.latency_s, workload.rewarding.latency_spread),
             prefetch_s=lambda rng: send_s if weights.dual_buffer else 0.0,
             fetch_s=0.0 if weights.dual_buffer else send_s,
@@ -104,7 +109,8 @@ class Costs:
         """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in response tokens per
         second, the unit of `tokens_trained`.
 
-        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`; one prefill per trajectory
+        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes a group's prompt once;
+                  a cache that holds fewer than `slots` is no matter here
         trainer   train steps and old-logprob passes as they were, without overhead
 
         Neither is slowed by the other phase. Colocated, all workers or all ranks of a phase work at once and, on a shared machine,
@@ -115,7 +121,9 @@ class Costs:
         tokens, trajectories = (max(done[i] - before[i], 1) for i in (1, 2))
         decoding = self.workload.decoding
         token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
-        prefill_s = trajectories * self._prompt_tokens * decoding.prefill_s_per_token
+        prefix = prefix_tokens(self._prompt_tokens, self._block_tokens)
+        prefilled = self._prompt_tokens - prefix + prefix / self.profile.rollout.n
+        prefill_s = trajectories * prefilled * decoding.prefill_s_per_token
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
         return Capacities(
             rollout_tokens_per_s=sum(tokens / (worker_s * speed) for speed in self.speeds),
@@ -134,6 +142,32 @@ class Costs:
     @property
     def _prompt_tokens(self) -> int:
         return min(self.workload.lengths.prompt_tokens, self.profile.rollout.max_prompt_tokens)
+
+    @property
+    def _max_response_tokens(self) -> int:
+        return self.profile.rollout.max_response_tokens
+
+    @property
+    def _block_tokens(self) -> int:
+        return DEFAULT_BLOCK_TOKENS if self.workload.memory is None else self.workload.memory.block_tokens
+
+    def _cache_size(self) -> CacheSize:
+        """Blocks of one worker's cache. Raises ConfigError if they cannot hold the longest sequence."""
+        memory = self.workload.memory
+        if memory is None:
+            return CacheSize(block_tokens=self._block_tokens)
+        gpus, longest = self.profile.placement.gpus_per_rollout_worker, self._prompt_tokens + self._max_response_tokens
+        num_bytes = cache_bytes_left(
+            int(gpus * memory.gpu_memory_gib * GIB), memory.gpu_memory_utilization, int(self.workload.syncing.parameter_bytes)
+        )
+        size = CacheSize(num_bytes // (memory.kv_bytes_per_token * memory.block_tokens), memory.block_tokens)
+        if not size.holds(longest):
+            raise ConfigError(
+                f"workload {self.workload.name}: the weights leave {num_bytes / GIB:.3g} GiB of a rollout worker's memory for its "
+                f"KV cache, too little for one sequence of {longest} tokens",
+                hint="memory.gpu_memory_gib, placement.gpus_per_rollout_worker or rollout.max_response_tokens",
+            )
+        return size
 
     def _slowdown(self, side: Decoding | Training, executors: int) -> float:
         """Factor by which several colocated executors of one side slow each other on a shared machine. Without a `crowding_ratio`,

@@ -21,7 +21,9 @@ from statistics import NormalDist, fmean
 from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
-from asyncrl_cli.simulate.decoding import SimulatedEngine, SimulatedSequence
+from asyncrl_cli.simulate.decoding import SimulatedEngine
+from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
+from asyncrl_cli.simulate.sequences import SimulatedSequence
 from asyncrl_cli.simulate.workload import Decoding, Lengths
 
 STANDARD = NormalDist()
@@ -37,15 +39,16 @@ class WorkerTimes:
     `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request and not used before.
     `reward_s(rng)`: for one trajectory, from the same generator; a share `failure_ratio` of rewards raises.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
-    without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. Progress is
-    reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of many workers
-    need larger values than the real worker's.
+    without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
+    Progress is reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of
+    many workers need larger values than the real worker's.
     """
 
     decoding: Decoding
     response_tokens: Callable[[random.Random, int], Sequence[int]]
     prompt_tokens: int = 4
     max_response_tokens: int | None = None
+    cache: CacheSize = UNLIMITED
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
@@ -105,10 +108,16 @@ def fates(rng: random.Random, n: int, times: WorkerTimes) -> list[Fate]:
 
 
 class Responses:
-    """Responses of one group or eval call. `done` is resolved by the last reward or by `abort`; `on_end` is called as each ends."""
+    """Responses of one group or eval call. `done` is resolved by the last reward or by `abort`; `on_end` is called as each ends.
+    `prompt`: what they have in common, None if nothing."""
 
     def __init__(
-        self, fates: Sequence[Fate], times: WorkerTimes, engine: SimulatedEngine, on_end: Callable[[], None] = lambda: None
+        self,
+        fates: Sequence[Fate],
+        times: WorkerTimes,
+        engine: SimulatedEngine,
+        on_end: Callable[[], None] = lambda: None,
+        prompt: object = None,
     ) -> None:
         self.aborted = False
         self.num_ended = 0
@@ -119,7 +128,7 @@ class Responses:
         self._loop = asyncio.get_running_loop()
         self.done = self._loop.create_future()
         self._responses = [
-            SimulatedSequence(times.prompt_tokens, tokens, self._ended, reward_s, luck) for tokens, reward_s, luck in fates
+            SimulatedSequence(times.prompt_tokens, tokens, self._ended, reward_s, luck, prompt) for tokens, reward_s, luck in fates
         ]
         engine.submit(self._responses)
 

@@ -38,7 +38,8 @@ class SimulatedWorker:
         """Set up the state of one process: a restart begins anew with it."""
         self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
         self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
-        self._engine = SimulatedEngine(self.slots, self._times.decoding, speed=self.speed, on_running=self._running)
+        times = self._times
+        self._engine = SimulatedEngine(self.slots, times.decoding, speed=self.speed, cache=times.cache, on_running=self._running)
         self._machine.add(self._engine)
         self._was_running = False
         self._groups: dict[AttemptKey, Responses] = {}
@@ -52,7 +53,7 @@ class SimulatedWorker:
     async def generate(self, request: GroupRequest) -> GroupResult:
         assert request.key not in self._groups, f"{request.key} runs already"
         drawn = fates(random.Random(request.seed), request.n, self._times)
-        group = self._groups[request.key] = Responses(drawn, self._times, self._engine, self._poll.note)
+        group = self._groups[request.key] = Responses(drawn, self._times, self._engine, self._poll.note, request.key)
         await group.done
         del self._groups[request.key]
         self._poll.note()
@@ -71,6 +72,7 @@ class SimulatedWorker:
             sampled_tokens=int(round(sampled_tokens, 6)),  # rounding must not take one back
             decode_steps=decode_steps,
             running_tokens=sum(group.ended_tokens for group in groups.values()) + int(running_tokens),
+            sums={"preemptions": self._engine.preemptions} if self._times.cache.is_limited else {},
         )
         return Progress(seen=seen, finished_sequences={key: group.num_ended for key, group in groups.items()}, reports=(report,))
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from asyncrl_cli.profile.fields import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section
+from asyncrl_cli.profile.fields import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section, Share
 
 Tables = Annotated[dict[str, Any], Field(default_factory=dict)]
 FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
@@ -48,6 +48,19 @@ class Decoding(Section):
     crowding_ratio: NonNegativeFloat | None = None
     """How much slower a worker is beside other workers, where several fill one machine (colocate on CPUs). Default: as much as
     beside the trainer (`interference_ratio`)."""
+
+
+class Memory(Section):
+    """GPU memory of a rollout worker. Its KV cache has what the engine's share leaves beside `syncing.parameter_bytes`."""
+
+    gpu_memory_gib: PositiveFloat
+    """Memory of one GPU, in GiB; a worker has `placement.gpus_per_rollout_worker` of them."""
+    gpu_memory_utilization: Share = 0.9
+    """Share of it that the engine may use, as `rollout.gpu_memory_utilization`."""
+    kv_bytes_per_token: PositiveInt
+    """Bytes of one token's keys and values, over all layers."""
+    block_tokens: PositiveInt = 16
+    """Tokens in a block of the cache."""
 
 
 class Rewarding(Section):
@@ -144,6 +157,8 @@ class Workload(Section):
     """Further keys per profile name, as `[profiles.one-step-off.async_training]`."""
     lengths: Lengths
     decoding: Decoding
+    memory: Memory | None = None
+    """Without it, the cache has no limit."""
     rewarding: Rewarding = Rewarding()
     training: Training
     syncing: Syncing

@@ -1,0 +1,147 @@
+"""The KV cache of a simulated engine: who holds how many blocks, and the step count at which they run out.
+
+A running sequence with j whole tokens holds the cache of its prompt and of these j, in blocks of `block_tokens`:
+
+    prefix   the full blocks of its prompt without the prompt's last token; the running sequences of one prompt hold them together
+    own      ceil((prompt tokens beyond the prefix + j) / block_tokens) blocks of the rest
+
+A prefix is computed by the first of its sequences, and is gone with the last that runs. (A real engine computes the last token of a
+prompt for each response, too, to sample from it. It may find a prefix that nobody holds, if its blocks were not yet used again.)
+
+All running sequences advance together, so each takes one block in every `block_tokens` steps. With F blocks free and R sequences
+running, F // R times `block_tokens` steps pass safely. Then F mod R more blocks are taken, in the order in which the sequences fill
+theirs, and the one after that is not there. Counting who holds how much visits every sequence, so that it is done only where the
+bound `_most_blocks`, from two sums, does not already tell: each sequence holds less than one block more than its tokens fill.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from asyncrl_cli.simulate.sequences import NEVER, SimulatedSequence
+
+DEFAULT_BLOCK_TOKENS = 16
+
+
+class CacheSize(NamedTuple):
+    """Blocks of one engine's cache; by default without a limit."""
+
+    blocks: float = NEVER
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
+
+    @property
+    def is_limited(self) -> bool:
+        return self.blocks < NEVER
+
+    def holds(self, tokens: int) -> bool:
+        """Whether there is room for one sequence of so many tokens."""
+        return self.blocks * self.block_tokens >= tokens
+
+
+UNLIMITED = CacheSize()
+
+
+def prefix_tokens(prompt_tokens: int, block_tokens: int) -> int:
+    """Tokens of a prompt that its responses share."""
+    return max(prompt_tokens - 1, 0) // block_tokens * block_tokens
+
+
+class KvCache:
+    """Call `hold` when a sequence begins (its `begin_steps` is set) and `release` when it no longer runs."""
+
+    def __init__(self, size: CacheSize) -> None:
+        self._size = size
+        self._first: dict[SimulatedSequence, int] = {}
+        """The running sequences in the order of beginning: the tokens that each held of its own when it had none sampled."""
+        self._sharers: Counter[object] = Counter()
+        self._prefix_blocks = 0
+        self._sum_first = 0.0
+        self._sum_begin_steps = 0.0
+
+    def __len__(self) -> int:
+        """Number of running sequences."""
+        return len(self._first)
+
+    @property
+    def newest(self) -> SimulatedSequence:
+        """The running sequence that began last."""
+        return next(reversed(self._first))
+
+    def sampled_tokens(self, steps: float) -> float:
+        """Tokens of all running sequences, with the fractions of those under way."""
+        return len(self) * steps - self._sum_begin_steps
+
+    def held_tokens(self, steps: float) -> int:
+        """Tokens whose keys and values the cache holds for the running sequences, those of a prefix once."""
+        return self._prefix_blocks * self._size.block_tokens + sum(self._own(steps))
+
+    def tokens_to_prefill(self, sequence: SimulatedSequence) -> int:
+        """Tokens that must be computed before this sequence can go on: prompt and kept tokens, without a prefix that is there."""
+        shared = self._prefix(sequence) if sequence.prompt in self._sharers else 0
+        return sequence.prompt_tokens + sequence.kept_tokens - shared
+
+    def fits(self, sequence: SimulatedSequence, steps: float) -> bool:
+        """Whether there are blocks for its prompt and its kept tokens."""
+        tokens = self.tokens_to_prefill(sequence)
+        room = self._size.blocks - self._blocks(tokens)
+        if (most := self._most_blocks(steps)) <= room or most - len(self) > room:
+            return most <= room
+        return self._used(steps) <= room
+
+    def is_over(self, steps: float) -> bool:
+        """Whether the running sequences want more blocks than there are."""
+        return self._most_blocks(steps) > self._size.blocks and self._used(steps) > self._size.blocks
+
+    def full_at(self, steps: float, until: float) -> float:
+        """The step count at which a block will be wanted that is not there, if all go on until `until`; NEVER if none will be."""
+        if self._most_blocks(until) <= self._size.blocks:
+            return NEVER
+        free = self._size.blocks - self._used(steps)
+        if free < 0:
+            return steps
+        rounds, further = divmod(int(free), len(self))
+        wanted_at = sorted(self._next_block_at(sequence, first, steps) for sequence, first in self._first.items())
+        return wanted_at[further] + rounds * self._size.block_tokens
+
+    def hold(self, sequence: SimulatedSequence) -> None:
+        prefix = self._prefix(sequence)
+        if prefix:
+            self._prefix_blocks += 0 if sequence.prompt in self._sharers else prefix // self._size.block_tokens
+            self._sharers[sequence.prompt] += 1
+        first = self._first[sequence] = sequence.prompt_tokens - prefix
+        self._sum_first += first
+        self._sum_begin_steps += sequence.begin_steps
+
+    def release(self, sequence: SimulatedSequence) -> None:
+        prefix = self._prefix(sequence)
+        if prefix:
+            self._sharers[sequence.prompt] -= 1
+            if not self._sharers[sequence.prompt]:
+                del self._sharers[sequence.prompt]
+                self._prefix_blocks -= prefix // self._size.block_tokens
+        self._sum_first -= self._first.pop(sequence)
+        self._sum_begin_steps -= sequence.begin_steps
+
+    def _prefix(self, sequence: SimulatedSequence) -> int:
+        return 0 if sequence.prompt is None else prefix_tokens(sequence.prompt_tokens, self._size.block_tokens)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._size.block_tokens)
+
+    def _most_blocks(self, steps: float) -> float:
+        """More than `_used(steps)` by at most the number of running sequences."""
+        tokens = self._sum_first + self.sampled_tokens(steps) + len(self) * (self._size.block_tokens - 1)
+        return self._prefix_blocks + tokens / self._size.block_tokens
+
+    def _used(self, steps: float) -> int:
+        return self._prefix_blocks + sum(map(self._blocks, self._own(steps)))
+
+    def _own(self, steps: float) -> list[int]:
+        """The tokens of each running sequence, its prefix aside."""
+        return [first + sequence.whole_tokens(steps) for sequence, first in self._first.items()]
+
+    def _next_block_at(self, sequence: SimulatedSequence, first: int, steps: float) -> float:
+        """The step count at which its blocks no longer suffice."""
+        blocks = self._blocks(first + sequence.whole_tokens(steps))
+        return sequence.begin_steps + blocks * self._size.block_tokens + 1 - first
