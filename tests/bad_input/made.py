@@ -7,7 +7,6 @@ import asyncio
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -138,14 +137,12 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
 
 
 async def _write_trainer(directory: Path, cut: Any, model: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file, save_file
 
-    weights = load_file(model / "model.safetensors")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({f"weight/{name}": tensor for name, tensor in weights.items()}, checkpoint_id=directory, no_dist=True)
-    counters = {"schema_version": 1, "ranks": 1, "step": cut.step, "optimizer_steps": cut.step, "has_window_first": 0}
+    weights = {f"weight/{name}": tensor for name, tensor in load_file(model / "model.safetensors").items()}
+    places = {key: (0, len(tensor)) for key, tensor in weights.items()}
+    save_file(weights, directory / "rank-00000.safetensors", metadata={"rows": json.dumps(places)})
+    counters = {"schema_version": 2, "ranks": 1, "step": cut.step, "optimizer_steps": cut.step, "has_window_first": 0}
     (directory / "trainer.json").write_text(json.dumps(counters))
     finished = [entry["result"] for entry in cut.loop_state["groups"]["finished"]]
     write_payloads(directory, [_payload(result) for result in finished])

@@ -25,6 +25,7 @@ from asyncrl_cli.profile.keys import sections
 from tests.bad_input.made import NAME, Place, copied, edit_json, listing, make_place, replace, reseal, seal_by_hand
 
 LIMIT_S = 10
+RANK_FILE = "rank-00000.safetensors"
 Make = Callable[[Place], Any]
 
 
@@ -214,13 +215,13 @@ def checkpoints() -> Iterator[Case]:
         for value in (DELETE, None, "x", -1):
             yield Case(f"trainer.json {path[0]} {shown(value)}", EXPORT_IT, json_in("trainer.json", *path, value=value), 4)
     for kind in KINDS:
-        for file in ("manifest.json", "loop_state.json", "payloads.safetensors", "config.resolved.json", ".metadata"):
+        for file in ("manifest.json", "loop_state.json", "payloads.safetensors", "config.resolved.json", RANK_FILE):
             yield Case(f"{file} is a {kind}", RESUME, replaced(f"{NEWEST}/{file}", kind), 4)
     for content in (b"", b"garbage", pickle.dumps({}), b"\x80\x05" + b"(" * 10**5, b"cos\nsystem\n(S'touch pwned'\ntR."):
-        yield Case(f".metadata is {content[:20]!r}", EXPORT_IT, text_in(".metadata", content), 4, ".metadata")
+        yield Case(f"a rank's file is {content[:20]!r}", EXPORT_IT, text_in(RANK_FILE, content), 4, RANK_FILE)
     for content in (b"", b"garbage", b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")):
         yield Case(f"payloads.safetensors is {content[:8]!r}", RESUME, text_in("payloads.safetensors", content), 4, "safetensors")
-    yield Case("tensors are cut", EXPORT_IT, text_in("__0_0.distcp", b"PK\x03\x04"), 4, "cannot be read")
+    yield Case("tensors are cut", EXPORT_IT, text_in(RANK_FILE, b"PK\x03\x04"), 4, "cannot be read")
     yield Case("a run that is none", "resume {root} --runs-dir {runs}", nothing, 4, "neither a run nor a checkpoint")
     yield Case(
         "a checkpoint outside of its run", "resume {root}/step-000006 --runs-dir {runs}", moved_out, 4, "is not a run directory"

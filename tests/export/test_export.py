@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused(make_run):
 
 
 def damage(checkpoint: Path) -> None:
-    path = next(checkpoint.glob("*.distcp"))
+    path = next(checkpoint.glob("rank-*.safetensors"))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_two_ranks_is_exported_without_ranks(tmp_path, run_ranks
     directory = open_run(tmp_path / "runs", "otter", profile_of(model_dir))
     state = tmp_path / "state"
     weights = run_ranks(model_dir, world_size=2, last_step=2, save=state)
-    assert len(list(state.glob("*.distcp"))) == 2
+    assert len(list(state.glob("rank-*.safetensors"))) == 2
     checkpoint(directory, 2, lambda working: shutil.copytree(state, working, dirs_exist_ok=True))
     result = export("otter", runs_dir=tmp_path / "runs", max_file_bytes=500_000)
     assert_equal(weights_of(result.path), weights)

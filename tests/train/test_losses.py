@@ -13,7 +13,7 @@ from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import AlgorithmSection
 from asyncrl_cli.train.losses import LOSSES, LossBatch, Metric, check_loss, find_loss, max_of, mean_of, sum_of
 from asyncrl_cli.train.losses.vanilla import vanilla
-from asyncrl_cli.train.policy_update import MetricSums
+from asyncrl_cli.train.policy_update import reduced
 
 MASKING = AlgorithmSection(old_logprobs="recompute", max_importance_weight=1.5)
 
@@ -90,17 +90,16 @@ class OneRank:
 
 
 def test_figures_are_reduced_by_their_kind_whatever_their_names():
-    sums = MetricSums(OneRank())
+    seen = []
     for values in ([1.0, 2.0], [], [6.0]):
         values_N = torch.tensor(values)
-        sums.add({"a": sum_of(values_N), "b": mean_of(values_N), "c": max_of(values_N)})
-    assert shown(sums.reduced()) == {"a": 9.0, "b": 3.0, "c": 6.0}
+        seen.append({"a": sum_of(values_N), "b": mean_of(values_N), "c": max_of(values_N)})
+    assert shown(reduced(OneRank(), seen)) == {"a": 9.0, "b": 3.0, "c": 6.0}
 
 
 def test_of_no_tokens_at_all_a_mean_is_absent():
-    sums = MetricSums(OneRank())
-    sums.add({"mean": mean_of(torch.zeros(0)), "max": Metric(kind="max", amount=torch.tensor(-math.inf))})
-    assert shown(sums.reduced()) == {"max": -math.inf}
+    seen = [{"mean": mean_of(torch.zeros(0)), "max": Metric(kind="max", amount=torch.tensor(-math.inf))}]
+    assert shown(reduced(OneRank(), seen)) == {"max": -math.inf}
 
 
 def test_an_unknown_loss_is_refused_with_those_that_are_known():

@@ -1,23 +1,23 @@
-"""A checkpoint is data: whatever its metadata ask for, nothing is run, and nothing outside of its directory is read."""
+"""A checkpoint is data: whatever its files say, nothing is run, nothing else is read, and what does not fit is refused."""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
-from pathlib import Path, PosixPath
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from safetensors.torch import save_file
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.train.trainer_state import METADATA, StateReader, read_tensors, saved_keys
+from asyncrl_cli.train.trainer_state import COUNTERS_FILE, SavedState, rank_file
 from tests.trainers import trainer_parts
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+Places = dict[str, tuple[int, int]]
 
 
 class Payload:
@@ -30,123 +30,125 @@ class Payload:
         return (os.system, (f"touch {self.target}",))
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {f"weight/{dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES} | {
-        "empty": torch.zeros(0),
-        "scalar": torch.ones(()),
-    }
+def whole() -> dict[str, torch.Tensor]:
+    return {f"weight/{dtype}": torch.arange(14).reshape(7, 2).to(dtype) for dtype in DTYPES} | {"empty": torch.zeros(0)}
+
+
+def write_rank(directory: Path, rank: int, tensors: dict[str, torch.Tensor], places: object) -> None:
+    save_file(tensors, rank_file(directory, rank), metadata={"rows": json.dumps(places)})
+
+
+def write_counters(directory: Path, ranks: int, **changed: int) -> None:
+    counters = {"schema_version": 2, "ranks": ranks, "step": 0, "optimizer_steps": 0, "has_window_first": 0}
+    (directory / COUNTERS_FILE).write_text(json.dumps(counters | changed))
 
 
 @pytest.fixture
 def directory(tmp_path):
-    """A state as torch writes it, of one process."""
-    dcp.save(tensors(), checkpoint_id=tmp_path / "state", no_dist=True)
-    return tmp_path / "state"
+    """A state of three ranks, which have three, three and one rows."""
+    for rank, (begin, end) in enumerate([(0, 3), (3, 6), (6, 7)]):
+        rows = {name: tensor[begin:end].clone() for name, tensor in whole().items()}
+        write_rank(tmp_path, rank, rows, {name: (begin, len(tensor)) for name, tensor in whole().items()})
+    write_counters(tmp_path, 3)
+    return tmp_path
 
 
-def load(directory):
-    loaded = {name: torch.empty_like(tensor) for name, tensor in tensors().items()}
-    read_tensors(loaded, directory)
-    return loaded
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
+def test_rows_are_read_back_by_any_number_of_ranks(directory, parts):
+    saved = SavedState(directory)
+    assert saved.shapes == {name: tuple(tensor.shape) for name, tensor in whole().items()}
+    for name, expected in whole().items():
+        first = 0
+        for part in expected.chunk(parts):
+            found = torch.empty_like(part)
+            saved.read(name, found, first)
+            assert torch.equal(found, part)
+            first += len(part)
 
 
-def change(directory, edit):
-    metadata = FileSystemReader(directory).read_metadata()
-    edit(metadata)
-    (directory / METADATA).write_bytes(pickle.dumps(metadata))
-
-
-def test_tensors_of_every_dtype_are_read_back(directory):
-    loaded = load(directory)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
-    assert saved_keys(directory) == {name: tuple(tensor.shape) for name, tensor in tensors().items()}
-
-
-def test_metadata_say_what_torchs_own_reader_says(directory):
-    ours, theirs = StateReader(directory).read_metadata(), FileSystemReader(directory).read_metadata()
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
-    assert ours.planner_data == theirs.planner_data
-
-
-def test_metadata_that_would_run_code_are_refused_and_do_not(tmp_path, tiny_model_dir, make_trainer):
-    trainer, directory, marker = (
-        make_trainer(trainer_parts(tiny_model_dir)),
-        tmp_path / "state",
-        tmp_path / "marker",
-    )
-    trainer.snapshot(0)
-    trainer.write(0, directory, with_published=False)
-    trainer.load(directory)
-    change(directory, lambda metadata: setattr(metadata, "planner_data", Payload(marker)))
-    with pytest.raises(RefusedError, match=r"asks for posix\.system"):
-        trainer.load(directory)
+def test_a_state_that_torch_pickled_is_refused_and_runs_nothing(tmp_path, directory):
+    marker = tmp_path / "marker"
+    with pytest.warns(UserWarning, match="torch.distributed"):
+        dcp.save({"weight/w": torch.ones(2)}, checkpoint_id=directory, no_dist=True)
+    metadata = dcp.FileSystemReader(directory).read_metadata()
+    metadata.planner_data = Payload(marker)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    rank_file(directory, 0).write_bytes(pickle.dumps(Payload(marker)))
+    with pytest.raises(RefusedError, match="cannot be read"):
+        SavedState(directory)
+    write_counters(directory, 3, schema_version=1)
+    with pytest.raises(RefusedError, match=r"trainer\.json cannot be read: schema_version"):
+        SavedState(directory)
     assert not marker.exists()
-    FileSystemReader(directory).read_metadata()  # torch's own reader runs it: the payload is a real one
+    dcp.FileSystemReader(directory).read_metadata()  # torch's own reader runs it: the payload is a real one
     assert marker.exists()
 
 
-@pytest.mark.parametrize("named", ["pathlib PosixPath", "torch.distributed.checkpoint.metadata Metadata", "torch Size"])
-def test_metadata_that_would_change_a_class_are_refused_and_do_not(directory, named):
-    found = b"c" + named.replace(" ", "\n").encode() + b"\n"
-    slots = b"N}X\x06\0\0\0spoiltX\x01\0\0\0xs\x86"  # (None, {"spoilt": "x"}), as for an object with slots
-    (directory / METADATA).write_bytes(b"\x80\x02" + found + slots + b"b.")
-    with pytest.raises(RefusedError, match="the pickle tries to modify class"):
-        StateReader(directory).read_metadata()
-    assert not any(hasattr(kind, "spoilt") for kind in (PosixPath, Metadata, torch.Size))
-
-
-def test_items_that_torch_would_unpickle_in_full_are_refused(tmp_path, directory):
-    """A key that should be a tensor says that it is bytes, of a tensor's shape: torch would load these with everything allowed."""
-    marker = tmp_path / "marker"
-
-    def disguise(metadata):
-        item = BytesStorageMetadata()
-        item.size = metadata.state_dict_metadata["scalar"].size
-        metadata.state_dict_metadata["scalar"] = item
-
-    change(directory, disguise)
-    torch.save(Payload(marker), directory / "__0_0.distcp")
-    with pytest.raises(RefusedError, match="BytesStorageMetadata"):
-        load(directory)
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("path", ["../secret", "/etc/hostname", ".", "", 3])
-def test_files_outside_of_the_directory_are_not_read(directory, path):
-    change(directory, lambda metadata: setattr(next(iter(metadata.storage_data.values())), "relative_path", path))
-    with pytest.raises(RefusedError, match=r"\.metadata cannot be read"):
-        load(directory)
-
-
-GARBAGE = (b"", b"\x80\x04.", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(list), b"\x80\x05" + b"(" * 10**6)
+GARBAGE = (b"", b"\x80\x04.", b"garbage", pickle.dumps(list), b"\xff" * 8, (2**62).to_bytes(8, "little"))
 
 
 @pytest.mark.parametrize("content", GARBAGE, ids=range(len(GARBAGE)))
-def test_what_is_no_metadata_is_refused(directory, content):
-    (directory / METADATA).write_bytes(content)
-    with pytest.raises(RefusedError, match=r"\.metadata cannot be read"):
-        load(directory)
+def test_what_is_no_tensor_file_is_refused(directory, content):
+    rank_file(directory, 1).write_bytes(content)
+    with pytest.raises(RefusedError, match=r"rank-00001\.safetensors cannot be read"):
+        SavedState(directory)
 
 
-@pytest.mark.parametrize("field", ["state_dict_metadata", "storage_data"])
-@pytest.mark.parametrize("value", [None, 3, [], {"a": 1}, {}], ids=str)
-def test_metadata_of_another_structure_are_refused(directory, field, value):
-    change(directory, lambda metadata: setattr(metadata, field, value))
-    with pytest.raises(RefusedError, match="cannot be read"):
-        load(directory)
+@pytest.mark.parametrize(
+    "places",
+    [None, 3, [], {}, {"b": [0, 2]}, {"a": [0, 2], "b": [0, 2]}, {"a": 2}, {"a": [0]}, {"a": [-1, 2]}, {"a": ["0", 2]}],
+    ids=str,
+)
+def test_headers_that_do_not_place_the_rows_are_refused(tmp_path, places):
+    write_rank(tmp_path, 0, {"a": torch.ones(2)}, places)
+    write_counters(tmp_path, 1)
+    with pytest.raises(RefusedError, match=r"rank-00000\.safetensors cannot be read"):
+        SavedState(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "places"),
+    [({"a": torch.ones(())}, {"a": (0, 1)}), ({"a": torch.ones(2, 3)}, {"a": (2, 4)}), ({"a": torch.ones(2)}, {"a": (2, 5)})],
+    ids=["no rows", "longer rows", "another number of rows"],
+)
+def test_files_that_do_not_fit_together_are_refused(tmp_path, tensors, places):
+    write_rank(tmp_path, 0, {"a": torch.ones(2)}, {"a": (0, 4)})
+    write_rank(tmp_path, 1, tensors, places)
+    write_counters(tmp_path, 2)
+    with pytest.raises(RefusedError, match=r"rank-00001\.safetensors cannot be read"):
+        SavedState(tmp_path)
+
+
+@pytest.mark.parametrize("begin", [0, 1, 3])
+def test_rows_that_no_file_has_or_that_two_have_are_refused(tmp_path, begin):
+    write_rank(tmp_path, 0, {"a": torch.ones(2)}, {"a": (0, 4)})
+    write_rank(tmp_path, 1, {"a": torch.ones(1)}, {"a": (begin, 4)})
+    write_counters(tmp_path, 2)
+    with pytest.raises(RefusedError, match="has 3 of 4 rows of a"):
+        SavedState(tmp_path).read("a", torch.empty(4))
+
+
+@pytest.mark.parametrize("ranks", [4, 2**53])
+def test_a_missing_ranks_file_is_refused(directory, ranks):
+    write_counters(directory, ranks)
+    with pytest.raises(RefusedError, match=r"rank-00003\.safetensors cannot be read: no such file"):
+        SavedState(directory)
 
 
 @pytest.mark.timeout(20)
 def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(directory):
-    (directory / "__0_0.distcp").unlink()
-    os.mkfifo(directory / "__0_0.distcp")
+    rank_file(directory, 0).unlink()
+    os.mkfifo(rank_file(directory, 0))
     with pytest.raises(RefusedError, match="it is a pipe"):
-        load(directory)
+        SavedState(directory)
 
 
-def test_damaged_tensors_are_refused(directory):
-    part = directory / "__0_0.distcp"
-    part.write_bytes(part.read_bytes()[:1000])
+def test_damaged_tensors_are_refused_by_a_trainer(tmp_path, tiny_model_dir, make_trainer):
+    trainer, directory = make_trainer(trainer_parts(tiny_model_dir)), tmp_path / "state"
+    trainer.snapshot(0)
+    trainer.write(0, directory, with_published=False)
+    trainer.load(directory)
+    part = rank_file(directory, 0)
+    part.write_bytes(part.read_bytes()[:-1000])
     with pytest.raises(RefusedError, match="cannot be read"):
-        load(directory)
+        trainer.load(directory)

@@ -22,7 +22,7 @@ from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import read_document
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, StateReader, read_counters, read_tensors
+from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, SavedState
 from asyncrl_cli.weights.disk import kept_versions, version_directory
 
 RESOLVED = "config.resolved.json"
@@ -168,16 +168,16 @@ def _there_are(run_dir: Path, in_checkpoints: Mapping[Path, int]) -> str:
 
 def trainer_weights(directory: Path) -> SavedWeights:
     """The float32 master weights of a checkpoint, written by any number of ranks."""
-    read_counters(directory)
-    items = StateReader(directory).read_metadata().state_dict_metadata
-    saved = {key.removeprefix(WEIGHT_PREFIX): item for key, item in items.items() if key.startswith(WEIGHT_PREFIX)}
+    saved = SavedState(directory)
+    shapes = {key.removeprefix(WEIGHT_PREFIX): shape for key, shape in saved.shapes.items() if key.startswith(WEIGHT_PREFIX)}
 
     def read(names: Collection[str]) -> dict[str, torch.Tensor]:
-        tensors = {f"{WEIGHT_PREFIX}{n}": torch.empty(saved[n].size, dtype=saved[n].properties.dtype) for n in names}
-        read_tensors(tensors, directory)
-        return {key.removeprefix(WEIGHT_PREFIX): tensor for key, tensor in tensors.items()}
+        tensors = {name: torch.empty(shapes[name], dtype=torch.float32) for name in names}
+        for name, tensor in tensors.items():
+            saved.read(f"{WEIGHT_PREFIX}{name}", tensor)
+        return tensors
 
-    return SavedWeights({name: tuple(item.size) for name, item in saved.items()}, read)
+    return SavedWeights(shapes, read)
 
 
 def file_weights(paths: Collection[Path]) -> SavedWeights:

@@ -6,8 +6,8 @@
     group direct   rank 0: sends weights to a rollout worker that asks for them (`nccl`, `ipc`), beside training
     group control  report, meeting_point, leave: answered at once, whatever else runs
 
-Who waits for whom: collectives in `main` for the other ranks' `main`; `write` for the other ranks' `write`; `direct` for the
-vLLM processes of the calling worker, for `weights.timeout_s` at most, and in a `turn` for the workers before it.
+Who waits for whom: collectives in `main` for the other ranks' `main`; `direct` for the vLLM processes of the calling worker, for
+`weights.timeout_s` at most, and in a `turn` for the workers before it.
 """
 
 from __future__ import annotations

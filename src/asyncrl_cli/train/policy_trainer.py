@@ -6,8 +6,7 @@
     snapshot / write / load     trainer state to the host, to disk, back
 
 Threads. `train`, `gather`, `score`, `snapshot` and `load` belong to one thread (the trainer's). `published` and `write`
-may run in another thread beside them: they touch only what gather and snapshot have copied, and `write` talks to the other
-ranks through its own process group. One `write` at a time, in the same order on all ranks. As soon as `gather` reports a
+may run in another thread beside them: they touch only what gather and snapshot have copied. As soon as `gather` reports a
 full bucket, any thread may use that bucket: nothing writes to it again.
 """
 
@@ -19,25 +18,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
-from asyncrl_cli.storage import sync_files
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, HostState, read_counters, read_state, to_host, write_state
+from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, HostState, SavedState, read_state, to_host, write_state
 from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, Spec, plan_layout
+from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
 
@@ -79,7 +76,7 @@ class PolicyTrainer:
         self._snapshots: dict[int, tuple[HostState, dict[str, int], Publication | None]] = {}
 
     def close(self) -> None:
-        """Leave the process group. Not to be called while a `write` runs."""
+        """Leave the process group."""
         self.ranks.close()
 
     def train(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
@@ -152,7 +149,7 @@ class PolicyTrainer:
         return time.monotonic() - started_s
 
     def write(self, step: int, directory: Path, with_published: bool) -> None:
-        """Write the snapshot of `step` and forget it. Any thread; a collective over ranks, one at a time.
+        """Write the snapshot of `step` and forget it. Any thread, one at a time.
 
         ValueError if there is no such snapshot, or `with_published` before anything was gathered.
         """
@@ -169,9 +166,10 @@ class PolicyTrainer:
     def load(self, directory: Path) -> None:
         """Restore weights, moments, counters, RNG, the window's first weights, and the published version if saved.
 
-        A collective. RefusedError if the directory is no trainer state of this model.
+        RefusedError if the directory is no trainer state of this model.
         """
-        counters = read_counters(directory)
+        saved = SavedState(directory)
+        counters = saved.counters
         if counters["has_window_first"]:
             shards = self.model.locals()
             self._update.window_first = {name: torch.empty_like(t, device="cpu") for name, t in shards.items()}
@@ -182,9 +180,9 @@ class PolicyTrainer:
             )
         live = self._state_tensors()
         state = to_host(self.ranks, self.model.parameters, live)
-        read_state(self.ranks, state, directory)
+        read_state(state, saved)
         for key, tensor in live.items():
-            tensor.copy_(cast(DTensor, state[key]).to_local())
+            tensor.copy_(state[key].tensor)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
             self._publication = _load_published(directory, self.model.specs, self._bucket_size_bytes)
@@ -198,16 +196,15 @@ class PolicyTrainer:
 
 
 def _save(publication: Publication, directory: Path) -> None:
-    """Write the published version to `directory`, and fsync."""
+    """Write the published version to `directory`."""
     manifest = publication.manifest
-    header = {
-        "format": "pt",
-        "version": str(manifest.version),
-        "temperature": repr(manifest.temperature),
-        "probes": json.dumps({"tokens": manifest.probe_tokens, "logprobs": manifest.probe_logprobs}),
-    }
-    save_file(publication.packing.tensors(), directory / PUBLISHED_FILE, metadata=header)
-    sync_files(directory)
+    write_weights(
+        publication.packing.tensors(),
+        directory / PUBLISHED_FILE,
+        version=str(manifest.version),
+        temperature=repr(manifest.temperature),
+        probes=json.dumps({"tokens": manifest.probe_tokens, "logprobs": manifest.probe_logprobs}),
+    )
 
 
 def _load_published(directory: Path, specs: Sequence[Spec], bucket_size_bytes: int) -> Publication | None:

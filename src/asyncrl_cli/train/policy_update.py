@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -52,11 +52,11 @@ class PolicyUpdate:
         prox = self._prox(work, step_in_window)
         self._ranks.synchronize()
         prox_s = time.monotonic() - prox_started_s
-        sums = MetricSums(self._ranks)
+        seen: list[dict[str, Metric]] = []
         steps = plan.optimizer_steps
-        norms, rates = zip(*(self._optimizer_step(*step, sums) for step in zip(steps, work, prox, strict=True)), strict=True)
+        norms, rates = zip(*(self._optimizer_step(*step, seen) for step in zip(steps, work, prox, strict=True)), strict=True)
         made = [norm for norm in norms if math.isfinite(norm)]
-        metrics = sums.reduced()
+        metrics = reduced(self._ranks, seen)
         metrics |= {
             "train/loss": Ratio(metrics["train/loss"].value, len(steps)),
             "train/grad_norm": Ratio(sum(made), len(made)),
@@ -113,9 +113,13 @@ class PolicyUpdate:
             _copy_into(live, current)
 
     def _optimizer_step(
-        self, plan: OptimizerStepPlan, microbatches: list[Microbatch], prox: list[torch.Tensor | None], sums: MetricSums
+        self,
+        plan: OptimizerStepPlan,
+        microbatches: list[Microbatch],
+        prox: list[torch.Tensor | None],
+        seen: list[dict[str, Metric]],
     ) -> tuple[float, float]:
-        """Returns the gradient's norm and the learning rate."""
+        """Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
         num_tokens = max(plan.num_loss_tokens, 1)
         for microbatch, prox_N in zip(microbatches, prox, strict=True):
             self._model.before_backward(is_last=microbatch is microbatches[-1])
@@ -135,7 +139,7 @@ class PolicyUpdate:
             # FSDP averages gradients over ranks, but the loss is a mean over all ranks' tokens: hence `world_size`.
             (loss_sum * (self._ranks.world_size / num_tokens)).backward()
             entropy = Metric(kind="mean", amount=entropy_sum(logprobs_NV), weight=len(logprobs_NV))
-            sums.add({"train/loss": sum_of(loss_sum / num_tokens), "train/entropy": entropy, **metrics})
+            seen.append({"train/loss": sum_of(loss_sum / num_tokens), "train/entropy": entropy, **metrics})
         return self._optimizer.step()
 
 
@@ -144,34 +148,17 @@ def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.
         target.copy_(sources[name])
 
 
-class MetricSums:
-    """The metrics of a train step on one rank, summed on the device, and reduced over ranks once at the step's end.
-
-    Every rank must add the same names: the reduction is a collective over all of them.
-    """
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._sums: dict[str, Metric] = {}
-
-    def add(self, metrics: Mapping[str, Metric]) -> None:
-        for name, metric in metrics.items():
-            amount, weight = metric.amount.double(), metric.weight
-            if (before := self._sums.get(name)) is not None:
-                amount = torch.maximum(before.amount, amount) if metric.kind == "max" else before.amount + amount
-                weight += before.weight
-            self._sums[name] = Metric(kind=metric.kind, amount=amount, weight=weight)
-
-    def reduced(self) -> dict[str, Value]:
-        """The metrics of all ranks. A collective."""
-        maxima = sorted(name for name, metric in self._sums.items() if metric.kind == "max")
-        sums = sorted(self._sums.keys() - set(maxima))
-        weights = torch.tensor([self._sums[name].weight for name in sums], dtype=torch.float64, device=self._ranks.device)
-        totals = self._ranks.sum(torch.stack([*(self._sums[name].amount for name in sums), *weights])).view(2, -1).tolist()
-        values: dict[str, Value] = {}
-        for name, amount, weight in zip(sums, *totals, strict=True):
-            values[name] = Ratio(amount, weight) if self._sums[name].kind == "mean" else Sum(amount)
-        if maxima:
-            largest = self._ranks.max(torch.stack([self._sums[name].amount for name in maxima])).tolist()
-            values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
-        return values
+def reduced(ranks: Ranks, seen: Sequence[Mapping[str, Metric]]) -> dict[str, Value]:
+    """The metrics of a train step over all ranks, from those of each microbatch. A collective: all must have the same names."""
+    kinds = {name: metric.kind for name, metric in sorted(seen[0].items())}
+    amounts = {name: torch.stack([metrics[name].amount.double() for metrics in seen]) for name in kinds}
+    maxima, sums = ([name for name in kinds if (kinds[name] == "max") is is_max] for is_max in (True, False))
+    weights = amounts[sums[0]].new_tensor([sum(metrics[name].weight for metrics in seen) for name in sums])
+    totals = ranks.sum(torch.stack([*(amounts[name].sum() for name in sums), *weights])).view(2, -1).tolist()
+    values: dict[str, Value] = {}
+    for name, amount, weight in zip(sums, *totals, strict=True):
+        values[name] = Ratio(amount, weight) if kinds[name] == "mean" else Sum(amount)
+    if maxima:
+        largest = ranks.max(torch.stack([amounts[name].max() for name in maxima])).tolist()
+        values |= {name: Max(amount) for name, amount in zip(maxima, largest, strict=True)}
+    return values

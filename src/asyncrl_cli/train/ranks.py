@@ -22,8 +22,7 @@ CLIP_EPSILON = 1e-6
 class Ranks:
     """This rank's place among the others. One per process; `close` it before another is made.
 
-    `mesh` is where parameters are sharded (gloo on CPU, nccl on CUDA). `host_mesh` and `host_group` belong to a gloo
-    group of their own: a checkpoint is written through it from another thread, beside the collectives of training.
+    `mesh` is where parameters are sharded (gloo on CPU, nccl on CUDA).
     """
 
     def __init__(self, *, rank: int, world_size: int, device: torch.device, init_method: str, timeout_s: float) -> None:
@@ -32,20 +31,16 @@ class Ranks:
         self.device = indexed(device)
         if device.type == "cuda":
             torch.cuda.set_device(self.device)
-        timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=init_method,
             rank=rank,
             world_size=world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=timeout_s),
         )
-        everyone = list(range(world_size))
-        self.host_group = dist.new_group(everyone, backend="gloo", timeout=timeout)
-        self.host_mesh = DeviceMesh.from_group(self.host_group, "cpu", mesh=everyone)
         world = dist.group.WORLD
         assert world is not None
-        self.mesh = DeviceMesh.from_group(world, device.type, mesh=everyone)
+        self.mesh = DeviceMesh.from_group(world, device.type, mesh=list(range(world_size)))
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""

@@ -102,13 +102,10 @@ class SharedWeights(dict[str, torch.Tensor]):
 
 def attached(path: str, num_bytes: int) -> NDArray[np.uint8]:
     """Map another process's buffer. Writes copy the page and stay private. ValueError if the file has another size."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        if (found := os.fstat(descriptor).st_size) != num_bytes:
-            raise ValueError(f"shared weights at {path} have {found} bytes, announced were {num_bytes}")
-        return np.frombuffer(mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY), dtype=np.uint8)
-    finally:
-        os.close(descriptor)
+    data = np.memmap(path, dtype=np.uint8, mode="c")
+    if len(data) != num_bytes:
+        raise ValueError(f"shared weights at {path} have {len(data)} bytes, announced were {num_bytes}")
+    return data
 
 
 def views(data: NDArray[np.uint8], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> list[tuple[str, torch.Tensor]]:

@@ -13,11 +13,10 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import select
 import signal
-import sys
 import threading
 from functools import cache
+from multiprocessing.process import BaseProcess
 
 BACKEND = "asyncrl-buckets"
 """Name of the weight transfer engine, as `WeightTransferConfig.backend` gives it."""
@@ -44,29 +43,16 @@ def is_worth_a_warning(record: logging.LogRecord) -> bool:
 
 
 def end_with_parent() -> None:
-    """Kill this process when its parent has ended, in whatever way. Works only for children of `multiprocessing`, on Linux.
+    """Kill this process when its parent has ended, in whatever way. Works only for children of `multiprocessing`.
 
     A thread waits for the parent *process*. The kernel's own signal (PR_SET_PDEATHSIG) comes when the parent's *thread* that
     started this process ends, and vLLM is started from a pool's thread.
     """
     parent = multiprocessing.parent_process()
-    if parent is None or parent.pid is None or sys.platform != "linux":
-        return
-    try:
-        descriptor = os.pidfd_open(parent.pid)
-    except ProcessLookupError:
-        _end()
-    if os.getppid() != parent.pid:
-        _end()  # the parent ended before pidfd_open, and its pid may have been reused
-    threading.Thread(target=_end_after, args=(descriptor,), name="end-with-parent", daemon=True).start()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), name="end-with-parent", daemon=True).start()
 
 
-def _end_after(descriptor: int) -> None:
-    ended = select.poll()
-    ended.register(descriptor, select.POLLIN)
-    ended.poll()
-    _end()
-
-
-def _end() -> None:
+def _end_after(parent: BaseProcess) -> None:
+    parent.join()
     os.kill(os.getpid(), signal.SIGKILL)

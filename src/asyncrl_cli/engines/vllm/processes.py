@@ -14,11 +14,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import re
 import signal
-import stat
 from collections.abc import Awaitable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -49,7 +48,7 @@ class EngineLog:
     """The part of the log written since this object was made. (A restarted worker appends to its predecessor's log.)"""
 
     def __init__(self, descriptor: int = STDOUT) -> None:
-        self._descriptor = descriptor
+        self._path = Path(f"/proc/self/fd/{descriptor}")  # opened again, because our descriptor may be write-only
         self._begin = self._size()
 
     def killed_worker(self) -> str:
@@ -69,8 +68,7 @@ class EngineLog:
         if size <= begin:
             return ""
         try:
-            # Opened again because our descriptor may be write-only.
-            with open(f"/proc/self/fd/{self._descriptor}", "rb") as log:
+            with self._path.open("rb") as log:
                 log.seek(begin)
                 return log.read(size - begin).decode(errors="replace")
         except OSError:
@@ -78,11 +76,7 @@ class EngineLog:
 
     def _size(self) -> int:
         """Bytes of a regular file; 0 for anything else."""
-        try:
-            status = os.fstat(self._descriptor)
-        except OSError:
-            return 0
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return self._path.stat().st_size if self._path.is_file() else 0
 
 
 _logs: WeakKeyDictionary[AsyncLLM, EngineLog] = WeakKeyDictionary()
