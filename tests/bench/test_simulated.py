@@ -42,7 +42,7 @@ def workload(*references: dict[str, Any]) -> Workload:
 
 def job(made: Workload, reference: str = "colocate", *, groups: int = ENOUGH_GROUPS, seed: int = 0) -> SimulatedJob:
     loaded = profile_for(made, reference, (), groups=groups)
-    return SimulatedJob(profile=loaded.profile, workload=made, seed=seed, groups=groups, keep_timeline=False)
+    return SimulatedJob(profile=loaded.profile, workload=made, seed=seed, keep_timeline=False)
 
 
 COLOCATE = {"profile": "colocate", "parts_s": {"train": 0.5}}

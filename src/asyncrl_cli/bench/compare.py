@@ -95,7 +95,7 @@ def compare_simulated(contest: Contest, workload: Workload, bars: Bars) -> Compa
     groups = contest.groups
     loaded = [profile_for(workload, entry.reference, contest.sets, groups=groups) for entry in contest.entries]
     jobs = [
-        SimulatedJob(profile=one.profile, workload=workload, seed=seed, groups=groups, keep_timeline=seed == contest.seeds[0])
+        SimulatedJob(profile=one.profile, workload=workload, seed=seed, keep_timeline=seed == contest.seeds[0])
         for seed in contest.seeds
         for one in loaded
     ]

@@ -16,29 +16,30 @@ import math
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretches
 from asyncrl_cli.bench.real import Bars
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
-from asyncrl_cli.job.alone import BATCHES, GenerationAlone, Phase, TrainingAlone, Work, Worked, endless_model
+from asyncrl_cli.job.process import logged_to
 from asyncrl_cli.job.session import ray_session
-from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
+from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import Profile, RunSection
 from asyncrl_cli.simulate.costs import Capacities
 from asyncrl_cli.simulate.observed import lengths_of
 
+if TYPE_CHECKING:
+    from asyncrl_cli.job.alone import Alone, Measured
+
 REPEATS = 3
-GENERATION_S = TRAINING_S = 2.0
+MEASURED_S = 2.0
 """Seconds of measurement per repeat. With starts and warm-ups a profile takes some 20 s on a laptop."""
 PROMPTS = 512
 FEW_SLOTS_USED = 0.9
@@ -118,7 +119,7 @@ def doubts_of(measured: Collection[PhaseFigures]) -> tuple[str, ...]:
 
 
 def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
-    """What the job's own workers would be started with, except that the learning rate is 0, so that the weights stay finite.
+    """What the job's own actors would be started with, except that the learning rate is 0, so that the weights stay finite.
 
     Without a second forward pass (`old_logprobs = "rollout"`) all steps of a window cost the same, so K is set to 1.
     """
@@ -130,7 +131,7 @@ def side_of(profile: Profile, plan: JobPlan, model_dir: Path) -> Side:
     names = ("model", "algorithm", "rollout", "weights", "placement", "eval")
     return Side(
         profile=Profile(
-            run=RunSection(seed=profile.run.seed),
+            run=RunSection(seed=profile.run.seed, train_steps=1),
             trainer=profile.trainer.model_copy(update={"lr": 0.0}),
             async_training=schedule,
             **{name: getattr(profile, name) for name in names},
@@ -152,87 +153,56 @@ def measure_all(
 
     Raises ExecutorFailed with the error of an actor that failed.
     """
+    from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
+    from asyncrl_cli.job.alone import Alone, Work
+
     every = list(sides.values())
     unique = [side for index, side in enumerate(every) if side not in every[:index]]
     progress("starting each phase alone", 0, 0)
-    with tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as directory, ray_session(every[0].profile):
-        given = partial(Work, items=items[:PROMPTS], response_tokens=response_tokens)
-        pairs = [_Pair(side, given, Path(directory) / str(index)) for index, side in enumerate(unique)]
-        for pair in pairs:
-            pair.ready()
-        for pair in pairs:
-            pair.warm_up()
-        turn = [
-            (text, pair, phases) for text, phases in TURN.items() for pair in pairs if not (all(phases) and pair.side.plan.colocate)
+    tokenizer = load_tokenizer(every[0].model_dir, trust_remote_code=every[0].profile.model.trust_remote_code)
+    work = partial(Work, prompts=render_prompts(tokenizer, items[:PROMPTS]), response_tokens=response_tokens)
+    with (
+        tempfile.TemporaryDirectory(prefix="asyncrl-phases-") as name,
+        logged_to((directory := Path(name)) / "driver.log"),
+        ray_session(every[0].profile),
+    ):
+        jobs = [
+            Alone(work(profile=side.profile), side.plan, side.model_dir, directory / str(index))
+            for index, side in enumerate(unique)
         ]
-        total = len(turn) * repeats + 1
-        for done, (text, pair, phases) in enumerate(turn * repeats, 1):
-            progress(text, done, total)
-            pair.measure(*phases)
-        progress("each phase was measured alone", total, total)
-    return {name: pairs[unique.index(side)].figures() for name, side in sides.items()}
+        asyncio.run(_measure(jobs, repeats, progress))
+    return {name: _figures(side, jobs[unique.index(side)].measured) for name, side in sides.items()}
 
 
-class _Pair:
-    """The actors of both phases of one side, and their measurements."""
+async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str, int, int], None]) -> None:
+    from asyncrl_cli.job.calls import all_of
 
-    def __init__(self, side: Side, given: Callable[..., Work], directory: Path) -> None:
-        given = partial(given, profile=side.profile, directory=directory)
-        endless = endless_model(side.model_dir, directory / "model")
-        self.side = side
-        self._generation = Phase("generation", GenerationAlone, given(place=place_of(side.plan, ROLLOUT, endless)))
-        self._training = Phase("training", TrainingAlone, given(place=place_of(side.plan, TRAINER, side.model_dir)))
-        self._num_steps = 0
-        self._turns: list[tuple[list[Worked], list[Worked]]] = []
-        """Per measurement: what each actor generated and trained. Empty for a phase that stood still."""
-
-    def ready(self) -> None:
-        self._generation.ready()
-        self._training.ready()
-
-    def warm_up(self) -> None:
-        """Train a little, and find how many train steps take about `TRAINING_S`: whole windows, whose steps may differ."""
-        few = BATCHES * self.side.profile.async_training.trigger_parameter_sync_step
-        self._training.ask("measure", few)
-        warm = self._training.ask("measure", few)
-        self._num_steps = few * max(round(TRAINING_S / max(one.seconds for one in warm)), 1)
-
-    def measure(self, generate: bool, train: bool) -> None:
-        """Measure one phase alone, or both at the same time."""
-        trained: list[Worked] = []
-        if generate:
-            self._generation.ask("begin")
-        if train:
-            trained = self._training.ask("measure", self._num_steps)
-        else:
-            time.sleep(GENERATION_S)
-        generated = self._generation.ask("end") if generate else []
-        self._turns.append((generated, trained))
-
-    def figures(self) -> PhaseFigures:
-        generated = [generated for generated, trained in self._turns if not trained]
-        trained = [trained for generated, trained in self._turns if not generated]
-        both = [turn for turn in self._turns if all(turn)]
-        rollout, trainer = list(map(_rollout_rate, generated)), list(map(_trainer_rate, trained))
-        return PhaseFigures(
-            capacities=Capacities(
-                rollout_tokens_per_s=statistics.median(rollout),
-                trainer_tokens_per_s=statistics.median(trainer),
-                colocated=self.side.plan.colocate,
-                rollout_beside_tokens_per_s=statistics.median(_rollout_rate(generated) for generated, _ in both) if both else None,
-                trainer_beside_tokens_per_s=statistics.median(_trainer_rate(trained) for _, trained in both) if both else None,
-            ),
-            rollout_repeats=rollout,
-            trainer_repeats=trainer,
-            slots_used=statistics.fmean(one.running_mean for one in chain(*generated)) / self.side.profile.rollout.slots,
-            cpu_share=min(one.cpu_s / one.seconds for one in chain(*generated, *trained)),
-        )
+    await all_of(job.start() for job in jobs)
+    for job in jobs:
+        await job.train()  # to warm up
+    turn = [(text, job, phases) for text, phases in TURN.items() for job in jobs if not (all(phases) and job.plan.colocate)]
+    total = len(turn) * repeats + 1
+    for done, (text, job, phases) in enumerate(turn * repeats, 1):
+        progress(text, done, total)
+        await job.measure(MEASURED_S, *phases)
+    progress("each phase was measured alone", total, total)
 
 
-def _rollout_rate(generated: Sequence[Worked]) -> float:
-    return sum(one.tokens / one.seconds for one in generated)
-
-
-def _trainer_rate(trained: Sequence[Worked]) -> float:
-    """Each rank reports the tokens of all ranks, and a step ends with the slowest rank."""
-    return trained[0].tokens / max(one.seconds for one in trained)
+def _figures(side: Side, measured: Sequence[Measured]) -> PhaseFigures:
+    generation = [one for one in measured if not one.trained_per_s]
+    training = [one for one in measured if not one.sampled_per_s]
+    both = [one for one in measured if one.sampled_per_s and one.trained_per_s]
+    rollout, trainer = [one.sampled_per_s for one in generation], [one.trained_per_s for one in training]
+    return PhaseFigures(
+        capacities=Capacities(
+            rollout_tokens_per_s=statistics.median(rollout),
+            trainer_tokens_per_s=statistics.median(trainer),
+            colocated=side.plan.colocate,
+            rollout_beside_tokens_per_s=statistics.median(one.sampled_per_s for one in both) if both else None,
+            trainer_beside_tokens_per_s=statistics.median(one.trained_per_s for one in both) if both else None,
+        ),
+        rollout_repeats=rollout,
+        trainer_repeats=trainer,
+        slots_used=statistics.fmean(one.running_mean for one in generation) / side.profile.rollout.slots,
+        cpu_share=min(one.cpu_share for one in (*generation, *training)),
+    )

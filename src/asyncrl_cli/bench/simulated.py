@@ -1,6 +1,6 @@
 """Makes the simulated runs of a comparison, as many at once as there are cores, each on a virtual clock of its own.
 
-    jobs, references --longest first--> a pool of processes --> runs and residuals, in the order that was asked for
+    jobs, references --> a pool of processes --> runs and residuals, in the order that was asked for
 
 Only the parent handles Ctrl-C: it ends the pool at once, because nothing of an unfinished simulated run is worth keeping. No
 process of the pool outlives the command, however the command ends.
@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from asyncrl_cli.bench.measure import stretches
@@ -45,12 +44,12 @@ class Pool(ProcessPoolExecutor):
 
 
 @contextmanager
-def simulators(processes: int, begin: Callable[[], None] = collect_garbage_seldom) -> Iterator[Pool]:
-    """A pool for simulated runs: spawned processes (forking would be unsafe, because ours has threads), each of which calls `begin`
-    first. They are killed at the end of the block. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within it."""
+def simulators(processes: int, told: Any = None) -> Iterator[Pool]:
+    """A pool for simulated runs: spawned processes (forking would be unsafe, because ours has threads), which are killed at the end
+    of the block. `told`: their queue for progress. Raises Interrupted on SIGINT, SIGTERM or SIGHUP within the block."""
     others, context = set(multiprocessing.active_children()), multiprocessing.get_context("spawn")
     try:
-        with StopRequests().on_signals(), Pool(processes, context, _begin, (begin,)) as pool:
+        with StopRequests().on_signals(), Pool(processes, context, _begin, (told,)) as pool:
             try:
                 yield pool
             finally:
@@ -60,10 +59,15 @@ def simulators(processes: int, begin: Callable[[], None] = collect_garbage_seldo
         raise Interrupted("interrupted: nothing is kept of simulated runs") from None
 
 
-def _begin(begin: Callable[[], None]) -> None:
+_process: dict[str, Any] = {}
+"""In a process of the pool, under "told": the queue for progress."""
+
+
+def _begin(told: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
-    begin()
+    collect_garbage_seldom()
+    _process["told"] = told
 
 
 def _end_with_parent() -> None:
@@ -81,7 +85,6 @@ class SimulatedJob:
     profile: Profile
     workload: Workload
     seed: int
-    groups: int
     keep_timeline: bool
 
     @property
@@ -95,16 +98,15 @@ def simulate_all(jobs: Sequence[SimulatedJob], window_groups: int, progress: Pro
 
     Raises the error of the first run that fails, or Interrupted; all other runs are ended first.
     """
-    jobs_by_length = sorted(jobs, key=lambda job: -job.groups * job.profile.rollout.n)
     workload = jobs[0].workload
     rows = [workload.model_copy(update={"references": [reference]}) for reference in workload.references]
     told = multiprocessing.get_context("spawn").SimpleQueue()
     size = min(len(jobs) + len(rows), usable_cores())
-    with simulators(size, partial(_tell_progress, told)) as pool:
-        running = {job.name: pool.submit(_simulate, job) for job in jobs_by_length}
+    with simulators(size, told) as pool:
+        running = [pool.submit(_simulate, job) for job in jobs]
         fits = [pool.submit(residuals, row) for row in rows]
-        _follow([*running.values(), *fits], told, progress)
-        made = [running[job.name].result() for job in jobs]
+        _follow([*running, *fits], told, progress)
+        made = [future.result() for future in running]
         fit = [residual for future in fits for residual in future.result()]
     return with_capacities(made, window_groups), fit
 
@@ -129,19 +131,10 @@ def _follow(running: Sequence[Future[Any]], told: Any, progress: Progress) -> No
             future.result()
 
 
-_process: dict[str, Any] = {}
-"""In a process of the pool, under "told": the queue for progress."""
-
-
-def _tell_progress(told: Any) -> None:
-    collect_garbage_seldom()
-    _process["told"] = told
-
-
 def _simulate(job: SimulatedJob) -> tuple[Run, Costs]:
     kept, progress = KeptTimeline(), TrainedGroups(lambda groups: _process["told"].put((job.name, groups)))
     observers = (progress, kept) if job.keep_timeline else (progress,)
-    run = simulate(job.profile, job.workload, seed=job.seed, observers=observers, groups=job.groups)
+    run = simulate(job.profile, job.workload, seed=job.seed, observers=observers)
     if run.error is not None:
         raise run.error
     name, drawn = job.profile.name, (kept.roles, kept.spans, kept.running, kept.publishes_s)

@@ -147,12 +147,12 @@ def workload_of(asked: Asked, progress: Callable[..., None]) -> tuple[Workload, 
 
 def _known(workload: Workload, profile: Profile) -> Reference | None:
     """The workload's reference row of this very profile, if it has one."""
-    own = profile.model_dump(exclude={"run"})
-    for row in workload.references:
+
+    def is_of(row: Reference) -> bool:
         of_row = profile_for(workload, row.profile, reference_sets(row), groups=1).profile
-        if of_row.model_dump(exclude={"run"}) == own:
-            return row
-    return None
+        return of_row.model_dump(exclude={"run"}) == profile.model_dump(exclude={"run"})
+
+    return next(filter(is_of, workload.references), None)
 
 
 def evaluator(pool: Executor, workload: Workload, reference: str, sets: Sequence[str], window_groups: int) -> Evaluate:

@@ -1,7 +1,7 @@
-"""One phase of a job alone, without the loop: rollout workers that only generate, trainer ranks that only train.
+"""A job's phases one at a time, without the loop: `asyncrl bench` measures so what the machine can do.
 
-`asyncrl bench` measures with them what the machine can do. Each worker and rank is an actor, as in the job. Prompts are the task's;
-responses have given lengths, cycled through in order. No rewards are computed and no weights are loaded.
+Rollout workers only generate: responses have given lengths, no rewards are computed and no weights are loaded. The job's own
+trainer trains made-up groups.
 """
 
 from __future__ import annotations
@@ -9,46 +9,47 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
+import ray
 
 from asyncrl_cli.engines.port import Completion, Sampling, make_engine
+from asyncrl_cli.job.adapters import START_LIMIT
+from asyncrl_cli.job.calls import all_of, answer
 from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.workers import make_trainer, makers_of
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.meters import RolloutMeter
+from asyncrl_cli.loop.ports import TrainBatch
+from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import Place, Profile
 from asyncrl_cli.samples import GroupPayload
 
-if TYPE_CHECKING:
-    from asyncrl_cli.train.balance import RankPlan
-
-GENERATION_CONFIG = "generation_config.json"
-NO_SUCH_TOKEN = 1_000_000_000
 BATCHES = 2
 """Different batches that training takes in turns."""
+GENERATION_CONFIG = "generation_config.json"
+NO_SUCH_TOKEN = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The input of each process of a phase. `directory`: where they write logs, and where trainer ranks find each other."""
+    """What to generate or train: responses number 0, 1, ... to tokenized prompts, each `rollout.n` successive ones to the same.
+    Lengths and prompts are cycled through in order."""
 
     profile: Profile
-    place: Place
-    items: Sequence[Mapping[str, Any]]
+    prompts: Sequence[list[int]]
     response_tokens: Sequence[int]
-    directory: Path
 
-    def prompts(self) -> list[list[int]]:
-        from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
-
-        tokenizer = load_tokenizer(self.place.model_dir, trust_remote_code=self.profile.model.trust_remote_code)
-        return render_prompts(tokenizer, self.items)
+    def prompt(self, number: int) -> list[int]:
+        """The prompt of response `number`."""
+        return self.prompts[number // self.profile.rollout.n % len(self.prompts)]
 
     def length(self, number: int) -> int:
         """Tokens of response `number`."""
@@ -56,64 +57,100 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worked:
-    """What a process did in `seconds`. `tokens`: sampled by it, or trained by all ranks together.
+class Measured:
+    """Tokens sampled by all workers and trained by all ranks per second, 0 for a phase that stood still.
 
-    `cpu_s` is measured by `CpuTime`: on a CPU, much less than `seconds` means that other programs used the machine.
-    `running_mean`: the mean number of running sequences (generation only).
+    `cpu_share`: CPU time over wall time of the process with the smallest ratio (see `CpuTime`); on CPUs far below 1 means that
+    other programs used the machine. `running_mean`: the mean number of running sequences of a worker.
     """
 
-    tokens: int
-    seconds: float
-    cpu_s: float
-    running_mean: float = 0.0
+    sampled_per_s: float
+    trained_per_s: float
+    running_mean: float
+    cpu_share: float
 
 
-class Phase:
-    """The actors of one phase, which start at once. They reserve no CPUs: nothing else runs in their session.
+class Alone:
+    """A job's trainer and rollout workers, each to be measured alone or beside the other. The actors reserve no CPUs: nothing else
+    runs in their session. Methods raise ExecutorFailed, with the actor's name and error."""
 
-    Methods raise ExecutorFailed, with the actor's name and error, if one fails or does not answer within `START_LIMIT`.
-    """
+    def __init__(self, work: Work, plan: JobPlan, model_dir: Path, directory: Path) -> None:
+        """`directory`: for logs and what else the actors write."""
+        self.plan, self._training = plan, work.profile.async_training
+        place = place_of(plan, ROLLOUT, endless_model(model_dir, directory / "model"))
+        makers = makers_of(plan, ROLLOUT, GenerationAlone, _reserving_nothing, directory)
+        self._workers = {name: make(work, place) for name, make in makers.items()}
+        self._trainer = make_trainer(plan, work.profile, model_dir, _reserving_nothing, run_dir=directory, log_dir=directory)
+        step_groups = self._training.require_batches * work.profile.trainer.ppo_mini_batch_size
+        groups = [made_up_group(work, number) for number in range(BATCHES * step_groups)]
+        self._batches = [tuple(groups[batch::BATCHES]) for batch in range(BATCHES)]
+        self._num_steps = 0
+        self.measured: list[Measured] = []
 
-    def __init__(self, name: str, actor: type, work: Work) -> None:
-        import ray
+    async def start(self) -> None:
+        await all_of((self._ask("start"), self._trainer.start()))
 
-        make = ray.remote(num_cpus=0, max_restarts=0)(actor).remote
-        self._actors = {f"{name}-{index}": make(index, work) for index in range(work.place.workers)}
-        self._starts = {name: actor.start.remote() for name, actor in self._actors.items()}
+    async def measure(self, at_least_s: float, generate: bool, train: bool) -> None:
+        """Measure one phase alone, or both at the same time, and note it in `measured`."""
+        if generate:
+            await self._ask("begin")
+        actors = {ROLLOUT: self._workers.values() if generate else (), TRAINER: self._trainer.actors if train else ()}
+        cpu = [
+            CpuTime(self.plan.role(role).threads, await actor.__ray_call__.remote(_pid))
+            for role, working in actors.items()
+            for actor in working
+        ]
+        began_s = time.perf_counter()
+        trained_per_s = await self.train(at_least_s) if train else await asyncio.sleep(at_least_s, 0.0)
+        cpu_share = min(one.spent_s() for one in cpu) / (time.perf_counter() - began_s)
+        generated: list[tuple[float, float]] = await self._ask("end") if generate else [(0.0, 0.0)]
+        sampled_per_s, running = map(sum, zip(*generated, strict=True))
+        one = Measured(
+            sampled_per_s=sampled_per_s, trained_per_s=trained_per_s, running_mean=running / len(generated), cpu_share=cpu_share
+        )
+        self.measured.append(one)
 
-    def ready(self) -> None:
-        """Wait until every actor has started."""
-        self._answers("its start", self._starts)
+    async def train(self, at_least_s: float = 0.0) -> float:
+        """Train all batches in whole windows, whose steps may differ, for at least so long. Returns the tokens trained per second
+        of the trainer's own time."""
+        window_steps, began_s = self._training.trigger_parameter_sync_step, time.perf_counter()
+        tokens, seconds, is_whole = 0, 0.0, False
+        while not is_whole or time.perf_counter() - began_s < at_least_s:
+            step, groups = self._num_steps, self._batches[self._num_steps % BATCHES]
+            batch = TrainBatch(step=step + 1, window=0, step_in_window=step % window_steps, groups=groups)
+            report, _ = await self._trainer.train(batch)
+            tokens, seconds = tokens + report.tokens, seconds + report.train_s + report.old_logprob_s
+            self._num_steps += 1
+            is_whole = self._num_steps % (BATCHES * window_steps) == 0
+        return tokens / seconds
 
-    def ask(self, method: str, *arguments: Any) -> list[Worked]:
-        """Call `method` of all actors at the same time. Returns their answers, by index."""
-        return self._answers(method, {name: getattr(actor, method).remote(*arguments) for name, actor in self._actors.items()})
+    async def _ask(self, call: str) -> list[Any]:
+        """The answers of all workers to a call."""
+        refs = {name: getattr(actor, call).remote() for name, actor in self._workers.items()}
+        return await all_of(answer(ref, executor=name, call=call, limit=START_LIMIT) for name, ref in refs.items())
 
-    def _answers(self, call: str, refs: Mapping[str, Awaitable[Any]]) -> list[Any]:
-        from asyncrl_cli.job.adapters import START_LIMIT
-        from asyncrl_cli.job.calls import all_of, answer
 
-        async def answers() -> list[Any]:
-            return await all_of(answer(ref, executor=name, call=call, limit=START_LIMIT) for name, ref in refs.items())
+def _reserving_nothing(role: str, index: int) -> dict[str, Any]:
+    return {"num_cpus": 0}
 
-        return asyncio.run(answers())
+
+def _pid(actor: object) -> int:
+    return os.getpid()
 
 
 class GenerationAlone:
-    """A rollout worker's engine with all slots full."""
+    """A rollout worker's engine with all slots full, as an actor."""
 
-    def __init__(self, index: int, work: Work) -> None:
-        set_up_process(threads=work.place.threads, log_path=work.directory / f"generation-{index}.log")
-        self._index, self._work = index, work
+    def __init__(self, index: int, work: Work, place: Place, *, log_path: Path) -> None:
+        set_up_process(threads=place.threads, log_path=log_path)
+        self._index, self._work, self._place = index, work, place
         self._numbers = itertools.count()
         self._num_ended = 0
 
     async def start(self) -> None:
-        work = self._work
-        self._prompts = work.prompts()
-        self._meter = RolloutMeter("generation", work.profile.rollout.slots, time.perf_counter, lambda: None)
-        self._engine = make_engine(work.profile, work.place, self._meter.running)
+        profile = self._work.profile
+        self._meter = RolloutMeter("generation", profile.rollout.slots, time.perf_counter, lambda: None)
+        self._engine = make_engine(profile, self._place, self._meter.running)
         await self._engine.start()
 
     async def begin(self) -> None:
@@ -126,23 +163,18 @@ class GenerationAlone:
         while self._num_ended < self._engine.slots:
             self._raise_failure()
             await asyncio.sleep(0.02)
-        self._cpu = CpuTime(self._work.place.threads)
         self._before = time.perf_counter(), self._engine.sampled_tokens, self._running_s()
 
-    async def end(self) -> Worked:
+    async def end(self) -> tuple[float, float]:
+        """Tokens sampled per second, and the mean number of running sequences."""
         began_s, tokens, running_s = self._before
         seconds = time.perf_counter() - began_s
-        worked = Worked(
-            tokens=self._engine.sampled_tokens - tokens,
-            seconds=seconds,
-            cpu_s=self._cpu.spent_s(),
-            running_mean=(self._running_s() - running_s) / seconds,
-        )
+        generated = (self._engine.sampled_tokens - tokens) / seconds, (self._running_s() - running_s) / seconds
         self._raise_failure()
         self._sources.cancel()
         with suppress(asyncio.CancelledError):
             await self._sources
-        return worked
+        return generated
 
     def _running_s(self) -> float:
         """Integral of the number of running sequences over time."""
@@ -153,14 +185,13 @@ class GenerationAlone:
             self._sources.result()
 
     async def _generate(self) -> None:
-        """One response after the other. Each `n` successive numbers share a prompt; every process has seeds of its own."""
+        """One response after the other. Every worker has seeds of its own."""
         work, rollout = self._work, self._work.profile.rollout
         while True:
             number = next(self._numbers)
             sampling = replace(Sampling.of(rollout, rollout.temperature), max_response_tokens=work.length(number))
             seed = hash((work.profile.run.seed, self._index, number))
-            prompt = self._prompts[number // rollout.n % len(self._prompts)]
-            await self._engine.generate(f"phase-{number}", prompt, sampling, seed)
+            await self._engine.generate(f"phase-{number}", work.prompt(number), sampling, seed)
             self._num_ended += 1
 
 
@@ -176,85 +207,45 @@ def endless_model(model_dir: Path, directory: Path) -> Path:
     return directory
 
 
-class TrainingAlone:
-    """One trainer rank, which trains made-up batches over and over. All ranks must be asked for the same number of steps."""
-
-    def __init__(self, rank: int, work: Work) -> None:
-        set_up_process(threads=work.place.threads, log_path=work.directory / f"training-{rank}.log")
-        self._rank, self._work = rank, work
-        self._batches: list[tuple[RankPlan, dict[int, GroupPayload]]] = []
-        self._step = 0
-
-    def start(self) -> None:
-        from asyncrl_cli.train.balance import plan_train_step
-        from asyncrl_cli.train.policy_trainer import PolicyTrainer
-
-        work, training, prompts = self._work, self._work.profile.async_training, self._work.prompts()
-        step_groups = training.require_batches * work.profile.trainer.ppo_mini_batch_size
-        for batch in range(BATCHES):
-            numbers = range(batch * step_groups, (batch + 1) * step_groups)
-            groups = [made_up_group(work, number, prompts[number % len(prompts)]) for number in numbers]
-            plans = plan_train_step(
-                [result for result, _ in groups],
-                ranks=work.place.workers,
-                num_minibatches=training.require_batches,
-                normalize=work.profile.algorithm.normalize_advantages,
-            )
-            self._batches.append((plans[self._rank], dict(enumerate(payload for _, payload in groups))))
-        init_method = f"file://{work.directory}/meeting"
-        self._trainer = PolicyTrainer(work.profile, work.place, rank=self._rank, init_method=init_method, total_optimizer_steps=1)
-
-    def measure(self, num_steps: int) -> Worked:
-        """Train `num_steps` steps. The time includes waiting for the slowest rank in each step."""
-        began_s, cpu, tokens = time.perf_counter(), CpuTime(self._work.place.threads), 0
-        for _ in range(num_steps):
-            plan, payloads = self._batches[self._step % BATCHES]
-            step_in_window = self._step % self._work.profile.async_training.trigger_parameter_sync_step
-            self._step += 1
-            tokens += self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads).tokens
-        return Worked(tokens=tokens, seconds=time.perf_counter() - began_s, cpu_s=cpu.spent_s())
-
-
-def made_up_group(work: Work, number: int, prompt: list[int]) -> tuple[GroupResult, GroupPayload]:
-    """A group whose responses repeat the prompt's tokens; every second one has reward 1."""
+def made_up_group(work: Work, number: int) -> GroupResult:
+    """Group `number`. Its responses repeat the prompt's tokens; every second one has reward 1."""
     from asyncrl_cli.envs.episode import Episode
 
     n, episodes = work.profile.rollout.n, []
-    for index in range(n):
-        length = work.length(number * n + index)
+    for index in range(number * n, (number + 1) * n):
+        prompt, length = work.prompt(index), work.length(index)
         tokens = list(itertools.islice(itertools.cycle(prompt), length))
         completion = Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length")
-        reward = float(index % 2)
-        episodes.append(Episode("", {}, seed=0, prompt_tokens=prompt, completion=completion, reward=reward))
+        episodes.append(Episode("", {}, seed=0, prompt_tokens=prompt, completion=completion, reward=float(index % 2)))
     key, metas = AttemptKey(str(number), 0, 0), tuple(episode.meta() for episode in episodes)
-    result = GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=None)
-    return result, GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(episode.trajectory() for episode in episodes))
+    trajectories = tuple(episode.trajectory() for episode in episodes)
+    payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories))
+    return GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=payload)
 
 
 class CpuTime:
-    """CPU seconds that this process and its children spend from now on, per core: those of the busiest thread or, if that is
-    more, the busiest process's sum divided by `threads`. (An engine may compute in a child.)
+    """CPU seconds that a process (by default this one) and its children spend from now on, per core: those of the busiest thread
+    or, if that is more, the busiest process's sum divided by `threads`. (An engine may compute in a child.)
 
     A plain sum would hide that other programs take cores: two threads with half a core each also add up to 1 s per second.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, pid: int | None = None) -> None:
         self._threads = threads
-        self._began_s = _thread_seconds()
+        self._process = psutil.Process(pid)
+        self._began_s = self._thread_seconds()
 
     def spent_s(self) -> float:
         spent_s = {
             pid: [seconds - self._began_s.get(pid, {}).get(thread, 0.0) for thread, seconds in own.items()]
-            for pid, own in _thread_seconds().items()
+            for pid, own in self._thread_seconds().items()
         }
         return max(max(max(own), sum(own) / self._threads) for own in spent_s.values())
 
-
-def _thread_seconds() -> dict[int, dict[int, float]]:
-    """CPU seconds so far by process id and thread id, of this process and all its descendants."""
-    seconds: dict[int, dict[int, float]] = {}
-    this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.Error):  # a child that ends while we look
-            seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-    return seconds
+    def _thread_seconds(self) -> dict[int, dict[int, float]]:
+        """CPU seconds so far by process id and thread id."""
+        seconds: dict[int, dict[int, float]] = {}
+        for process in (self._process, *self._process.children(recursive=True)):
+            with suppress(psutil.Error):  # a child that ends while we look
+                seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
+        return seconds

@@ -64,12 +64,8 @@ async def started_workers(
         await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
         is_direct = profile.weights.transport in DIRECT_TRANSPORTS
         place = place_of(plan, ROLLOUT, model_dir, checkpoint.version if checkpoint else 0)
-        threads = CONCURRENCY_GROUPS | {"direct": place.workers if is_direct else 1}
-        makers = _makers(plan, TRAINER, TrainerActor, options, log_dir, concurrency_groups=threads)
-        trainer_place = place_of(plan, TRAINER, model_dir)
-        ranks = [make(profile, trainer_place, run_dir.absolute()) for make in makers.values()]
-        trainer = RayTrainer(ranks, profile, samples_dir=run_dir / "samples")
-        makers = _makers(plan, ROLLOUT, RolloutActor, options, log_dir)
+        trainer = make_trainer(plan, profile, model_dir, options, run_dir=run_dir, log_dir=log_dir)
+        makers = makers_of(plan, ROLLOUT, RolloutActor, options, log_dir)
         workers = [
             RayRolloutWorker(name, partial(make, profile, place, reward), profile, place.workers) for name, make in makers.items()
         ]
@@ -86,7 +82,17 @@ async def started_workers(
             await asyncio.to_thread(clear, run_dir / WEIGHTS_DIR)
 
 
-def _makers(
+def make_trainer(plan: JobPlan, profile: Profile, model_dir: Path, options: Options, *, run_dir: Path, log_dir: Path) -> RayTrainer:
+    """The trainer with the actors of its ranks, not yet started."""
+    num_direct = plan.rollout_workers if profile.weights.transport in DIRECT_TRANSPORTS else 1
+    threads = CONCURRENCY_GROUPS | {"direct": num_direct}
+    makers = makers_of(plan, TRAINER, TrainerActor, options, log_dir, concurrency_groups=threads)
+    place = place_of(plan, TRAINER, model_dir)
+    ranks = [make(profile, place, run_dir.absolute()) for make in makers.values()]
+    return RayTrainer(ranks, profile, samples_dir=run_dir / "samples")
+
+
+def makers_of(
     plan: JobPlan, role: str, actor: type, options: Options, log_dir: Path, **settings: Any
 ) -> dict[str, Callable[..., Any]]:
     """By worker name, a function that makes its actor in its bundle, with a log of its own. `settings` are for `ray.remote`."""
