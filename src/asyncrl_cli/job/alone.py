@@ -1,4 +1,4 @@
-"""A job's phases one at a time, without the loop: `asyncrl bench` measures so what the machine can do.
+"""A job's phases one at a time, without the loop. `asyncrl bench` uses them to measure what the machine can do.
 
 Rollout workers only generate: responses have given lengths, no rewards are computed and no weights are loaded. The job's own
 trainer trains made-up groups.
