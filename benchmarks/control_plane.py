@@ -54,7 +54,7 @@ TRAIN_S = 3.0
 COUNTED_WINDOWS = 5
 MOST_GROWTH = 1.1
 EXECUTORS = ("asyncrl_cli.simulate.", "asyncrl_cli.loop.meters")
-PORT_CALLS = ("generate", "abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
+PORT_CALLS = ("abort", "progress", "prefetch", "load", "train", "gather", "publish", "report")
 
 
 class Stopwatch:
@@ -101,6 +101,8 @@ class TimedPort:
         for name in PORT_CALLS:
             if hasattr(executor, name):
                 setattr(self, name, partial(self._timed, getattr(executor, name), stopwatch))
+        if hasattr(executor, "submit"):
+            self.submit = partial(stopwatch.call, executor.submit)
 
     @staticmethod
     def _timed(call: Callable[..., Coroutine[Any, Any, Any]], stopwatch: Stopwatch, *args: Any) -> Generator[Any, Any, Any]:

@@ -7,9 +7,9 @@ Legend: T = all tokens of a segment, prompt and response together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,21 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPayload:
-    """The trajectories of one prompt; same order as `GroupResult.trajectories` of the same attempt."""
+    """The trajectories of one prompt, or those of one part of its group; same order as in `GroupResult` or `PartResult`."""
 
     uid: str
     epoch: int
     attempt: int
     trajectories: tuple[Trajectory, ...]
+
+
+def joined(parts: Iterable[GroupPayload]) -> list[GroupPayload]:
+    """Whole groups, in order. The parts of a group come one after the other, in the order of their numbers."""
+    whole = []
+    for (uid, epoch, attempt), own in groupby(parts, key=lambda part: (part.uid, part.epoch, part.attempt)):
+        trajectories = tuple(chain.from_iterable(part.trajectories for part in own))
+        whole.append(GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=trajectories))
+    return whole
 
 
 def is_dump_step(step: int, every_steps: int) -> bool:

@@ -1,9 +1,9 @@
-"""Groups and evals on a real engine with a tiny model."""
+"""Parts of groups, and evals, on a real engine with a tiny model."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from asyncrl_cli.envs.episode import render_prompts
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.port import End, OneTurn, Turn
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey
-from asyncrl_cli.loop.ports import EvalRequest, GroupRequest
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey
+from asyncrl_cli.loop.ports import EvalRequest, PartRequest
+from asyncrl_cli.samples import joined
 from asyncrl_cli.tasks.rewards import RewardFailed
 from tests.engines import tiny
 from tests.engines.made import made_for
@@ -72,8 +73,13 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def group(n: int = 8, seed: int = 5, item: dict[str, Any] = ITEM) -> GroupRequest:
-    return GroupRequest(key=KEY, item=item, n=n, seed=seed)
+def group(n: int = 8, seed: int = 5, item: dict[str, Any] = ITEM) -> PartRequest:
+    """A whole group as one part."""
+    return part(0, range(n), seed, item)
+
+
+def part(number: int, indices: Iterable[int], seed: int = 5, item: dict[str, Any] = ITEM) -> PartRequest:
+    return PartRequest(key=PartKey(KEY, number), item=item, indices=tuple(indices), seed=seed)
 
 
 @pytest.mark.slow
@@ -83,7 +89,7 @@ def test_a_group_becomes_metadata_and_arrays_that_agree(model: Qwen3ForCausalLM,
         async with runner_of(model_dir, Rewards()) as runner:
             result, payload = await runner.run(group(), finished.append)
         assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert (result.key, result.failures, result.failed_tokens, result.payload) == (KEY, (), 0, None)
+        assert (result.key, result.failures, result.failed_tokens, result.payload) == (PartKey(KEY, 0), (), 0, None)
         assert (payload.uid, payload.epoch, payload.attempt) == tuple(KEY)
         assert len({tuple(t.segments[0].tokens_T) for t in payload.trajectories}) == 8
         prompt = [tiny.VOCABULARY[character] for character in ITEM["prompt"]]
@@ -111,6 +117,37 @@ def test_the_same_seed_gives_the_same_group(model_dir: Path) -> None:
         first, again, other = ([t.segments[0].tokens_T for t in payload.trajectories] for payload in groups)
         assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
         assert not all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+    run(body)
+
+
+def test_a_response_is_the_same_in_whatever_part_it_is(model_dir: Path) -> None:
+    """Parts run at once on one worker, or elsewhere after a worker's death."""
+
+    async def body() -> None:
+        nothing: Callable[[int], None] = lambda finished: None  # noqa: E731
+        async with runner_of(model_dir, Rewards()) as runner:
+            _, whole = await runner.run(group(n=5), nothing)
+            parts = [part(0, (0, 3)), part(1, (4, 1)), part(2, (2,))]
+            ended = await asyncio.gather(*(runner.run(request, nothing) for request in parts))
+        placed = [index for request in parts for index in request.indices]
+        for index, trajectory in zip(placed, joined(payload for _, payload in ended)[0].trajectories, strict=True):
+            assert np.array_equal(trajectory.segments[0].tokens_T, whole.trajectories[index].segments[0].tokens_T)
+        assert [result.key.number for result, _ in ended] == [0, 1, 2]
+        assert [len(result.trajectories) for result, _ in ended] == [2, 2, 1]
+
+    run(body)
+
+
+def test_an_abort_ends_all_parts_of_its_attempt_and_no_other(model_dir: Path) -> None:
+    async def body() -> None:
+        later = PartRequest(key=PartKey(KEY._replace(attempt=2), 0), item=ITEM, indices=(0,), seed=5)
+        async with runner_of(model_dir, Rewards()) as runner:
+            requests = part(0, range(3)), part(1, range(3, 5)), later
+            running = [asyncio.create_task(runner.run(request, lambda finished: None)) for request in requests]
+            await asyncio.sleep(0)
+            await runner.abort(KEY)
+            assert [len((await task)[0].trajectories) for task in running] == [0, 0, 1]
 
     run(body)
 

@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,11 +17,11 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
 from asyncrl_cli.job.adapters import RayRolloutWorker
 from asyncrl_cli.job.calls import Limit, answer
-from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, SETTLE_S, GroupDesk, GroupExchange
+from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, SETTLE_S, PartDesk, PartExchange
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll
-from asyncrl_cli.loop.ports import GroupRequest, Progress
+from asyncrl_cli.loop.ports import PartRequest, Progress
 from asyncrl_cli.loop.states import ExecutorReport, State
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.simulate.world import run_virtual
@@ -32,49 +33,49 @@ CALL_TIMEOUT_S = 30.0
 WAY_S = 0.001
 """Of a call to the actor, and of its answer back."""
 
-Takes = Callable[[GroupRequest], float]
-"""How many seconds a group runs; -1: it raises."""
+Takes = Callable[[PartRequest], float]
+"""How many seconds a part runs; less than 0: it raises then."""
 
 
 class Runner:
-    """Groups that take as long as we say."""
+    """Parts that take as long as we say."""
 
     def __init__(self, takes_s: Takes) -> None:
         self._takes_s = takes_s
-        self.begun: dict[str, float] = {}
-        self.ended: dict[str, float] = {}
-        self.aborted: list[str] = []
+        self.begun: dict[PartKey, float] = {}
+        self.ended: dict[PartKey, float] = {}
+        self.aborted: list[AttemptKey] = []
 
-    async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
+    async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
         now = asyncio.get_running_loop().time
-        uid, seconds = request.key.uid, self._takes_s(request)
-        assert uid not in self.begun, f"{uid} was begun twice"
-        self.begun[uid] = now()
-        for finished in range(1, request.n + 1):
-            await asyncio.sleep(abs(seconds) / request.n)
+        key, seconds = request.key, self._takes_s(request)
+        assert key not in self.begun, f"{key} was begun twice"
+        self.begun[key] = now()
+        for finished in range(1, len(request.indices) + 1):
+            await asyncio.sleep(abs(seconds) / len(request.indices))
             on_sequence(finished)
         if seconds < 0:
-            raise ValueError(f"no engine for {uid}")
-        self.ended[uid] = now()
-        result = GroupResult(key=request.key, trajectories=(), failures=(uid,), failed_tokens=0, payload=None)
-        return result, GroupPayload(uid=uid, epoch=0, attempt=0, trajectories=())
+            raise ValueError(f"no engine for {key}")
+        self.ended[key] = now()
+        result = PartResult(key=key, trajectories=(), failures=(str(key),), failed_tokens=0, payload=None)
+        return result, GroupPayload(uid=str(key), epoch=0, attempt=0, trajectories=())
 
     async def abort(self, key: AttemptKey) -> None:
-        assert key.uid in self.begun, f"the abort of {key} came before its request"
-        self.aborted.append(key.uid)
+        assert key in {begun.attempt for begun in self.begun}, f"the abort of {key} came before its requests"
+        self.aborted.append(key)
 
 
 class Actor(RolloutActor):
-    """The real one without an engine: it runs `runner`'s groups."""
+    """The real one without an engine: it runs `runner`'s parts."""
 
     def __init__(self, runner: Any) -> None:
         self._name = "rollout-0"
         self._runner = runner
         self._changes = LongPoll()
-        self._desk = GroupDesk(runner.run, self._changes)
+        self._desk = PartDesk(runner.run, self._changes)
 
-    def _progress(self, seen: int) -> Progress:
-        return Progress(seen=seen, finished_sequences=self._desk.finished_sequences, reports=())
+    def _progress(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
+        return Progress(seen=seen, ended=ended, finished_sequences=self._desk.finished_sequences, reports=())
 
 
 class Handle:
@@ -104,7 +105,7 @@ class _Remote:
         whole.add_done_callback(self._handle.under_way.discard)
         if self._name != "exchange":
             return whole
-        return [whole_or_part(whole, index) for index in range(1 + GROUPS_PER_ANSWER)]
+        return [object_of(whole, index) for index in range(1 + PARTS_PER_ANSWER)]
 
     async def _call(self, args: tuple[Any, ...]) -> Any:
         try:
@@ -120,192 +121,226 @@ class _Remote:
             raise RayTaskError(self._name, "", error) from error
 
 
-def whole_or_part(whole: asyncio.Future[Any], index: int) -> asyncio.Future[Any]:
-    part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+def object_of(whole: asyncio.Future[Any], index: int) -> asyncio.Future[Any]:
+    one: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
     def settle(_: Any) -> None:
-        if part.done() or whole.cancelled():  # nobody waits for it any more
-            part.cancel()
+        if one.done() or whole.cancelled():  # nobody waits for it any more
+            one.cancel()
         elif (error := whole.exception()) is not None:
-            part.set_exception(error)
-            part.exception()  # as with Ray, nobody has to look at every object of a failed call
+            one.set_exception(error)
+            one.exception()  # as with Ray, nobody has to look at every object of a failed call
         else:
-            part.set_result(whole.result()[index])
+            one.set_result(whole.result()[index])
 
     whole.add_done_callback(settle)
-    return part
+    return one
+
+
+class Followed:
+    """Calls `progress` again and again, as the loop does for as long as a worker lives. `ended`: every result, and when it came."""
+
+    def __init__(self, exchange: PartExchange | RayRolloutWorker) -> None:
+        self._exchange = exchange
+        self.ended: dict[PartKey, tuple[PartResult, float]] = {}
+        self.failure: Exception | None = None
+        self._more = asyncio.Event()
+
+    async def follow(self) -> None:
+        seen = 0
+        try:
+            while True:
+                progress = await self._exchange.progress(seen)
+                seen = progress.seen
+                for result in progress.ended:
+                    assert result.key not in self.ended, f"{result.key} came back twice"
+                    self.ended[result.key] = result, asyncio.get_running_loop().time()
+                self._more.set()
+        except Exception as error:
+            self.failure = error
+            self._more.set()
+
+    async def until(self, *requests: PartRequest) -> None:
+        """Wait until all of these have come back; raise the failure of `progress` if there is one before."""
+        while not {request.key for request in requests} <= self.ended.keys():
+            if self.failure is not None:
+                raise self.failure
+            self._more.clear()
+            await self._more.wait()
+
+    async def run(self, *requests: PartRequest) -> None:
+        for request in requests:
+            self._exchange.submit(request)
+        await self.until(*requests)
 
 
 @asynccontextmanager
-async def followed(exchange: GroupExchange | RayRolloutWorker) -> AsyncIterator[asyncio.Task[None]]:
-    """As the loop does for as long as a worker lives."""
-
-    async def follow() -> None:
-        seen = 0
-        while True:
-            seen = (await exchange.progress(seen)).seen
-
-    task = asyncio.create_task(follow())
+async def followed(exchange: PartExchange | RayRolloutWorker) -> AsyncIterator[Followed]:
+    follower = Followed(exchange)
+    task = asyncio.create_task(follower.follow())
     try:
-        yield task
+        yield follower
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-def request(index: int) -> GroupRequest:
-    return GroupRequest(key=AttemptKey(f"p{index}", 0, 0), item={}, n=4, seed=index)
+def part(index: int, number: int = 0) -> PartRequest:
+    key = PartKey(AttemptKey(f"p{index}", 0, 0), number)
+    return PartRequest(key=key, item={}, indices=tuple(range(4 * number, 4 * number + 4)), seed=index)
 
 
-def exchange_with(takes_s: Takes) -> tuple[GroupExchange, Handle, Runner]:
+def exchange_with(takes_s: Takes) -> tuple[PartExchange, Handle, Runner]:
     runner = Runner(takes_s)
     return *exchange_of(Actor(runner)), runner
 
 
-def exchange_of(actor: Actor) -> tuple[GroupExchange, Handle]:
+def exchange_of(actor: Actor) -> tuple[PartExchange, Handle]:
     handle = Handle(actor)
     bounded = partial(answer, executor="rollout-0", limit=Limit(CALL_TIMEOUT_S, "rollout.call_timeout_s"))
-    return GroupExchange(handle, lambda pending, call: bounded(pending, call=call)), handle
+    return PartExchange(handle, lambda pending, call: bounded(pending, call=call)), handle
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_group_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_with_groups(seed: int) -> None:
+def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_with_parts(seed: int) -> None:
     rng = random.Random(seed)
-    num_groups, at_once = rng.randint(1, 120), rng.randint(1, 24)
-    durations = [rng.choice([0.0, rng.uniform(0.01, 0.3), rng.uniform(0.3, 3.0)]) for _ in range(num_groups)]
+    num_parts, at_once = rng.randint(1, 120), rng.randint(1, 24)
+    durations = [rng.choice([0.0, rng.uniform(0.01, 0.3), rng.uniform(0.3, 3.0)]) for _ in range(num_parts)]
 
     async def main() -> None:
-        now, began_s = asyncio.get_running_loop().time, asyncio.get_running_loop().time()
+        began_s = asyncio.get_running_loop().time()
         exchange, handle, runner = exchange_with(lambda request: durations[request.seed])
-        places, late_s = asyncio.Semaphore(at_once), []
+        places, requests = asyncio.Semaphore(at_once), [part(index // 3, index % 3) for index in range(num_parts)]
+        requests = [replace(request, seed=index) for index, request in enumerate(requests)]
 
-        async def group(index: int) -> None:
+        async def run(request: PartRequest) -> None:
             async with places:
-                result = await exchange.generate(request(index))
-                payload = await result.payload
-                assert (result.key.uid, payload.uid, result.failures) == (f"p{index}", f"p{index}", (f"p{index}",))
-                late_s.append(now() - runner.ended[f"p{index}"])
+                await follower.run(request)
 
-        async with followed(exchange):
-            await asyncio.gather(*(group(index) for index in range(num_groups)))
-        assert len(runner.ended) == num_groups
-        exchanges = handle.calls.count("exchange")
-        whole_s = now() - began_s
-        # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended groups behind.
-        idle_times = sum(duration < 0.02 for duration in durations) + num_groups / at_once
-        assert exchanges <= 2 + whole_s / DEBOUNCE_S + num_groups / GROUPS_PER_ANSWER + idle_times
-        answers = at_once / GROUPS_PER_ANSWER + 2
+        async with followed(exchange) as follower:
+            await asyncio.gather(*map(run, requests))
+        for key, (result, _) in follower.ended.items():
+            payload = await result.payload
+            assert (key, payload.uid, result.failures) == (result.key, str(key), (str(key),))
+        assert follower.ended.keys() == runner.ended.keys() == {request.key for request in requests}
+        whole_s = asyncio.get_running_loop().time() - began_s
+        # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended parts behind.
+        idle_times = sum(duration < 0.02 for duration in durations) + num_parts / at_once
+        assert handle.calls.count("exchange") <= 2 + whole_s / DEBOUNCE_S + num_parts / PARTS_PER_ANSWER + idle_times
+        answers = at_once / PARTS_PER_ANSWER + 2
+        late_s = [came_s - runner.ended[key] for key, (_, came_s) in follower.ended.items()]
         assert max(late_s) <= DEBOUNCE_S + answers * (2 * WAY_S + SETTLE_S + 0.001)
 
     run_virtual(main(), loop_factory=loop_of(seed))
 
 
-def test_the_last_group_of_a_worker_is_told_without_delay() -> None:
+def test_the_last_part_of_a_worker_is_told_without_delay() -> None:
     """Nothing is left that could come along: on-policy's windows, and colocate's phases, end with it."""
 
     async def main() -> float:
         exchange, _, runner = exchange_with(lambda request: 0.5 if request.seed == 0 else 0.51)
-        async with followed(exchange):
-            await asyncio.gather(exchange.generate(request(0)), exchange.generate(request(1)))
-            return asyncio.get_running_loop().time() - runner.ended["p1"]
+        async with followed(exchange) as follower:
+            await follower.run(part(0), part(1))
+            return asyncio.get_running_loop().time() - runner.ended[part(1).key]
 
     assert run_virtual(main()) == pytest.approx(WAY_S)
 
 
-def test_many_groups_that_end_together_come_one_answer_after_the_other() -> None:
+def test_many_parts_that_end_together_come_one_answer_after_the_other() -> None:
     """No debounce between them: all trajectories at the token limit, say."""
 
     async def main() -> float:
         exchange, _, runner = exchange_with(lambda request: 1.0)
-        async with followed(exchange):
-            await asyncio.gather(*(exchange.generate(request(index)) for index in range(24)))
+        async with followed(exchange) as follower:
+            await follower.run(*map(part, range(24)))
             return asyncio.get_running_loop().time() - max(runner.ended.values())
 
-    assert run_virtual(main()) == pytest.approx(WAY_S + (24 / GROUPS_PER_ANSWER - 1) * (2 * WAY_S + SETTLE_S))
+    assert run_virtual(main()) == pytest.approx(WAY_S + (24 / PARTS_PER_ANSWER - 1) * (2 * WAY_S + SETTLE_S))
 
 
 def test_a_request_does_not_wait_for_an_answer_that_is_not_due() -> None:
     async def main() -> tuple[float, list[str]]:
         exchange, handle, runner = exchange_with(lambda request: 0.01)
         now = asyncio.get_running_loop().time
-        async with followed(exchange):
+        async with followed(exchange) as follower:
             await asyncio.sleep(POLL_S / 2)  # an exchange is under way, and there is nothing to tell
             asked_s = now()
-            await asyncio.gather(*(exchange.generate(request(index)) for index in range(3)))
-            return runner.begun["p2"] - asked_s, handle.calls
+            await follower.run(part(0), part(1, 0), part(1, 1))
+            return runner.begun[part(1, 1).key] - asked_s, handle.calls
 
     waited_s, calls = run_virtual(main())
     assert waited_s == pytest.approx(WAY_S)
     assert calls.count("submit") == 1  # all three
 
 
-def test_a_group_that_raises_fails_what_waits_for_the_worker_with_its_own_error() -> None:
-    async def main() -> list[Any]:
+def test_a_part_that_raises_fails_the_worker_with_its_own_error() -> None:
+    async def main() -> tuple[Exception | None, int]:
         exchange, _, _ = exchange_with(lambda request: -0.2 if request.seed == 1 else 60.0)
-        async with followed(exchange) as following:
-            groups = [exchange.generate(request(index)) for index in range(3)]
-            return list(await asyncio.gather(*groups, following, return_exceptions=True))
+        async with followed(exchange) as follower:
+            with pytest.raises(ExecutorFailed):
+                await follower.run(*map(part, range(3)))
+            return follower.failure, len(follower.ended)
 
-    outcomes = run_virtual(main())
-    assert len(outcomes) == 4
-    for outcome in outcomes:
-        assert isinstance(outcome, ExecutorFailed)
-        assert not isinstance(outcome, ExecutorLost)
-        assert outcome.message == "rollout-0 failed: ValueError: no engine for p1"
+    failure, num_ended = run_virtual(main())
+    assert isinstance(failure, ExecutorFailed)
+    assert not isinstance(failure, ExecutorLost)
+    assert (failure.message, num_ended) == ("rollout-0 failed: ValueError: no engine for p1@0.0/0", 0)
 
 
-def test_groups_that_ended_before_a_failure_are_not_lost_with_it() -> None:
-    async def main() -> list[Any]:
+def test_parts_that_ended_before_a_failure_are_not_lost_with_it() -> None:
+    async def main() -> tuple[list[str], Any]:
         exchange, _, _ = exchange_with(lambda request: -0.25 if request.seed == 0 else 0.2 + request.seed / 1000)
-        async with followed(exchange) as following:
-            groups = [exchange.generate(request(index)) for index in range(9)]
-            return list(await asyncio.gather(*groups, following, return_exceptions=True))
+        async with followed(exchange) as follower:
+            with pytest.raises(ExecutorFailed):
+                await follower.run(*map(part, range(9)))
+            return [key.attempt.uid for key in follower.ended], follower.failure
 
-    failed, *ended, following = run_virtual(main())
-    assert [result.key.uid for result in ended] == [f"p{index}" for index in range(1, 9)]
-    assert failed.message == following.message == "rollout-0 failed: ValueError: no engine for p0"
+    ended, failure = run_virtual(main())
+    assert ended == [f"p{index}" for index in range(1, 9)]
+    assert failure.message == "rollout-0 failed: ValueError: no engine for p0@0.0/0"
 
 
-def test_a_group_that_is_cancelled_within_the_worker_fails() -> None:
+def test_a_part_that_is_cancelled_within_the_worker_fails() -> None:
     async def main() -> Any:
         runner = Runner(lambda request: 1.0)
         runner.run = cancelled_from_within  # type: ignore[method-assign]
         exchange, _ = exchange_of(Actor(runner))
-        async with followed(exchange) as following:
-            return (await asyncio.gather(exchange.generate(request(0)), following, return_exceptions=True))[0]
+        async with followed(exchange) as follower:
+            with pytest.raises(ExecutorFailed) as failed:
+                await follower.run(part(0))
+            return failed.value
 
     async def cancelled_from_within(*_: Any) -> Any:
         raise asyncio.CancelledError
 
-    assert run_virtual(main()).message == "rollout-0 failed: group p0@0.0 was cancelled"
+    assert run_virtual(main()).message == "rollout-0 failed: part p0@0.0/0 was cancelled"
 
 
-def test_a_process_that_dies_loses_its_groups_at_once() -> None:
-    async def main() -> tuple[list[Any], float]:
+def test_a_process_that_dies_loses_its_parts_at_once() -> None:
+    async def main() -> tuple[Any, float]:
         exchange, handle, _ = exchange_with(lambda request: 60.0)
-        async with followed(exchange) as following:
-            groups = [asyncio.create_task(exchange.generate(request(index))) for index in range(3)]
+        async with followed(exchange) as follower:
+            running = asyncio.create_task(follower.run(*map(part, range(3))))
             await asyncio.sleep(1.0)
             died_s = asyncio.get_running_loop().time()
             handle.die()
-            outcomes = await asyncio.gather(*groups, following, return_exceptions=True)
-            return list(outcomes), asyncio.get_running_loop().time() - died_s
+            with pytest.raises(ExecutorLost) as lost:
+                await running
+            return lost.value, asyncio.get_running_loop().time() - died_s
 
-    outcomes, took_s = run_virtual(main())
+    lost, took_s = run_virtual(main())
     assert took_s == 0.0
-    assert all(isinstance(outcome, ExecutorLost) for outcome in outcomes), outcomes
-    assert "its process ended during a progress report" in outcomes[0].message
+    assert "its process ended during a progress report" in lost.message
 
 
-def test_a_group_may_take_longer_than_any_call() -> None:
-    async def main() -> tuple[GroupResult, float]:
+def test_a_part_may_take_longer_than_any_call() -> None:
+    async def main() -> float:
         exchange, _, _ = exchange_with(lambda request: 10 * CALL_TIMEOUT_S)
-        async with followed(exchange):
-            return await exchange.generate(request(0)), asyncio.get_running_loop().time()
+        async with followed(exchange) as follower:
+            await follower.run(part(0))
+            return asyncio.get_running_loop().time()
 
-    result, ended_s = run_virtual(main())
-    assert result.key.uid == "p0"
-    assert ended_s > 10 * CALL_TIMEOUT_S
+    assert run_virtual(main()) > 10 * CALL_TIMEOUT_S
 
 
 def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
@@ -316,10 +351,10 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
         actor = Actor(runner)
         began_s = asyncio.get_running_loop().time()
 
-        def progress(seen: int) -> Progress:
+        def progress(seen: int, ended: tuple[PartResult, ...]) -> Progress:
             ran_s = asyncio.get_running_loop().time() - began_s
             gauges = {"running_sequences": float(ran_s < 900 or ran_s > 950), "version": 3.0 if ran_s < 950 else 4.0}
-            return Progress(seen=seen, finished_sequences={}, reports=(rollout_report(gauges),))
+            return Progress(seen=seen, ended=ended, finished_sequences={}, reports=(rollout_report(gauges),))
 
         async def never_ends(version: int, interrupt: str) -> None:
             await asyncio.sleep(10_000)
@@ -351,34 +386,19 @@ def rollout_report(gauges: dict[str, float]) -> ExecutorReport:
     )
 
 
-def test_a_request_that_is_taken_back_harms_nobody() -> None:
-    """Its driver's task is cancelled while the group runs: the result comes and finds nobody."""
-
-    async def main() -> str:
-        exchange, _, runner = exchange_with(lambda request: 0.3)
-        async with followed(exchange) as following:
-            first = asyncio.create_task(exchange.generate(request(0)))
-            await asyncio.sleep(0.1)
-            first.cancel()
-            second = await exchange.generate(request(1))
-            assert "p0" in runner.ended
-            assert not following.done()
-            return second.key.uid
-
-    assert run_virtual(main()) == "p1"
-
-
-def test_an_abort_never_overtakes_the_request_of_its_group() -> None:
-    async def main() -> list[str]:
+def test_an_abort_never_overtakes_the_requests_of_its_group() -> None:
+    async def main() -> list[AttemptKey]:
         runner = Runner(lambda request: 1.0)
         handle = Handle(Actor(runner))
         worker = RayRolloutWorker("rollout-0", lambda: handle, small_profile())
-        async with followed(worker):
+        async with followed(worker) as follower:
             for index, wait_s in enumerate((0.0, 0.0005, 0.05)):  # before, in and after the first exchange
-                group = asyncio.create_task(worker.generate(request(index)))
+                parts = part(index, 0), part(index, 1)
+                for request in parts:
+                    worker.submit(request)
                 await asyncio.sleep(wait_s)
-                await worker.abort(request(index).key)
-                await group
+                await worker.abort(parts[0].key.attempt)
+                await follower.until(*parts)
         return runner.aborted
 
-    assert run_virtual(main()) == ["p0", "p1", "p2"]
+    assert run_virtual(main()) == [part(index).key.attempt for index in range(3)]

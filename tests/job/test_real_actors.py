@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.ports import EvalRequest, GroupRequest, TrainBatch
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult
+from asyncrl_cli.loop.ports import EvalRequest, PartRequest, TrainBatch
 from asyncrl_cli.loop.states import State
 
 from .crew import REWARD, make_model, nodes, small_profile
@@ -21,32 +19,29 @@ from .crew import REWARD, make_model, nodes, small_profile
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-def request(index: int) -> GroupRequest:
+def part(index: int, number: int = 0, indices: tuple[int, ...] = (0, 1, 2, 3)) -> PartRequest:
     item = {"uid": f"p{index}", "prompt": f"{index}+1=", "answer": "2", "metadata": {}}
-    return GroupRequest(key=AttemptKey(f"p{index}", 0, 0), item=item, n=4, seed=index)
+    return PartRequest(key=PartKey(AttemptKey(f"p{index}", 0, 0), number), item=item, indices=indices, seed=index)
+
+
+def group_of(*parts: PartResult) -> GroupResult:
+    return GroupResult.of(parts[0].key.attempt, parts)
 
 
 def batch_of(groups: list[GroupResult], step: int) -> TrainBatch:
     return TrainBatch(step=step, window=step - 1, step_in_window=0, groups=tuple(groups))
 
 
-@asynccontextmanager
-async def followed(workers: list[Any]) -> AsyncIterator[None]:
-    """As the loop follows them: groups travel with the calls of `progress`."""
-
-    async def follow(worker: Any) -> None:
-        seen = 0
-        while True:
-            seen = (await worker.progress(seen)).seen
-
-    tasks = [asyncio.create_task(follow(worker)) for worker in workers]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(error, asyncio.CancelledError) for error in ended), ended
+async def run_parts(worker: Any, *requests: PartRequest) -> list[PartResult]:
+    """Results in the order of the requests: they travel with the calls of `progress`."""
+    for request in requests:
+        worker.submit(request)
+    seen, ended = 0, {}
+    while len(ended) < len(requests):
+        progress = await worker.progress(seen)
+        seen = progress.seen
+        ended |= {result.key: result for result in progress.ended}
+    return [ended[request.key] for request in requests]
 
 
 def test_a_round_of_generate_train_publish_load_checkpoint_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +72,11 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert payloads == []
         assert {"trainer is ready", "rollout-0 is ready", "rollout-1 is ready"} <= set(said)
         await _publish_and_load(trainer, workers, 0)
-        async with followed(workers):
-            groups = list(await asyncio.gather(*(workers[i % 2].generate(request(i)) for i in range(4))))
+        left, right = await asyncio.gather(
+            run_parts(workers[0], part(0), part(1, 0, (0, 2)), part(2)),
+            run_parts(workers[1], part(3), part(1, 1, (1,)), part(1, 2, (3,))),
+        )
+        groups = [group_of(left[0]), group_of(left[1], right[1], right[2]), group_of(left[2]), group_of(right[0])]
         for index, group in enumerate(groups):
             assert group.key == AttemptKey(f"p{index}", 0, 0)
             assert len(group.trajectories) == 4
@@ -97,19 +95,17 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         loads = await asyncio.gather(workers[0].load(1, "keep-kv"), workers[1].load(1, "drain"))
         print("send", sends, loads)
         assert all(load.logprob_abs_diff is not None and load.logprob_abs_diff < 1e-4 for load in loads)
-        async with followed(workers):
-            later = await workers[0].generate(request(7))
+        (later,) = await run_parts(workers[0], part(7))
         assert {version for meta in later.trajectories for version, _ in meta.version_tokens} == {1}
         progress = await workers[0].progress(-1)
         rollout, reward = progress.reports
         assert (rollout.name, reward.name) == ("rollout-0", "reward-0")
-        own = [groups[0], groups[2], later]
-        tokens = sum(meta.response_tokens for group in own for meta in group.trajectories)
+        tokens = sum(meta.response_tokens for result in (*left, later) for meta in result.trajectories)
         assert rollout.sums["sampled_tokens"] == tokens
         assert rollout.gauges["version"] == 1
         assert rollout.gauges["running_sequences"] == 0
         assert rollout.gauges["running_tokens"] == 0
-        evaluated = await workers[0].evaluate(EvalRequest(version=1, items=(request(1).item,), seed=3))
+        evaluated = await workers[0].evaluate(EvalRequest(version=1, items=(part(1).item,), seed=3))
         assert len(evaluated.rewards) == 1
         await _checkpoint(trainer, groups, tmp_path)
         return [load.version for load in loads]
@@ -126,7 +122,7 @@ async def _publish_and_load(trainer: Any, workers: list[Any], version: int) -> N
 
 async def _checkpoint(trainer: Any, groups: list[GroupResult], tmp_path: Path) -> None:
     await trainer.snapshot(1)
-    writing = asyncio.create_task(trainer.write(1, tmp_path / "step-1", [groups[2].payload, groups[3].payload], False))
+    writing = asyncio.create_task(trainer.write(1, tmp_path / "step-1", [groups[1].payload, groups[3].payload], False))
     await trainer.train(batch_of(groups[2:], step=2))
     await writing
 
@@ -146,10 +142,9 @@ async def _second_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pa
     async with started_workers(
         plan, profile, model_dir, REWARD, run_dir=tmp_path / "run", log_dir=tmp_path / "logs", checkpoint=checkpoint
     ) as (trainer, workers, payloads):
-        assert len(payloads) == 2
+        assert [len(payload) for payload in payloads] == [1, 1]  # each group as one object
         await _publish_and_load(trainer, workers, 1)
-        async with followed(workers):
-            group = await workers[1].generate(request(9))
+        (group,) = await run_parts(workers[1], part(9))
         assert {version for meta in group.trajectories for version, _ in meta.version_tokens} == {1}
         with pytest.raises(ExecutorFailed, match=r"rollout-0 failed: ValueError: asked to load version 5"):
             await workers[0].load(5, "drain")

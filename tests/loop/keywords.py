@@ -25,6 +25,7 @@ KEYS = {
     "on_exhausted": "async_training.on_exhausted",
     "n": "rollout.n",
     "prefetch_groups": "rollout.prefetch_groups",
+    "placement": "rollout.placement",
     "max_restarts": "rollout.max_restarts",
     "call_timeout_s": "rollout.call_timeout_s",
     "colocate": "placement.colocate",

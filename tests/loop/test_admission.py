@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.admission import Admission, Closed, takeable_in_time
-from asyncrl_cli.loop.attempts import Attempt, Prompt, Stage
+from asyncrl_cli.loop.attempts import Attempt, PartResult, Prompt, Stage
 from asyncrl_cli.loop.fleet import WorkerSlots
 from tests.loop.keywords import loop_settings
 
@@ -25,11 +25,22 @@ def admission(**changes):
 
 
 def start(machine, number):
-    worker = machine.choose()
-    assert worker is not None
+    placement = machine.choose()
+    assert placement is not None
     attempt = Attempt(prompt=Prompt(uid=f"p{number}", epoch=0, item={}))
-    machine.admit(attempt, worker)
-    return attempt, worker
+    machine.admit(attempt, placement)
+    return attempt
+
+
+def workers_of(attempt):
+    return [(part.worker, part.indices) for part in attempt.parts.values()]
+
+
+def end(machine, attempt):
+    """All of its parts end, and so does the group."""
+    for part in attempt.running_parts():
+        machine.end_part(part, PartResult(key=part.key, trajectories=(), failures=(), failed_tokens=0))
+    machine.leave(attempt, Stage.FINISHED)
 
 
 @given(
@@ -73,11 +84,11 @@ def test_groups_wait_for_slots_and_prefetch_groups_lend_some():
 
 def test_a_sequence_that_ends_frees_its_slot_before_its_group_ends():
     machine = admission(slots=4, n=2)
-    first, _ = start(machine, 0)
+    first = start(machine, 0)
     start(machine, 1)
-    machine.sequences_finished("rollout-0", {first.key: 1})
+    machine.sequences_finished("rollout-0", {first.parts[0].key: 1})
     assert machine.closed() is Closed.SLOTS
-    machine.sequences_finished("rollout-0", {first.key: 2})
+    machine.sequences_finished("rollout-0", {first.parts[0].key: 2})
     assert machine.closed() is Closed.OPEN
 
 
@@ -93,7 +104,59 @@ def test_groups_start_on_the_newest_weights():
     machine = admission(workers=2, eta=Fraction(1), max_staleness=1)
     machine.version = 1
     machine.workers["rollout-1"].end_load(1)
-    assert machine.choose().name == "rollout-1"
+    assert machine.choose() == ({"rollout-1": 2}, 1)
+
+
+def test_the_worked_example_of_placing():
+    """docs/admission.md: n = 4 on workers a (version 5, 2 free slots), b (version 5, 1), c (version 4, 3), max_staleness = 1."""
+    machine = admission(workers=3, slots=3, n=4, eta=Fraction(1), max_staleness=1)
+    machine.version = 5
+    a, b, c = machine.workers.values()
+    a.end_load(5), b.end_load(5), c.end_load(4)
+    a.change_evals(1), b.change_evals(2)
+    assert machine.closed() is Closed.DEADLINES, "due in the window that has begun: version 4 is too old with a bound of 1"
+    machine = admission(workers=3, slots=3, n=4, eta=Fraction(1), max_staleness=2)
+    machine.version = 5
+    a, b, c = machine.workers.values()
+    a.end_load(5), b.end_load(5), c.end_load(4)
+    a.change_evals(1), b.change_evals(2)
+    group = start(machine, 0)
+    assert workers_of(group) == [("rollout-0", (0, 1)), ("rollout-1", (2,)), ("rollout-2", (3,))]
+    assert group.deadline == 4 + 2
+    a.change_evals(-1)
+    machine.end_part(group.parts[1], PartResult(key=group.parts[1].key, trajectories=(), failures=(), failed_tokens=0))
+    c.set_down(True)
+    machine.lose("rollout-2")
+    assert group.unplaced == (3,)
+    (part,) = machine.place_again(group, machine.choose())
+    assert (part.key.number, part.worker, part.indices, part.version) == (3, "rollout-0", (3,), 5)
+    assert group.deadline == 5 + 2, "all that is left began on version 5"
+    assert machine.unplaced == {}
+
+
+def test_lost_responses_are_placed_before_a_new_group_and_only_on_workers_that_are_new_enough():
+    machine = admission(workers=3, slots=2, n=2, eta=Fraction(1), max_staleness=1)
+    machine.version = 1
+    for name in ("rollout-0", "rollout-1"):
+        machine.workers[name].end_load(1)
+    group = start(machine, 0)
+    assert workers_of(group) == [("rollout-0", (0,)), ("rollout-1", (1,))]
+    machine.workers["rollout-1"].change_evals(1)
+    machine.workers["rollout-0"].set_down(True)
+    machine.lose("rollout-0")
+    assert machine.closed() is Closed.DEADLINES, "rollout-2 has room, but holds version 0"
+    assert [worker.name for worker in machine.refused()] == ["rollout-2"]
+    machine.workers["rollout-2"].end_load(1)
+    assert machine.choose() == ({"rollout-2": 1}, 1)
+
+
+def test_a_group_that_is_larger_than_a_worker_runs_on_several_and_a_whole_one_never_does():
+    machine = admission(workers=3, slots=2, n=5)
+    assert workers_of(start(machine, 0)) == [("rollout-0", (0, 1)), ("rollout-1", (2, 3)), ("rollout-2", (4,))]
+    assert admission(workers=3, slots=2, n=5, placement="group").closed() is Closed.SLOTS
+    whole = admission(workers=3, slots=6, n=5, placement="group")
+    assert [workers_of(start(whole, number)) for number in range(3)] == [[(f"rollout-{i}", (0, 1, 2, 3, 4))] for i in range(3)]
+    assert whole.closed() is Closed.SLOTS
 
 
 def test_a_worker_that_loads_gets_nothing():
@@ -104,7 +167,7 @@ def test_a_worker_that_loads_gets_nothing():
 
 def test_live_and_trained_groups_never_exceed_the_run():
     machine = admission(window_groups=4, total_groups=4, eta=Fraction(2), max_staleness=2)
-    attempts = [start(machine, number)[0] for number in range(4)]
+    attempts = [start(machine, number) for number in range(4)]
     assert machine.closed() is Closed.END
     machine.leave(attempts[0], Stage.DROPPED, "failed")
     assert machine.closed() is Closed.OPEN, "a dropped group is replaced"
@@ -115,20 +178,29 @@ def test_live_and_trained_groups_never_exceed_the_run():
     eta=st.sampled_from(["0", "0.25", "0.5", "1", "2"]),
     window_groups=st.integers(1, 6),
     workers=st.integers(1, 3),
-    choices=st.lists(st.tuples(st.sampled_from(["finish", "take", "load"]), st.integers(0, 99)), max_size=120),
+    slots=st.integers(2, 9),
+    placement=st.sampled_from(["response", "group"]),
+    choices=st.lists(st.tuples(st.sampled_from(["finish", "take", "load", "die"]), st.integers(0, 99)), max_size=120),
 )
-def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, window_groups, workers, choices):
-    """Finishes, takes and lagging loads in any order. Finished groups always suffice for the next take once all have finished."""
-    bound = math.ceil(Fraction(eta))
-    machine = admission(window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, total_groups=10_000)
+def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, window_groups, workers, slots, placement, choices):
+    """Finishes, takes, deaths and lagging loads in any order. Finished groups always suffice for the next take once all have
+    finished."""
+    bound, few = math.ceil(Fraction(eta)), {"slots": slots, "placement": placement, "total_groups": 10_000}
+    machine = admission(window_groups=window_groups, eta=Fraction(eta), max_staleness=bound, workers=workers, **few)
     number, began = 0, {}
 
     def admit_all():
         nonlocal number
         while machine.is_open():
-            _, worker = start(machine, number)
-            began[f"p{number}"] = worker.version
-            number += 1
+            lost = next(iter(machine.unplaced.values()), None)
+            if lost is not None:
+                machine.place_again(lost, machine.choose())
+            else:
+                start(machine, number)
+                number += 1
+        for attempt in machine.ledger.running.values():
+            if not attempt.unplaced:
+                began[attempt.prompt.uid] = min(part.version for part in attempt.parts.values())
 
     def take_one():
         for attempt in machine.takeable(1):
@@ -142,18 +214,27 @@ def test_no_sequence_of_events_breaks_the_bound_or_leaves_nothing_to_do(eta, win
 
     admit_all()
     for what, pick in choices:
-        running = list(machine.ledger.running.values())
+        running = [attempt for attempt in machine.ledger.running.values() if not attempt.unplaced]
         if what == "finish" and running:
-            machine.leave(running[pick % len(running)], Stage.FINISHED)
+            end(machine, running[pick % len(running)])
         elif what == "take":
             take_one()
         elif what == "load":
             worker = machine.workers[f"rollout-{pick % workers}"]
+            worker.set_down(False)
             worker.end_load(max(worker.version, machine.version - pick // workers % 2))
+        elif what == "die":
+            name = f"rollout-{pick % workers}"
+            machine.workers[name].set_down(True)
+            machine.lose(name)
         admit_all()
     for worker in machine.workers.values():
+        worker.set_down(False)
         worker.end_load(machine.version)
     admit_all()
-    for attempt in list(machine.ledger.running.values()):
-        machine.leave(attempt, Stage.FINISHED)
+    while any_running := [attempt for attempt in machine.ledger.running.values() if not attempt.unplaced]:
+        for attempt in any_running:
+            end(machine, attempt)
+        admit_all()
+    assert not machine.unplaced
     assert take_one(), "everything is loaded and finished, and the trainer would wait for ever"

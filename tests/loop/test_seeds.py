@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Stage
+from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.changes import Change, Changes
-from asyncrl_cli.loop.fleet import WeightSync, WorkerSlots
+from asyncrl_cli.loop.fleet import Fleet, WeightSync, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
 from asyncrl_cli.loop.rollouts import Publishing
@@ -62,6 +62,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
         "warning",
         "dropped",
         "requeued",
+        "replaced",
     }
     assert happened <= set(counts)
     assert set(faults) == {kind.value for kind in FaultKind}
@@ -73,6 +74,8 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {entry.profile.weights.mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
+    assert {entry.profile.rollout.placement for entry in settings} == {"response", "group"}
+    assert any(scenario.slots < scenario.settings.profile.rollout.n for scenario in trained)
 
 
 @pytest.mark.slow
@@ -133,7 +136,7 @@ def first_broken(seeds) -> Outcome:
     pytest.fail("no seed noticed the mistake")
 
 
-def deadline_from_the_trainer(admission, worker):
+def deadline_from_the_trainer(admission, version):
     return admission.version + admission._max_staleness
 
 
@@ -179,10 +182,11 @@ def clock_that_loses_time(clock, now_s, original=StateClock._close):
     original(clock, now_s)
 
 
-def finish_that_forgets_waste(groups, result, original=Groups.finish):
+def end_that_forgets_waste(groups, result, original=Groups._end_part):
     discarded = groups.tokens_discarded
-    original(groups, result)
+    attempt = original(groups, result)
     groups.tokens_discarded = discarded
+    return attempt
 
 
 async def go_on_at_once(publishing):
@@ -205,13 +209,47 @@ def use_none(tasks, error, original=WorkerTasks._use_restart):
     tasks._restarts_left += 1
 
 
-def lost_for_good(groups, worker):
-    for attempt in [attempt for attempt in groups.ledger.running.values() if attempt.worker == worker]:
-        groups._end(attempt, Stage.REQUEUED, "worker lost")
+def lose_whole_groups(admission, worker, original=Admission.lose):
+    original(admission, worker)
+    for attempt in admission.unplaced.values():
+        for part in attempt.running_parts():
+            admission.workers[part.worker].release(part.key)
+            attempt.lose(part.key.number)
+
+
+def lose_without_a_slot(admission, worker):
+    for key in list(admission.workers[worker].unfinished):
+        admission.workers[worker].release(key)
+
+
+def forget_the_first(fleet, num_responses, at_least=-1, original=Fleet.placement):
+    return original(fleet, num_responses)
+
+
+def same_responses_again(attempt, num_responses, worker, version, original=Attempt.place):
+    before = attempt.unplaced
+    part = original(attempt, num_responses, worker, version)
+    part.indices = before[-num_responses:]
+    return part
+
+
+def deadline_of_the_newest(admission, attempt, placement, original=Admission.admit):
+    parts = original(admission, attempt, placement)
+    admission.ledger.set_deadline(attempt, admission.deadline_from(max(part.version for part in parts)))
+    return parts
 
 
 MISTAKES = {
-    "deadlines count from the trainer's version": (Admission, "deadline_on", deadline_from_the_trainer, {"deadlines", "admission"}),
+    "deadlines count from the trainer's version": (
+        Admission,
+        "deadline_from",
+        deadline_from_the_trainer,
+        {"deadlines", "admission"},
+    ),
+    "a deadline counts from the newest part": (Admission, "admit", deadline_of_the_newest, {"deadlines", "admission"}),
+    "a response is placed twice": (Attempt, "place", same_responses_again, {"ledger"}),
+    "lost responses start on weights that are too old": (Fleet, "placement", forget_the_first, {"admission", "deadlines", "slots"}),
+    "a death takes whole groups": (Admission, "lose", lose_whole_groups, {"admission", "slots", "restarts"}),
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
     "admission looks at no deadline": (Admission, "_in_time", lambda *_: True, {"admission", "takes", "deadlines"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
@@ -221,9 +259,9 @@ MISTAKES = {
     "the feed repeats a prompt on resume": (NumberedFeed, "restore", feed_that_goes_back, {"ledger"}),
     "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
     "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
-    "waste is not counted": (Groups, "finish", finish_that_forgets_waste, {"waste"}),
-    "a dead worker keeps its groups": (Groups, "lost", lambda *_: 0, {"restarts"}),
-    "the prompts of a dead worker never start again": (Groups, "lost", lost_for_good, {"ledger"}),
+    "waste is not counted": (Groups, "_end_part", end_that_forgets_waste, {"waste"}),
+    "a dead worker keeps its responses": (Admission, "lose", lambda *_: None, {"restarts", "admission"}),
+    "the responses of a dead worker never start again": (Admission, "lose", lose_without_a_slot, {"admission", "restarts"}),
     "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),
     "a restarted executor's sums begin anew": (_Executor, "begin_anew", begin_without_a_base, {"time"}),
     "restarts have no limit": (WorkerTasks, "_use_restart", use_none, {"restarts"}),
@@ -251,7 +289,7 @@ def test_tokens_over_the_bound_are_noticed_in_the_batch_itself(monkeypatch):
         original(invariants, holds or "are trained in window" not in message, invariant, message)
 
     monkeypatch.setattr(Invariants, "check", check_batches_only)
-    monkeypatch.setattr(Admission, "deadline_on", deadline_from_the_trainer)
+    monkeypatch.setattr(Admission, "deadline_from", deadline_from_the_trainer)
     broken = first_broken(MUTANT_SEEDS).broken
     assert isinstance(broken, InvariantError)
     assert broken.invariant == "staleness"

@@ -106,7 +106,7 @@ def test_rewards_have_a_limit_of_their_own(monkeypatch: pytest.MonkeyPatch) -> N
     async def progress(worker: SimulatedWorker, seen: int) -> Progress:
         told = await poll(worker, seen)
         (report,) = told.reports
-        state = State.BUSY if worker._groups else State.STARVED
+        state = State.BUSY if worker._parts else State.STARVED
         reward = replace(report, name=worker.name.replace("rollout", "reward"), role="reward", state=state, sums={}, spans=())
         return replace(told, reports=(report, reward))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.attempts import AttemptKey
-from asyncrl_cli.loop.fleet import Fleet, Room, WeightSync, WorkerSlots
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey
+from asyncrl_cli.loop.fleet import Fleet, WeightSync, WorkerSlots
 from asyncrl_cli.loop.ports import LoadReport
 
 N, PREFETCH, SLOTS, WORKERS = 3, 2, 10, 4
@@ -22,8 +22,8 @@ changes = st.lists(
 )
 
 
-def key(number: int) -> AttemptKey:
-    return AttemptKey(f"p{number}", 0, 0)
+def key(number: int) -> PartKey:
+    return PartKey(AttemptKey(f"p{number}", 0, 0), 0)
 
 
 def change(worker: WorkerSlots, what: str, group: int, amount: int) -> None:
@@ -41,28 +41,34 @@ def change(worker: WorkerSlots, what: str, group: int, amount: int) -> None:
         worker.end_load(worker.version + 1)
 
 
-def searched(workers: list[WorkerSlots]) -> list[WorkerSlots]:
-    """By the definition: those with free slots for a whole group; if no worker has these, those whose queue has room. A worker
-    that is down has neither."""
-    up = [worker for worker in workers if not worker.down]
-    free = [worker for worker in up if worker.slots - worker.used >= N]
-    room = free or [worker for worker in up if worker.slots - worker.used + N * PREFETCH >= N]
-    ranked = sorted(
-        (worker for worker in room if not worker.loading), key=lambda w: (-w.version, w.used - w.slots, workers.index(w))
-    )
-    return [worker for place, worker in enumerate(ranked) if worker.version not in {w.version for w in ranked[:place]}]
+def searched(workers: list[WorkerSlots], unit: int, num_responses: int, at_least: int) -> dict[str, int] | None:
+    """By the definition: unit by unit to the newest weights, then to the most room, then to the first worker; in queues only if the
+    slots of all workers that are up are too few."""
+    in_slots = sum(max(0, worker.slots - worker.used) // unit for worker in workers if not worker.down)
+    queue = N * PREFETCH if in_slots * unit < num_responses else 0
+    room = {worker.name: worker.slots - worker.used + queue for worker in workers}
+    placed: dict[str, int] = {}
+    while sum(placed.values()) < num_responses:
+        able = [w for w in workers if not w.loading and w.version >= at_least and room[w.name] >= unit]
+        if not able:
+            return None
+        name = max(able, key=lambda w: (w.version, room[w.name], -workers.index(w))).name
+        placed[name], room[name] = placed.get(name, 0) + unit, room[name] - unit
+    return placed
 
 
-@given(changes)
-def test_who_may_start_a_group_is_what_a_search_through_all_workers_finds(changes):
+@given(changes, st.sampled_from((1, N)), st.integers(0, 2))
+def test_where_responses_start_is_what_a_search_through_all_workers_finds(changes, unit, at_least):
     workers = [WorkerSlots(name=f"w{index}", slots=SLOTS) for index in range(WORKERS)]
-    fleet = Fleet(workers, n=N, prefetch_groups=PREFETCH)
+    fleet = Fleet(workers, unit=unit, queue_sequences=N * PREFETCH)
     for what, index, group, amount in changes:
         change(workers[index], what, group, amount)
-        assert fleet.candidates() == searched(workers)
+        for num_responses in (N,) if unit == N else (1, N, 4 * N):
+            placement, expected = fleet.placement(num_responses, at_least), searched(workers, unit, num_responses, at_least)
+            assert (placement and placement.responses) == expected
+            if placement is not None:
+                assert placement.version == min(worker.version for worker in workers if worker.name in placement.responses)
         assert fleet.is_awake() == (not all(worker.loading for worker in workers))
-        has_room = SLOTS - workers[index].used >= N and not workers[index].down
-        assert (workers[index].room is Room.IN_SLOTS) == has_room
         assert fleet.is_whole() == (not any(worker.down for worker in workers))
         for version in range(3):
             holds_it = [worker.version == version and not worker.loading for worker in workers]

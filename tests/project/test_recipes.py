@@ -15,7 +15,8 @@ import pytest
 
 from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.loop.ports import AttemptKey, GroupRequest
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey
+from asyncrl_cli.loop.ports import PartRequest
 from asyncrl_cli.loop.values import Ratio
 from asyncrl_cli.plugins import find
 from asyncrl_cli.train.balance import plan_train_step
@@ -140,7 +141,8 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     sampling = Sampling(temperature=1.0, max_response_tokens=32)
     make = partial(find_environment("echo"), Lengths())
     runner = GroupRunner(engine, Letters(), make, sampling, max_prompt_tokens=8)
-    request = GroupRequest(key=AttemptKey("a", 0, 0), item={"uid": "a", "prompt": "!"}, n=2, seed=0)
+    key = PartKey(AttemptKey("a", 0, 0), 0)
+    request = PartRequest(key=key, item={"uid": "a", "prompt": "!"}, indices=(0, 1), seed=0)
     result, payload = asyncio.run(runner.run(request, lambda finished: None))
     (segment,) = payload.trajectories[0].segments
     first, second = [34, 35, 36, 37], [4, 5, 6, 7]

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey
-from asyncrl_cli.loop.ports import EvalRequest, GroupRequest, Published
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey
+from asyncrl_cli.loop.ports import EvalRequest, PartRequest, Published
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -33,7 +33,29 @@ def make(times=None, *, slots=4, name="rollout-0", faults=None, machine=None, **
 
 
 def group(number=0, n=2):
-    return GroupRequest(key=AttemptKey(f"p{number}", 0, 0), item={}, n=n, seed=number)
+    """A part that is a whole group."""
+    return part(number, 0, *range(n))
+
+
+def part(group_number, number, *indices):
+    key = PartKey(AttemptKey(f"p{group_number}", 0, 0), number)
+    return PartRequest(key=key, item={}, indices=indices, seed=group_number)
+
+
+async def ended(worker, *requests):
+    """The results of what was submitted, each with the time at which it came."""
+    came, seen = {}, 0
+    while not came.keys() >= {request.key for request in requests}:
+        progress = await worker.progress(seen)
+        seen = progress.seen
+        came |= {result.key: (result, now_s()) for result in progress.ended}
+    return [came[request.key] for request in requests]
+
+
+async def generate(worker, request):
+    worker.submit(request)
+    ((result, _),) = await ended(worker, request)
+    return result
 
 
 async def load(worker, version, interrupt="keep-kv"):
@@ -54,12 +76,12 @@ def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
     async def main():
         worker = make(reward_s=lambda rng: 2.0)
         await load(worker, 0)
-        running = asyncio.create_task(timed(worker.generate(group())))
+        worker.submit(group())
         await asyncio.sleep(6)  # both have ended at 3 and 5 s, the last reward comes at 7 s
         progress = await worker.progress(0)
-        return await running, progress
+        return await ended(worker, group()), progress
 
-    (result, ended_s), progress = run_virtual(main())
+    ((result, ended_s),), progress = run_virtual(main())
     assert ended_s == 7.0
     assert [meta.response_tokens for meta in result.trajectories] == [3, 5]
     assert {meta.version_tokens for meta in result.trajectories} == {((0, 3),), ((0, 5),)}
@@ -71,17 +93,19 @@ def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
     assert progress.reports[0].sums["sampled_tokens"] == 8
 
 
-def test_the_same_group_has_the_same_lengths_on_any_worker_whatever_happened_before():
+def test_a_response_has_the_same_length_on_any_worker_in_any_part_whatever_happened_before():
     async def main(name, before):
         worker = make(name=name, response_tokens=lambda rng, n: [rng.randint(1, 99) for _ in range(n)])
         await load(worker, 0)
         for number in range(before):
-            await worker.generate(group(number + 10))
-        return [meta.response_tokens for meta in (await worker.generate(group(1, n=4))).trajectories]
+            await generate(worker, group(number + 10))
+        worker.submit(part(1, 0, 0, 2))
+        results = await ended(worker, part(1, 0)), [(await generate(worker, part(1, 1, 1, 3)), 0.0)]
+        return [[meta.response_tokens for meta in result.trajectories] for ((result, _),) in results]
 
     rng = random.Random(1)
     expected = [rng.randint(1, 99) for _ in range(4)]
-    assert run_virtual(main("rollout-0", 0)) == run_virtual(main("rollout-5", 3)) == expected
+    assert run_virtual(main("rollout-0", 0)) == run_virtual(main("rollout-5", 3)) == [expected[::2], expected[1::2]]
 
 
 @pytest.mark.parametrize(
@@ -99,12 +123,13 @@ def test_a_load_freezes_recomputes_or_drains(interrupt, versions, loaded_s, ende
         worker = make(decoding=decoding, prompt_tokens=10, load_s=lambda rng: 3.0, pause_s=1.0)
         await load(worker, 0)
         began_s = now_s()
-        running = asyncio.create_task(timed(worker.generate(group())))
+        worker.submit(group())
+        running = asyncio.create_task(ended(worker, group()))
         prefill_s = 2 * 10 * 0.1
         await asyncio.sleep(prefill_s + 2.0)
         report = await load(worker, 1, interrupt)
         at_load_s = now_s() - began_s - prefill_s
-        result, end_s = await running
+        ((result, end_s),) = await running
         state_s = (await worker.progress(0)).reports[0].state_s
         return report, at_load_s, result, end_s - began_s - prefill_s, state_s
 
@@ -119,31 +144,34 @@ def test_a_drain_lets_nobody_begin_before_the_load():
     async def main():
         worker = make(slots=2)
         await load(worker, 0)
-        first = asyncio.create_task(worker.generate(group(0)))
+        worker.submit(group(0))
         await asyncio.sleep(1)
         loading = asyncio.create_task(load(worker, 1, "drain"))
         await asyncio.sleep(1)
-        second = asyncio.create_task(worker.generate(group(1)))
-        results = await first, await second
+        worker.submit(group(1))
+        results = await ended(worker, group(0), group(1))
         await loading
-        return [meta.version_tokens for result in results for meta in result.trajectories]
+        return [meta.version_tokens for result, _ in results for meta in result.trajectories]
 
     assert run_virtual(main()) == [((0, 3),), ((0, 5),), ((1, 3),), ((1, 5),)]
 
 
-def test_an_aborted_group_returns_at_once_with_the_tokens_it_cost_and_frees_its_slots():
+def test_the_parts_of_an_aborted_group_return_at_once_with_the_tokens_they_cost_and_free_their_slots():
     async def main():
         worker = make(slots=2)
         await load(worker, 0)
-        first = asyncio.create_task(timed(worker.generate(group(0))))
-        second = asyncio.create_task(timed(worker.generate(group(1))))
+        worker.submit(part(0, 0, 0))
+        worker.submit(part(0, 1, 1))
+        worker.submit(group(1))
+        results = asyncio.create_task(ended(worker, part(0, 0), part(0, 1), group(1)))
         await asyncio.sleep(3.5)
-        await worker.abort(group(0).key)
+        await worker.abort(AttemptKey("p0", 0, 0))
         await worker.abort(AttemptKey("nobody's", 0, 0))
-        return await first, await second
+        return await results
 
-    (aborted, aborted_s), (_, second_s) = run_virtual(main())
-    assert (aborted.trajectories, aborted.failures, aborted.failed_tokens, aborted_s) == ((), (), 3 + 3, 3.5)
+    (whole, _), (aborted, aborted_s), (_, second_s) = run_virtual(main())
+    assert [meta.response_tokens for meta in whole.trajectories] == [3], "it had ended before"
+    assert (aborted.trajectories, aborted.failures, aborted.failed_tokens, aborted_s) == ((), (), 3, 3.5)
     assert second_s == 3.5 + 5  # its first sequence began at 3 s, its second at 3.5 s
 
 
@@ -151,15 +179,15 @@ def test_evals_wait_for_slots_like_groups_and_can_be_aborted():
     async def main():
         worker = make(slots=2, response_tokens=lengths(4, 4), reward_s=lambda rng: 1.0)
         await load(worker, 0)
-        running = asyncio.create_task(timed(worker.generate(group())))
-        await asyncio.sleep(0)
+        worker.submit(group())
         items = tuple({"uid": str(number)} for number in range(5))
+        running = asyncio.create_task(ended(worker, group()))
         answers = asyncio.create_task(timed(worker.evaluate(EvalRequest(version=0, items=items, seed=0))))
         await asyncio.sleep(10.5)  # two have their rewards at 9 s, two more run from 8 s, one waits
         await worker.abort_evals()
         return await running, await answers, (await worker.progress(0)).reports[0].sums
 
-    (_, group_s), (result, eval_s), sums = run_virtual(main())
+    ((_, group_s),), (result, eval_s), sums = run_virtual(main())
     assert (group_s, eval_s) == (5.0, 10.5)
     assert result.response_tokens == (4, 4)
     assert result.failures == ("aborted",) * 3
@@ -171,22 +199,23 @@ def test_progress_comes_at_a_change_but_not_more_often_than_allowed_and_after_a_
         worker = make(response_tokens=lengths(3, 5), progress_s=4.0, poll_s=30.0)
         await load(worker, 0)
         seen, times = (await worker.progress(0)).seen, []
-        running = asyncio.create_task(worker.generate(group()))
+        worker.submit(part(0, 0, 0))
+        worker.submit(part(0, 1, 1))
         for _ in range(4):
             seen = (await worker.progress(seen)).seen
             times.append(now_s())
-        await running
         return times
 
-    # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; 8 s; then at rest, 30 s later each.
-    assert run_virtual(main()) == [4.0, 8.0, 38.0, 68.0]
+    # Changes: busy at 0 s; ends at 3 and 5 s. Reports: 4 s after the first at 0; at once when nothing runs any more; then at rest,
+    # 30 s later each.
+    assert run_virtual(main()) == [4.0, 5.0, 35.0, 65.0]
 
 
 def test_a_share_of_rewards_raises():
     async def main():
         worker = make(slots=64, response_tokens=lambda rng, n: [1] * n, failure_ratio=0.3)
         await load(worker, 0)
-        return [await worker.generate(group(number, n=50)) for number in range(20)]
+        return [await generate(worker, group(number, n=50)) for number in range(20)]
 
     results = run_virtual(main())
     failed = sum(len(result.failures) for result in results)
@@ -201,7 +230,7 @@ async def follow(worker):
         seen = (await worker.progress(seen)).seen
 
 
-@pytest.mark.parametrize("what", ["generate", "progress", "load", "abort", "evaluate", "pause"])
+@pytest.mark.parametrize("what", ["progress", "load", "abort", "evaluate", "pause"])
 @pytest.mark.parametrize("kind", [FaultKind.WORKER_DIES, FaultKind.WORKER_HANGS])
 def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
     async def main():
@@ -213,17 +242,16 @@ def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
         await worker.prefetch(Published(version=1, num_bytes=0, publish_s=0.0, handle=None))
         await asyncio.sleep(4)
         calls = {
-            "generate": lambda: worker.generate(group()),
             "progress": lambda: follow(worker),
             "load": lambda: worker.load(1, "keep-kv"),
-            "abort": lambda: worker.abort(group().key),
+            "abort": lambda: worker.abort(AttemptKey("p0", 0, 0)),
             "evaluate": lambda: worker.evaluate(EvalRequest(version=0, items=({"uid": "0"},), seed=0)),
             "pause": worker.pause,
         }
         if what in ("abort", "evaluate", "pause"):
             await asyncio.sleep(8)
         began_s = now_s()
-        if kind is FaultKind.WORKER_HANGS and what in ("generate", "evaluate"):  # they have no limit: who follows the worker has
+        if kind is FaultKind.WORKER_HANGS and what == "evaluate":  # it has no limit: who follows the worker has
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(500):
                     await calls[what]()
@@ -251,7 +279,8 @@ def test_a_hang_is_ended_by_the_limits_even_if_nothing_else_is_scheduled():
     async def main():
         worker = make(faults=Faults([Fault(kind=FaultKind.WORKER_HANGS, executor="rollout-0", at_s=2.0)]))
         await load(worker, 0)
-        await asyncio.gather(worker.generate(group()), follow(worker))
+        worker.submit(group())
+        await follow(worker)
 
     with pytest.raises(ExecutorFailed, match=r"a progress report took longer than rollout\.call_timeout_s = 600 s"):
         run_virtual(main())
@@ -300,9 +329,9 @@ def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_o
         )
         await load(worker, 0)
         await load(worker, 1)
-        running = asyncio.create_task(worker.generate(group()))
+        worker.submit(group())
         with pytest.raises(ExecutorFailed, match="death at 5 s"):
-            await running
+            await follow(worker)
         await asyncio.sleep(1.0)
         await worker.restart()
         back_s, version = now_s(), worker.version
@@ -313,7 +342,7 @@ def test_a_restarted_worker_is_a_fresh_one_that_what_was_on_its_way_to_the_old_o
         with pytest.raises(AssertionError, match="has received 0"):
             await worker.load(1, "keep-kv")
         with pytest.raises(ExecutorFailed, match="death at 60 s"):
-            await worker.generate(group(1))
+            await generate(worker, group(1))
         return back_s, version, report.sums["idle_s"], report.sums["running_sequence_s"], report.gauges["running_sequences"]
 
     assert run_virtual(main()) == (10.0, -1, 5.0, 0.0, 0)
@@ -325,7 +354,7 @@ def test_a_reward_that_raises_costs_one_trajectory():
     async def main():
         worker = make(faults=faults)
         await load(worker, 0)
-        return [len((await worker.generate(group(number))).failures) for number in range(3)]
+        return [len((await generate(worker, group(number))).failures) for number in range(3)]
 
     assert run_virtual(main()) == [0, 1, 0]
 
@@ -347,10 +376,11 @@ def test_on_a_shared_machine_trainer_and_workers_slow_each_other_down():
         worker = make(machine=machine, response_tokens=lengths(10, 10))
         trainer = SimulatedTrainer(TrainerTimes(train_s=lambda batch: 4.0, old_logprob_s=lambda batch: 0.0), machine=machine)
         await load(worker, 0)
-        running = asyncio.create_task(timed(worker.generate(group())))
+        worker.submit(group())
+        running = asyncio.create_task(ended(worker, group()))
         await asyncio.sleep(4)
         took_s = await machine.compute(6.0)
-        return took_s, (await running)[1], trainer
+        return took_s, (await running)[0][1], trainer
 
     # 4 tokens alone, 6 more at 1.5 s: until 13 s, by when the trainer, at half its speed, has 1.5 of its 6 s left.
     took_s, ended_s, _ = run_virtual(main())

@@ -26,13 +26,13 @@ from asyncrl_cli.tasks.task import load_task
 def requested(monkeypatch) -> list[Any]:
     """Items of all groups that workers were given, in order."""
     items: list[Any] = []
-    generate = SimulatedWorker.generate
+    submit = SimulatedWorker.submit
 
-    async def recording(self: SimulatedWorker, request: Any) -> Any:
+    def recording(self: SimulatedWorker, request: Any) -> None:
         items.append(request.item)
-        return await generate(self, request)
+        submit(self, request)
 
-    monkeypatch.setattr(SimulatedWorker, "generate", recording)
+    monkeypatch.setattr(SimulatedWorker, "submit", recording)
     return items
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from asyncrl_cli.samples import GroupPayload, Segment, Trajectory, dump_samples, is_dump_step
+from asyncrl_cli.samples import GroupPayload, Segment, Trajectory, dump_samples, is_dump_step, joined
 
 
 def segment(tokens, logprobs, versions, mask):
@@ -67,3 +68,12 @@ def test_a_dump_that_fails_leaves_no_half_file(tmp_path, payloads):
 def test_every_so_many_steps_are_dumped_and_zero_is_never():
     assert [step for step in range(1, 13) if is_dump_step(step, 5)] == [5, 10]
     assert not any(is_dump_step(step, 0) for step in range(20))
+
+
+def test_parts_of_a_group_become_one_again_and_groups_stay_apart(payloads):
+    (group,) = payloads
+    one, two = group.trajectories
+    left, nothing, right = (replace(group, trajectories=part) for part in ((one,), (), (two,)))
+    other = replace(group, attempt=3)
+    assert joined([left, nothing, right, other]) == [group, other]
+    assert joined([]) == []

@@ -1,8 +1,8 @@
-"""Runs groups and evals, from prompts to rewarded trajectories: n episodes at once, each with an environment of its own.
+"""Runs parts of groups and evals, from prompts to rewarded trajectories: episodes at once, each with an environment of its own.
 
-    GroupRequest -> n x (environment.start -> engine.generate -> environment.step -> ...) -> GroupResult + GroupPayload
+    PartRequest -> for each index (environment.start -> engine.generate -> environment.step -> ...) -> PartResult + GroupPayload
 
-A trajectory without a reward is left out of its group; an aborted group has no trajectories. Their tokens count as failed.
+A trajectory without a reward is left out of its part; an aborted part has no trajectories. Their tokens count as failed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.episode import Episode, derived_seed
 from asyncrl_cli.envs.port import End, Environment, EpisodeFailed
 from asyncrl_cli.errors import first_line
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
+from asyncrl_cli.loop.attempts import AttemptKey, PartResult
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.rewards import RewardFailed
 
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A running group, or one call of `evaluate` (key None). `waits`: calls of environments, which an abort cancels."""
+    """A running part of the attempt `key`, or one call of `evaluate` (key None). `waits`: calls of environments, which an abort
+    cancels."""
 
     key: AttemptKey | None
     episodes: list[Episode]
@@ -69,17 +70,21 @@ class GroupRunner:
 
     @property
     def running_tokens(self) -> int:
-        """Tokens sampled so far for groups that have not ended, without evals."""
+        """Tokens sampled so far for parts that have not ended, without evals."""
         episodes = (episode for running in self._running if running.key is not None for episode in running.episodes)
         return sum(self._engine.tokens_of(episode.id) + episode.num_sampled for episode in episodes)
 
-    async def run(self, request: GroupRequest, on_sequence: Callable[[int], None]) -> tuple[GroupResult, GroupPayload]:
-        """`on_sequence(number of trajectories that need no slot any more)` is called after the last response of each."""
-        generator = random.Random(request.seed)
-        episodes = [Episode(f"{request.key}/{index}", request.item, generator.getrandbits(63)) for index in range(request.n)]
-        group = _Running(request.key, episodes, self._sampling, on_sequence)
-        await self._play(group, at_once=request.n)
-        return _result(request.key, group)
+    async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
+        """`on_sequence(number of trajectories that need no slot any more)` is called after the last response of each.
+
+        A response's random numbers depend on the group's seed and on its index, not on the part that it is in.
+        """
+        key, generator = request.key.attempt, random.Random(request.seed)
+        seeds = [generator.getrandbits(63) for _ in range(max(request.indices) + 1)]
+        episodes = [Episode(f"{key}/{index}", request.item, seeds[index]) for index in request.indices]
+        part = _Running(key, episodes, self._sampling, on_sequence)
+        await self._play(part, at_once=len(episodes))
+        return _result(request, part)
 
     async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
         """One trajectory per item, at most as many at once as the engine has slots. ValueError if the engine holds another version.
@@ -103,7 +108,7 @@ class GroupRunner:
         )
 
     async def abort(self, key: AttemptKey) -> None:
-        """The group's `run` returns soon after, without trajectories. Unknown keys are ignored."""
+        """Every `run` of a part of this attempt returns soon after, without trajectories. Unknown keys are ignored."""
         await self._abort(key)
 
     async def abort_evals(self) -> None:
@@ -136,46 +141,46 @@ class GroupRunner:
         finally:
             self._running.remove(running)
 
-    async def _play_one(self, group: _Running, episode: Episode) -> None:
+    async def _play_one(self, running: _Running, episode: Episode) -> None:
         """One trajectory, from its environment's start to its end."""
         try:
-            episode.reward = await self._reward_of(group, episode)
+            episode.reward = await self._reward_of(running, episode)
         except EpisodeFailed as failed:
             episode.failure = str(failed)
         finally:
-            group.release(episode)
+            running.release(episode)
 
-    async def _reward_of(self, group: _Running, episode: Episode) -> float:
+    async def _reward_of(self, running: _Running, episode: Episode) -> float:
         environment = self._make_environment()
-        turn = await _answer(group, episode, environment.start(episode.item))
+        turn = await _answer(running, episode, environment.start(episode.item))
         episode.open(self._tokenizer, turn, self._max_prompt_tokens)
         while True:
-            response = await self._respond(group, episode)
+            response = await self._respond(running, episode)
             if turn.is_last:
-                group.release(episode)
-            turn = await _answer(group, episode, environment.step(response))
+                running.release(episode)
+            turn = await _answer(running, episode, environment.step(response))
             if isinstance(turn, End):
                 return turn.reward
-            episode.go_on(self._tokenizer, response, turn, group.sampling.max_response_tokens)
+            episode.go_on(self._tokenizer, response, turn, running.sampling.max_response_tokens)
 
-    async def _respond(self, group: _Running, episode: Episode) -> str:
+    async def _respond(self, running: _Running, episode: Episode) -> str:
         """The text of the next response. It continues all tokens so far; all turns together stay within `max_response_tokens`."""
-        if group.aborted:
+        if running.aborted:
             raise EpisodeFailed("")
         tokens = episode.prompt_tokens + episode.completion.tokens
-        num_left = group.sampling.max_response_tokens - len(episode.completion.tokens)
-        left = replace(group.sampling, max_response_tokens=num_left)
+        num_left = running.sampling.max_response_tokens - len(episode.completion.tokens)
+        left = replace(running.sampling, max_response_tokens=num_left)
         answer = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
         episode.add(answer)
-        if group.aborted or answer.finish_reason == "abort":
+        if running.aborted or answer.finish_reason == "abort":
             raise EpisodeFailed("")
         return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
-async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
-    """Await a call of the environment. Raises EpisodeFailed if it raises, or if the group is aborted meanwhile."""
+async def _answer(running: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
+    """Await a call of the environment. Raises EpisodeFailed if it raises, or if its part is aborted meanwhile."""
     task = asyncio.ensure_future(work)
-    group.waits.add(task)
+    running.waits.add(task)
     try:
         await asyncio.wait({task})
         if task.cancelled():
@@ -190,19 +195,19 @@ async def _answer(group: _Running, episode: Episode, work: Coroutine[Any, Any, T
         raise EpisodeFailed(f"environment of {episode.id}: {type(error).__name__}: {first_line(error)}") from error
     finally:
         task.cancel()
-        group.waits.discard(task)
+        running.waits.discard(task)
 
 
-def _result(key: AttemptKey, group: _Running) -> tuple[GroupResult, GroupPayload]:
-    """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in `GroupResult.payload`."""
-    kept = [episode for episode in group.episodes if episode.reward is not None and not group.aborted]
-    lost = [episode for episode in group.episodes if episode not in kept]
-    result = GroupResult(
-        key=key,
+def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:
+    """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in `PartResult.payload`."""
+    kept = [episode for episode in part.episodes if episode.reward is not None and not part.aborted]
+    lost = [episode for episode in part.episodes if episode not in kept]
+    result = PartResult(
+        key=request.key,
         trajectories=tuple(episode.meta() for episode in kept),
-        failures=tuple(episode.failure for episode in lost if episode.failure and not group.aborted),
+        failures=tuple(episode.failure for episode in lost if episode.failure and not part.aborted),
         failed_tokens=sum(episode.num_sampled for episode in lost),
         payload=None,
     )
-    trajectories = tuple(episode.trajectory() for episode in kept)
-    return result, GroupPayload(uid=key.uid, epoch=key.epoch, attempt=key.attempt, trajectories=trajectories)
+    uid, epoch, attempt = request.key.attempt
+    return result, GroupPayload(uid=uid, epoch=epoch, attempt=attempt, trajectories=tuple(episode.trajectory() for episode in kept))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,10 +21,10 @@ import ray
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorLost
 from asyncrl_cli.job.calls import Limit, RayRankZero, all_of, answer
-from asyncrl_cli.job.exchange import GroupExchange
+from asyncrl_cli.job.exchange import PartExchange
 from asyncrl_cli.job.transports import HeldRefs
 from asyncrl_cli.loop import ports
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Last
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Profile
@@ -40,7 +41,7 @@ START_LIMIT = Limit(600.0)
 
 
 class RayRolloutWorker:
-    """`loop.ports.RolloutWorker` on a `RolloutActor`. Groups travel with `progress` (exchange.py)."""
+    """`loop.ports.RolloutWorker` on a `RolloutActor`. Parts travel with `progress` (exchange.py)."""
 
     def __init__(self, name: str, make_actor: Callable[[], Any], profile: Profile, workers: int = 1) -> None:
         """`make_actor()` makes the worker's actor in its bundle, now and at every restart. `workers`: how many the job has."""
@@ -54,17 +55,17 @@ class RayRolloutWorker:
         self._load = Limit(load_s(weights_s, workers), WEIGHTS_KEY, weights_s) if is_direct else self._weights
         self._num_workers = workers
         self._rank_zero: RayRankZero | None = None
-        self._groups = GroupExchange(self.actor, self._answer)
+        self._parts = PartExchange(self.actor, self._answer)
 
-    async def generate(self, request: ports.GroupRequest) -> GroupResult:
-        return await self._groups.generate(request)
+    def submit(self, request: ports.PartRequest) -> None:
+        self._parts.submit(request)
 
     async def abort(self, key: AttemptKey) -> None:
-        self._groups.post()
+        self._parts.post()
         await self._answer(self.actor.abort.remote(key), f"the abort of {key}")
 
     async def progress(self, seen: int) -> ports.Progress:
-        return await self._groups.progress(seen)
+        return await self._parts.progress(seen)
 
     async def prefetch(self, published: ports.Published) -> float:
         manifest, bucket_refs = published.handle
@@ -75,7 +76,7 @@ class RayRolloutWorker:
         """A drain may take as long as the longest response, so its limit counts from when a response was last seen to run. Where
         rank 0 sends the bytes during the load, the worker's own limits on waiting for rank 0 are shorter than this one."""
         what, ref = f"the load of version {version} ({interrupt})", self.actor.load.remote(version, interrupt)
-        since = partial(self._groups.ran_before_s, version) if interrupt == "drain" else None
+        since = partial(self._parts.ran_before_s, version) if interrupt == "drain" else None
         return await self._answer(ref, what, self._load, since)
 
     async def evaluate(self, request: ports.EvalRequest) -> ports.EvalResult:
@@ -93,14 +94,14 @@ class RayRolloutWorker:
     async def restart(self) -> None:
         """Kill the actor, dead or alive, and start another, which gets its bundle once the old actor is gone.
 
-        The engine's processes and the reward process end with the actor that started them. Arrays of finished groups stay: the
+        The engine's processes and the reward process end with the actor that started them. Arrays of ended parts stay: the
         driver owns their references, and the node's object store has the bytes.
         """
         ray.kill(self.actor)
         if self._rank_zero is not None:
             await self._rank_zero.leave()
         self.actor = self._make_actor()
-        self._groups = GroupExchange(self.actor, self._answer)
+        self._parts = PartExchange(self.actor, self._answer)
         await self.start()
         if self._rank_zero is not None:
             await self.connect(self._rank_zero.actor)
@@ -149,13 +150,15 @@ class RayTrainer:
         self._wanted: WeakValueDictionary[int, HeldRefs] = WeakValueDictionary()
 
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
-        """Split the step over ranks and mini-batches by metadata; Ray brings each rank its own groups' payloads."""
+        """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts of its own groups."""
         minibatches, normalize = self._profile.async_training.require_batches, self._profile.algorithm.normalize_advantages
         call = f"train step {batch.step}"
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
         plans = plan_train_step(groups, ranks=len(self.actors), num_minibatches=minibatches, normalize=normalize)
         refs = [
-            actor.train.remote(batch.step, batch.step_in_window, plan, *(groups[index].payload for index in plan.groups))
+            actor.train.remote(
+                batch.step, batch.step_in_window, plan, *chain.from_iterable(groups[index].payload for index in plan.groups)
+            )
             for actor, plan in zip(self.actors, plans, strict=True)
         ]
         answers = await all_of(self._answer(ref, call, self._calls, rank) for rank, ref in enumerate(refs))
@@ -187,8 +190,8 @@ class RayTrainer:
 
     async def _dump(self, batch: ports.TrainBatch) -> None:
         """Rank 0 writes samples beside training, for `weights.timeout_s` at most."""
-        refs = [group.payload for group in batch.groups]
-        ref = self.actors[0].dump.remote(str(self._samples_dir.absolute()), batch.step, batch.window, refs)
+        parts = list(chain.from_iterable(group.payload for group in batch.groups))
+        ref = self.actors[0].dump.remote(str(self._samples_dir.absolute()), batch.step, batch.window, parts)
         await self._answer(ref, f"the dump of the samples of step {batch.step}")
 
     async def gather(self, version: int) -> tuple[float, ExecutorReport]:
@@ -207,8 +210,8 @@ class RayTrainer:
         return float(max(await self._collective(f"the snapshot of step {step}", "snapshot", step)))
 
     async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
-        call = f"the checkpoint of step {step}"
-        await self._collective(call, "write", step, str(directory.absolute()), list(payloads), with_published)
+        call, parts = f"the checkpoint of step {step}", list(chain.from_iterable(payloads))
+        await self._collective(call, "write", step, str(directory.absolute()), parts, with_published)
 
     async def report(self) -> ExecutorReport:
         return await self._answer(self.actors[0].report.remote(), "a report", self._calls)

@@ -1,9 +1,9 @@
 """The rollout actor: an engine, a group runner and the rewards in one asyncio process.
 
-    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (GroupResult, GroupPayload) ─> exchange
+    exchange ─> GroupRunner ─> Engine (slots) ─> RewardPool (child processes) ─> (PartResult, GroupPayload) ─> exchange
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
-Who waits for whom: a group for slots, the engine and rewards; `prefetch` for the transport, in a thread, beside generation; `load`
+Who waits for whom: a part for slots, the engine and rewards; `prefetch` for the transport, in a thread, beside generation; `load`
 for the engine's interrupt (with `drain`: for running sequences); `exchange` for a change, one second at most.
 
 Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them during
@@ -26,12 +26,12 @@ import ray
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.job.calls import RayRankZero
-from asyncrl_cli.job.exchange import GROUPS_PER_ANSWER, GroupDesk, Head
+from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.transports import arriving
-from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.attempts import AttemptKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.rewards import RewardPool, default_workers
@@ -70,7 +70,7 @@ class RolloutActor:
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
         self._runner = self._make_runner()
-        self._desk = GroupDesk(self._runner.run, self._changes)
+        self._desk = PartDesk(self._runner.run, self._changes)
         logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
@@ -88,26 +88,27 @@ class RolloutActor:
         await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
-        """End the reward processes and the engine. Running groups end with an error."""
+        """End the reward processes and the engine. Running parts end with an error."""
         await asyncio.gather(self._pool.close(), self._engine.close())
 
-    async def submit(self, requests: Sequence[GroupRequest]) -> None:
+    async def submit(self, requests: Sequence[PartRequest]) -> None:
         self._desk.begin(requests)
 
-    @ray.method(num_returns=1 + GROUPS_PER_ANSWER)
-    async def exchange(self, requests: Sequence[GroupRequest], seen: int) -> tuple[Head | GroupPayload | None, ...]:
-        """New groups in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
+    @ray.method(num_returns=1 + PARTS_PER_ANSWER)
+    async def exchange(self, requests: Sequence[PartRequest], seen: int) -> tuple[Progress | GroupPayload | None, ...]:
+        """New parts in, ended ones and a report out (see exchange.py). Answers when something has changed since `seen`.
 
-        Each group's arrays are a Ray object of their own, which the trainer fetches: the driver gets the metadata only.
+        Each part's arrays are a Ray object of their own, which the trainer fetches: the driver gets the metadata only. Objects
+        that are left over are None.
         """
         self._desk.begin(requests)
         seen = await self._changes.after(seen)
         ended = self._desk.take()
-        head = self._progress(seen), tuple(result for result, _ in ended)
-        return head, *(payload for _, payload in ended), *[None] * (GROUPS_PER_ANSWER - len(ended))
+        progress = self._progress(seen, tuple(result for result, _ in ended))
+        return progress, *(payload for _, payload in ended), *[None] * (PARTS_PER_ANSWER - len(ended))
 
     async def abort(self, key: AttemptKey) -> None:
-        await asyncio.sleep(0)  # let a group begin that was submitted in the same turn of the loop
+        await asyncio.sleep(0)  # let a part begin that was submitted in the same turn of the loop
         await self._runner.abort(key)
 
     async def prefetch(self, manifest: Manifest, bucket_refs: list[Any]) -> float:
@@ -135,7 +136,7 @@ class RolloutActor:
         await self._engine.wake()
         self._meter.pause(False)
 
-    def _progress(self, seen: int) -> Progress:
+    def _progress(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
         counters = self._engine.counters()
         report = self._meter.report(
             version=self._engine.version,
@@ -145,7 +146,8 @@ class RolloutActor:
             sums=counters.sums,
             gauges=counters.gauges,
         )
-        return Progress(seen=seen, finished_sequences=dict(self._desk.finished_sequences), reports=(report, self._rewards.report()))
+        finished = {key: number for key, number in self._desk.finished_sequences.items() if number}
+        return Progress(seen=seen, ended=ended, finished_sequences=finished, reports=(report, self._rewards.report()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

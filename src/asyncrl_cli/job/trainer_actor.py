@@ -32,11 +32,11 @@ from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.samples import GroupPayload, dump_samples, joined
 from asyncrl_cli.storage import telling_storage
 
 if TYPE_CHECKING:
     from asyncrl_cli.loop.ports import TrainReport
-    from asyncrl_cli.samples import GroupPayload
     from asyncrl_cli.train.balance import RankPlan
     from asyncrl_cli.weights.versions import Manifest, Sender
 
@@ -93,16 +93,16 @@ class TrainerActor:
             self._trainer.load(Path(directory))
 
     @ray.method(concurrency_group="main")
-    def train(self, step: int, step_in_window: int, plan: RankPlan, *payloads: GroupPayload) -> tuple[TrainReport, ExecutorReport]:
-        """One train step on the payloads of `plan.groups`, in that order.
+    def train(self, step: int, step_in_window: int, plan: RankPlan, *parts: GroupPayload) -> tuple[TrainReport, ExecutorReport]:
+        """One train step on the groups of `plan.groups`, in that order; each is one or more of `parts`.
 
-        Payloads are arguments, so that Ray brings them to this rank before `train_s` begins: small ones with the call, large ones
+        Parts are arguments, so that Ray brings them to this rank before `train_s` begins: small ones with the call, large ones
         from the object store. A `ray.get` of each would be a call to its owner.
         """
         began_s = time.monotonic()
         with self._in(State.BUSY):
-            groups = dict(zip(plan.groups, payloads, strict=True))
-            report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=groups)
+            payloads = dict(zip(plan.groups, joined(parts), strict=True))
+            report = self._trainer.train(step_in_window=step_in_window, plan=plan, payloads=payloads)
         with self._lock:
             self._clock.add("busy_s", time.monotonic() - began_s)
             self._clock.add("trained_tokens", report.tokens)
@@ -160,22 +160,20 @@ class TrainerActor:
         return held
 
     @ray.method(concurrency_group="write")
-    def write(self, step: int, directory: str, payload_refs: list[Any], with_published: bool) -> None:
-        """Write the snapshot of `step` to `directory`; rank 0 adds the arrays of the payloads."""
+    def write(self, step: int, directory: str, part_refs: list[Any], with_published: bool) -> None:
+        """Write the snapshot of `step` to `directory`; rank 0 adds the arrays of finished groups."""
         from asyncrl_cli.checkpoint.payloads import write_payloads
 
         with telling_storage():
             self._trainer.write(step, Path(directory), with_published)
             if self._rank == 0:
-                write_payloads(Path(directory), ray.get(payload_refs))
+                write_payloads(Path(directory), joined(ray.get(part_refs)))
 
     @ray.method(concurrency_group="write")
-    def dump(self, directory: str, step: int, window: int, payload_refs: list[Any]) -> None:
+    def dump(self, directory: str, step: int, window: int, part_refs: list[Any]) -> None:
         """The trajectories of a train step as text lines, beside training (rank 0)."""
-        from asyncrl_cli.samples import dump_samples
-
         with telling_storage():
-            dump_samples(Path(directory), step, ray.get(payload_refs), window=window, decode=self._decode)
+            dump_samples(Path(directory), step, joined(ray.get(part_refs)), window=window, decode=self._decode)
 
     @cached_property
     def _decode(self) -> Any:

@@ -49,7 +49,7 @@ async def started_workers(
     checkpoint: Checkpoint | None = None,
     progress: Say = lambda text: None,
 ) -> AsyncIterator[tuple[RayTrainer, list[RayRolloutWorker], list[Any]]]:
-    """Start all trainer ranks and rollout workers; yield them ready, with the payloads of the checkpoint's finished groups.
+    """Start all trainer ranks and rollout workers; yield them ready, with handles of the checkpoint's finished groups.
 
     Workers hold the weights of `model_dir` until the loop has published a version. `log_dir`: where each actor writes
     `<name>.log`. Leaving the block ends the actors and gives the bundles back, within about `STOP_TIMEOUT_S`.
@@ -111,10 +111,10 @@ async def _started(executor: RayTrainer | RayRolloutWorker, say: Say) -> None:
 
 
 async def _restored(trainer: RayTrainer, checkpoint: Checkpoint, progress: Say) -> list[Any]:
-    """Load the trainer's state; return refs of the finished groups' payloads. The loop publishes the checkpoint's version."""
+    """Load the trainer's state; return handles of the finished groups, each whole. The loop publishes the checkpoint's version."""
     progress(f"restoring {checkpoint.directory.name}")
     await trainer.load(checkpoint.directory)
-    return [ray.put(payload) for payload in await asyncio.to_thread(read_payloads, checkpoint.directory)]
+    return [(ray.put(payload),) for payload in await asyncio.to_thread(read_payloads, checkpoint.directory)]
 
 
 async def _stop(trainer: RayTrainer, workers: Sequence[RayRolloutWorker]) -> None:

@@ -2,11 +2,11 @@
 
 Three rules have to agree before a group starts:
 
-    slots       a worker has room for the group's n sequences                  protects the KV cache
+    slots       the workers have room for the group's n sequences              protects the KV cache
     window      running + finished + taken_in_window < floor((1 + eta) * W)    bounds the work ahead
     deadlines   every untaken group can still be taken in time                 bounds staleness, strictly
 
-A group's deadline is the last version in which it may be trained: the version of the worker that it starts on, plus
+A group's deadline is the last version in which it may be trained: the oldest version of the workers that hold its responses, plus
 `max_staleness`. With `takes_left` groups still to be taken in this window and W in each later one, a set of untaken groups
 can be served in time exactly if (earliest deadline first) for every d >= 0
 
@@ -16,6 +16,9 @@ Admission checks (*) with the candidate, a take checks (*) without the taken gro
 alone lets admission fill the future with groups that cannot all be served, and the trainer waits forever.
 
 Beyond what (*) demands, no group starts on a lagging worker if it would be due in the window that has begun already.
+
+Responses whose worker has died are placed before any new group, on workers that are new enough for their group's deadline: they
+have their place in the window and in (*) already.
 
 Worked example: W = 2, version 5, nothing taken. Untaken deadlines are [5, 6, 6]. A finished group with deadline 6 may be
 taken: [5, 6] remain, with one group due now and one take left. A second group with deadline 6 may not: [5] would be due with no
@@ -27,8 +30,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Ledger, Stage
-from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, Ledger, Part, PartKey, PartResult, Stage
+from asyncrl_cli.loop.fleet import Fleet, Placement, WorkerSlots
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 
@@ -56,7 +59,7 @@ def takeable_in_time(deadlines: Mapping[int, int], version: int, takes_left: int
 
 
 class Admission:
-    """Decides from the fleet (which worker has room) and the ledger (what is under way), and updates both; nothing here waits.
+    """Decides from the fleet (where there is room) and the ledger (what is under way), and updates both; nothing here waits.
 
     If `async_training.on_stale` is not "wait", inequality (*) is off, and `publish` returns the late groups. In colocate mode no
     group starts before all workers hold the newest version: otherwise the first worker to load would get all groups.
@@ -64,9 +67,12 @@ class Admission:
 
     def __init__(self, settings: LoopSettings, workers: Iterable[WorkerSlots]) -> None:
         rollout, schedule = settings.profile.rollout, settings.schedule
-        self.fleet = Fleet(workers, n=rollout.n, prefetch_groups=rollout.prefetch_groups)
+        unit = rollout.n if rollout.placement == "group" else 1
+        self.fleet = Fleet(workers, unit=unit, queue_sequences=rollout.n * rollout.prefetch_groups)
         self.workers = self.fleet.by_name
         self.ledger = Ledger()
+        self.unplaced: dict[AttemptKey, Attempt] = {}
+        """The running groups that have lost responses with a worker, in order of admission, until these are placed again."""
         self.version = 0
         self.taken_in_window = 0
         self.stopping = False
@@ -99,31 +105,57 @@ class Admission:
     def is_open(self) -> bool:
         return self.closed() is Closed.OPEN
 
-    def choose(self) -> WorkerSlots | None:
-        """The worker that the next group starts on (newest weights first, then most room), None if closed."""
+    def choose(self) -> Placement | None:
+        """Where the next responses start, None if closed: those of the first group in `unplaced`, or else a new group's."""
         return self._choose()[0]
 
-    def admit(self, attempt: Attempt, worker: WorkerSlots) -> None:
-        attempt.worker, attempt.deadline = worker.name, self.deadline_on(worker)
+    def refused(self) -> list[WorkerSlots]:
+        """The workers that the next responses would start on, were it not for deadlines."""
+        placement = self._with_room()
+        return [self.workers[name] for name in placement.responses] if placement is not None else []
+
+    def admit(self, attempt: Attempt, placement: Placement) -> list[Part]:
+        attempt.unplaced, attempt.deadline = tuple(range(self._n)), self.deadline_from(placement.version)
         self.ledger.admit(attempt)
-        worker.set_unfinished(attempt.key, self._n)
+        return self._place(attempt, placement)
 
-    def deadline_on(self, worker: WorkerSlots) -> int:
-        return worker.version + self._max_staleness
+    def place_again(self, attempt: Attempt, placement: Placement) -> list[Part]:
+        """Place what was lost. The deadline rises if all that is left is newer."""
+        placed = self._place(attempt, placement)
+        del self.unplaced[attempt.key]
+        oldest = min([part.version for part in attempt.parts.values()])
+        self.ledger.set_deadline(attempt, self.deadline_from(oldest))
+        return placed
 
-    def sequences_finished(self, worker: str, counts: Mapping[AttemptKey, int]) -> bool:
-        """Free the slots of sequences that ended inside running groups; true if that made room for a group."""
+    def deadline_from(self, version: int) -> int:
+        return version + self._max_staleness
+
+    def sequences_finished(self, worker: str, counts: Mapping[PartKey, int]) -> None:
+        """Free the slots of sequences that ended inside running parts."""
         slots = self.workers[worker]
-        before = slots.room
         for key, finished in counts.items():
-            if slots.unfinished.get(key, 0) > self._n - finished:
-                slots.set_unfinished(key, self._n - finished)
-        return slots.room > before
+            if key in slots.unfinished:
+                num_responses = len(self.ledger.running[key.attempt].parts[key.number].indices)
+                if slots.unfinished[key] > num_responses - finished:
+                    slots.set_unfinished(key, num_responses - finished)
+
+    def end_part(self, part: Part, result: PartResult) -> None:
+        part.result = result
+        self.workers[part.worker].release(part.key)
+
+    def lose(self, worker: str) -> None:
+        """The worker's process is gone: the responses that ran there have to be placed again."""
+        slots = self.workers[worker]
+        for key in list(slots.unfinished):
+            slots.release(key)
+            self.ledger.running[key.attempt].lose(key.number)
+        self.unplaced = {key: attempt for key, attempt in self.ledger.running.items() if attempt.unplaced}
 
     def leave(self, attempt: Attempt, to: Stage, reason: str = "") -> None:
         """A running group finishes, or a running or finished group ends untrained, which frees its place in the window."""
-        if attempt.stage is Stage.RUNNING:
-            self.workers[attempt.worker].release(attempt.key)
+        for part in attempt.running_parts():
+            self.workers[part.worker].release(part.key)
+        self.unplaced.pop(attempt.key, None)
         self.ledger.move(attempt, to, reason)
 
     def takeable(self, num_groups: int) -> list[Attempt]:
@@ -164,13 +196,22 @@ class Admission:
         assert not (late and self._on_stale == "wait"), f"passed the staleness bound: {[attempt.key for attempt in late]}"
         return late
 
-    def _is_rushed(self, worker: WorkerSlots, deadline: int) -> bool:
-        """Whether the worker lags and a group that starts there would be due in the window that has already begun, or late.
+    def _place(self, attempt: Attempt, placement: Placement) -> list[Part]:
+        placed = []
+        for name, num_responses in placement.responses.items():
+            worker = self.workers[name]
+            part = attempt.place(num_responses, name, worker.version)
+            worker.set_unfinished(part.key, num_responses)
+            placed.append(part)
+        return placed
 
-        At the window's end the trainer would wait for that group's longest response. If the group starts after the worker's
-        next load instead, it is due a window later.
+    def _is_rushed(self, version: int, deadline: int) -> bool:
+        """Whether `version` lags, and a group that starts with it would be due in the window that has already begun, or late.
+
+        At the window's end the trainer would wait for that group's longest response. If the group starts after the next load
+        instead, it is due a window later.
         """
-        return self._on_stale != "accept" and worker.version < self.version and deadline <= self.version
+        return self._on_stale != "accept" and version < self.version and deadline <= self.version
 
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
         if self._on_stale != "wait":
@@ -178,22 +219,37 @@ class Admission:
         counts = {deadline: count for deadline, count in untaken.items() if count}
         return takeable_in_time(counts, self.version, takes_left, self.window_groups)
 
-    def _choose(self) -> tuple[WorkerSlots | None, Closed]:
+    def _choose(self) -> tuple[Placement | None, Closed]:
+        lost = next(iter(self.unplaced.values()), None)
         if self.stopping:
             return None, Closed.STOPPING
-        untaken_groups = len(self.ledger.running) + len(self.ledger.finished)
-        if untaken_groups + len(self.ledger.training) + self.trained_groups >= self._total_groups:
-            return None, Closed.END
-        if untaken_groups + self.taken_in_window >= self.budget:
-            return None, Closed.WINDOW
+        if lost is None and (closed := self._closed_to_new()):
+            return None, closed
         if not self.fleet.is_awake() or (self._together and not self.fleet.are_current(self.version)):
             return None, Closed.LOADING
-        closed, untaken = Closed.SLOTS, self.ledger.deadlines.copy()
-        for worker in self.fleet.candidates():
-            deadline = self.deadline_on(worker)
-            untaken[deadline] += 1
-            if not self._is_rushed(worker, deadline) and self._in_time(untaken, self.takes_left):
-                return worker, Closed.OPEN
-            untaken[deadline] -= 1
-            closed = Closed.DEADLINES
-        return None, closed
+        placement = self._with_room()
+        if placement is None:
+            return None, Closed.SLOTS
+        if lost is not None:
+            placement = self.fleet.placement(len(lost.unplaced), lost.deadline - self._max_staleness)
+        elif not self._may_start(placement):
+            placement = None
+        return placement, Closed.OPEN if placement is not None else Closed.DEADLINES
+
+    def _with_room(self) -> Placement | None:
+        """Where the next responses would start, whatever their deadlines."""
+        lost = next(iter(self.unplaced.values()), None)
+        return self.fleet.placement(self._n if lost is None else len(lost.unplaced))
+
+    def _closed_to_new(self) -> Closed:
+        """Whether the run or its window has no place for another group."""
+        untaken_groups = len(self.ledger.running) + len(self.ledger.finished)
+        if untaken_groups + len(self.ledger.training) + self.trained_groups >= self._total_groups:
+            return Closed.END
+        return Closed.WINDOW if untaken_groups + self.taken_in_window >= self.budget else Closed.OPEN
+
+    def _may_start(self, placement: Placement) -> bool:
+        """Whether a new group, placed so, can be trained in time beside all others. (One with older weights could not either.)"""
+        untaken, deadline = self.ledger.deadlines.copy(), self.deadline_from(placement.version)
+        untaken[deadline] += 1
+        return not self._is_rushed(placement.version, deadline) and self._in_time(untaken, self.takes_left)

@@ -8,14 +8,18 @@
 
 Every attempt is in exactly one stage, and nothing is ever lost: at every transition `admitted_total` equals the sum over the
 six stages.
+
+While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is the responses of one attempt that
+were placed on one worker together; the attempt has run when every part has its result and no response waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Len
@@ -51,6 +55,16 @@ class AttemptKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.uid}@{self.epoch}.{self.attempt}"
+
+
+class PartKey(NamedTuple):
+    """Names a part: its attempt, and its number in the order in which the attempt's parts were placed. Never used twice."""
+
+    attempt: AttemptKey
+    number: Count
+
+    def __str__(self) -> str:
+        return f"{self.attempt}/{self.number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +103,10 @@ class TrajectoryMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupResult:
-    """A finished group. Failed trajectories are not in `trajectories`; `failures` says why, one string each.
+class PartResult:
+    """What a worker returns for a part. Failed trajectories are not in `trajectories`; `failures` says why, one string each."""
 
-    Checkpoints hold it unchanged, but for the payload, which they store separately.
-    """
-
-    key: AttemptKey
+    key: PartKey
     trajectories: tuple[TrajectoryMeta, ...]
     failures: tuple[str, ...]
     failed_tokens: Count
@@ -106,12 +117,52 @@ class GroupResult:
         return sum(meta.response_tokens for meta in self.trajectories)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """A finished group: the results of its parts end to end. `payload` is a tuple of the parts' payloads, in the same order.
+
+    Checkpoints hold it unchanged, but for the payload, which they store separately.
+    """
+
+    key: AttemptKey
+    trajectories: tuple[TrajectoryMeta, ...]
+    failures: tuple[str, ...]
+    failed_tokens: Count
+    payload: Any = None
+
+    @classmethod
+    def of(cls, key: AttemptKey, parts: Sequence[PartResult]) -> GroupResult:
+        return cls(
+            key=key,
+            trajectories=tuple(chain.from_iterable([part.trajectories for part in parts])),
+            failures=tuple(chain.from_iterable([part.failures for part in parts])),
+            failed_tokens=sum([part.failed_tokens for part in parts]),
+            payload=tuple([part.payload for part in parts]),
+        )
+
+    @property
+    def response_tokens(self) -> int:
+        return sum(meta.response_tokens for meta in self.trajectories)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Part:
+    """Responses of one attempt that were placed on one worker together, when it held `version`. `result`: once it has ended."""
+
+    key: PartKey
+    indices: tuple[int, ...]
+    worker: str
+    version: int
+    result: PartResult | None = None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """All that the loop knows about one try. Only the ledger changes its stage.
+    """All that the loop knows about one try. Only the ledger changes its stage and its deadline.
 
-    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `worker`:
-    the worker that it started on. `result`: set from the stage `finished` on.
+    `requeues`: how often its prompt was requeued for staleness. `deadline`: the last version in which it may be trained. `parts`:
+    by number; a part that was lost with its worker is removed. `unplaced`: the responses that have to be placed, by index: all at
+    the start, later those of lost parts. `result`: set from the stage `finished` on.
     """
 
     prompt: Prompt
@@ -119,12 +170,39 @@ class Attempt:
     requeues: int = 0
     stage: Stage = Stage.RUNNING
     deadline: int = -1
-    worker: str = ""
+    parts: dict[int, Part] = field(default_factory=dict)
+    unplaced: tuple[int, ...] = ()
     result: GroupResult | None = None
     key: AttemptKey = field(init=False)
+    _num_parts: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.key = AttemptKey(self.prompt.uid, self.prompt.epoch, self.number)
+
+    def place(self, num_responses: int, worker: str, version: int) -> Part:
+        """Make a part of the first unplaced responses."""
+        indices, self.unplaced = self.unplaced[:num_responses], self.unplaced[num_responses:]
+        part = Part(key=PartKey(self.key, self._num_parts), indices=indices, worker=worker, version=version)
+        self.parts[self._num_parts] = part
+        self._num_parts += 1
+        return part
+
+    def lose(self, number: int) -> None:
+        """The worker of a running part has died: its responses have to be placed again."""
+        self.unplaced = tuple(sorted((*self.unplaced, *self.parts.pop(number).indices)))
+
+    def running_parts(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.result is None]
+
+    def ended_parts(self) -> list[PartResult]:
+        return [part.result for part in self.parts.values() if part.result is not None]
+
+    def finish(self, result: GroupResult) -> None:
+        self.result, self.parts = result, {}
+
+    def ended_tokens(self) -> int:
+        """The tokens of the group, or of those of its parts that have ended."""
+        return sum(ended.response_tokens for ended in ([self.result] if self.result is not None else self.ended_parts()))
 
     def next(self, *, requeues: int) -> Attempt:
         """The prompt's next try."""
@@ -168,9 +246,7 @@ class Ledger:
         assert to in _ALLOWED.get(attempt.stage, ()), f"{attempt.key} cannot go from {attempt.stage} to {to}"
         del self._live[attempt.stage][attempt.key]
         if attempt.stage is not Stage.TRAINING and to is not Stage.FINISHED:
-            self.deadlines[attempt.deadline] -= 1
-            if not self.deadlines[attempt.deadline]:
-                del self.deadlines[attempt.deadline]
+            self._count_deadline(attempt, -1)
         attempt.stage = to
         if to in self._live:
             self._live[to][attempt.key] = attempt
@@ -179,6 +255,13 @@ class Ledger:
         if reason:
             self.reasons[f"{to}: {reason}"] += 1
         self.check()
+
+    def set_deadline(self, attempt: Attempt, deadline: int) -> None:
+        """The deadline of a running attempt rises: responses with the oldest weights were lost."""
+        assert deadline >= attempt.deadline, f"{attempt.key}: the deadline {attempt.deadline} cannot fall to {deadline}"
+        self._count_deadline(attempt, -1)
+        attempt.deadline = deadline
+        self._count_deadline(attempt, +1)
 
     def totals(self) -> dict[str, int]:
         """`admitted_total` and the six stages, under their metric names."""
@@ -204,4 +287,9 @@ class Ledger:
         """Add a live attempt that is new to the ledger."""
         attempt.stage = stage
         self._live[stage][attempt.key] = attempt
-        self.deadlines[attempt.deadline] += 1
+        self._count_deadline(attempt, +1)
+
+    def _count_deadline(self, attempt: Attempt, change: int) -> None:
+        self.deadlines[attempt.deadline] += change
+        if not self.deadlines[attempt.deadline]:
+            del self.deadlines[attempt.deadline]

@@ -81,8 +81,8 @@ def closing(board: Board) -> tuple[str, str]:
             away = [worker for worker in admission.workers.values() if worker.loading]
             cause = _some([_slots_in_use(board), *lags(board, away)])
         case Closed.DEADLINES:
-            # Only lagging workers can be the cause: for one with the newest weights the window's budget closes first.
-            cause = _some(lags(board, admission.fleet.candidates()))
+            # Only lagging workers can be the cause: for those with the newest weights the window's budget closes first.
+            cause = _some(lags(board, admission.refused()))
     return "restart" if closed is Closed.LOADING and admission.fleet.is_gone() else closed.value, cause
 
 

@@ -88,7 +88,7 @@ def freeze(board: Board) -> Cut:
         "step": board.step,
         "time_s": board.time_before_s + board.now_s(),
         "groups": board.groups.state(),
-        "running_tokens": int(sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values())),
+        "running_tokens": board.groups.running_tokens() + _generating_tokens(board),
         "restarts": board.restarts,
         "last_eval_version": None if board.evaluator.running else board.evaluator.last_version,
         "evals_ended": evals_ended,
@@ -101,6 +101,10 @@ def freeze(board: Board) -> Cut:
         loop_state={**state},
         payloads=tuple(attempt.outcome().payload for attempt in board.ledger.finished.values()),
     )
+
+
+def _generating_tokens(board: Board) -> int:
+    return int(sum(report.gauges.get("running_tokens", 0) for report in board.reports.latest.values()))
 
 
 def thaw(board: Board, resumed: ResumeFrom) -> None:

@@ -1,5 +1,5 @@
-"""What the loop knows about each rollout worker: its sequence slots, whether it has room for one more group, its weights, and the
-versions on their way to it. They are sent while the worker generates, and loaded worker by worker.
+"""What the loop knows about each rollout worker: its sequence slots, its weights, and the versions on their way to it; and where
+the next responses would be placed. Weights are sent while the worker generates, and loaded worker by worker.
 
     trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
 
@@ -9,28 +9,42 @@ worker has begun to receive; once workers have begun two, the next gather waits 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import heapq
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
 
-from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.attempts import PartKey
 from asyncrl_cli.loop.ports import LoadReport, Published
 
 
-class Room(IntEnum):
-    """Where a worker has room for one more group of n sequences."""
+class Room(NamedTuple):
+    """How many units there is room for: in slots, if no worker were loading; in slots; in slots and queues. A unit is what is
+    placed together: one response, or a whole group."""
 
-    NONE = 0
-    IN_QUEUE = 1
-    IN_SLOTS = 2
+    up: int = 0
+    slots: int = 0
+    queue: int = 0
+
+
+class Placement(NamedTuple):
+    """How many responses would start on which worker, and the oldest version that one of these workers holds."""
+
+    responses: Mapping[str, int]
+    version: int
+
+
+_NO_ROOM = Room()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """One worker. `unfinished` counts sequences per running group; evals take slots too.
+    """One worker. `unfinished` counts sequences per running part; evals take slots too.
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
-    whether that one has arrived. `loading`: no group may start on it now; `down`: its process is gone, so it has no room. `room`:
+    whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room. `room`:
     kept up to date by its fleet.
     """
 
@@ -42,9 +56,9 @@ class WorkerSlots:
     loading: bool = False
     down: bool = False
     eval_sequences: int = 0
-    unfinished: dict[AttemptKey, int] = field(default_factory=dict)
+    unfinished: dict[PartKey, int] = field(default_factory=dict)
     unfinished_sequences: int = 0
-    room: Room = Room.NONE
+    room: Room = _NO_ROOM
     fleet: Fleet | None = None
 
     @property
@@ -56,14 +70,14 @@ class WorkerSlots:
         """Free slots; negative while sequences queue."""
         return self.slots - self.used
 
-    def set_unfinished(self, key: AttemptKey, unfinished: int) -> None:
-        """Set how many sequences of a running group are unfinished."""
+    def set_unfinished(self, key: PartKey, unfinished: int) -> None:
+        """Set how many sequences of a running part are unfinished."""
         self.unfinished_sequences += unfinished - self.unfinished.get(key, 0)
         self.unfinished[key] = unfinished
         self._changed()
 
-    def release(self, key: AttemptKey) -> None:
-        """Remove a group, if it is on this worker."""
+    def release(self, key: PartKey) -> None:
+        """Remove a part, if it is on this worker."""
         self.unfinished_sequences -= self.unfinished.pop(key, 0)
         self._changed()
 
@@ -73,50 +87,63 @@ class WorkerSlots:
         self._changed()
 
     def begin_load(self) -> None:
-        """The version `begun` has arrived: no group starts on the worker until the load has ended."""
+        """The version `begun` has arrived: nothing starts on the worker until the load has ended."""
         self.received = self.loading = True
+        self._changed()
 
     def end_load(self, version: int) -> None:
         self.forget_weights(version)
         self.loading = False
+        self._changed()
 
     def forget_weights(self, version: int = -1) -> None:
         """The worker holds `version` (default: none) and has begun no other."""
         self.version, self.begun, self.received = version, None, False
 
     def set_down(self, is_down: bool) -> None:
-        """The worker's process is gone, or (false) a new one has replaced it, which loads before any group starts on it."""
+        """The worker's process is gone, or (false) a new one has replaced it, which loads before anything starts on it."""
         self.down, self.loading = is_down, True
         self._changed()
 
     def _changed(self) -> None:
         if self.fleet is not None:
-            self.fleet.place(self)
+            self.fleet.update(self)
 
 
 class Fleet:
-    """All workers, with an index of those that have room: in a busy run these are few among hundreds."""
+    """All workers, and where the next responses would be placed.
 
-    def __init__(self, workers: Iterable[WorkerSlots], *, n: int, prefetch_groups: int) -> None:
+    Room is summed as it changes, so that a full fleet is known at once, however large it is; in a busy run few workers have room.
+    """
+
+    def __init__(self, workers: Iterable[WorkerSlots], *, unit: int, queue_sequences: int) -> None:
+        """`unit` responses are placed together. At most `queue_sequences` may wait in each worker's queue."""
         self.by_name = {worker.name: worker for worker in workers}
-        self._n = n
-        self._queue_sequences = n * prefetch_groups
+        self._unit = unit
+        self._queue_sequences = queue_sequences
         self._places = {name: place for place, name in enumerate(self.by_name)}
-        self._having: dict[Room, dict[str, WorkerSlots]] = {room: {} for room in Room}
+        self._room = _NO_ROOM
+        self._having: dict[str, WorkerSlots] = {}
         for worker in self.by_name.values():
             worker.fleet = self
-            self.place(worker)
+            self.update(worker)
 
-    def place(self, worker: WorkerSlots) -> None:
-        """Update the index: the worker's sequences have changed, or its process."""
-        missing = self._n - worker.free
-        room = Room.IN_SLOTS if missing <= 0 else Room.IN_QUEUE if missing <= self._queue_sequences else Room.NONE
-        if worker.down:
-            room = Room.NONE
-        if room is not worker.room:
-            self._having[worker.room].pop(worker.name, None)
-            self._having[room][worker.name] = worker
-            worker.room = room
+    def update(self, worker: WorkerSlots) -> None:
+        """Keep the sums: the worker's sequences have changed, or its process, or a load has begun or ended."""
+        free, unit, awake = worker.slots - worker.unfinished_sequences - worker.eval_sequences, self._unit, not worker.loading
+        up = free // unit if free > 0 and not worker.down else 0
+        queued = free + self._queue_sequences
+        room, before = Room(up, up if awake else 0, queued // unit if awake and queued > 0 else 0), worker.room
+        if room == before:
+            return
+        have, worker.room = self._room, room
+        self._room = Room(
+            have.up + room.up - before.up, have.slots + room.slots - before.slots, have.queue + room.queue - before.queue
+        )
+        if not room.queue:
+            self._having.pop(worker.name, None)
+        elif not before.queue:
+            self._having[worker.name] = worker
 
     def is_awake(self) -> bool:
         """Whether at least one worker is not loading."""
@@ -134,18 +161,45 @@ class Fleet:
         """Whether every worker can generate with that version."""
         return all(worker.version == version and not worker.loading for worker in self.by_name.values())
 
-    def candidates(self) -> list[WorkerSlots]:
-        """The workers that may start a group: for each version the first worker with the most room, newest version first.
+    def placement(self, num_responses: int, at_least: int = -1) -> Placement | None:
+        """Where that many responses would be placed, on workers of version `at_least` or newer; None if they find no room.
 
-        Room means free slots for the whole group; room in a queue counts only if no worker, not even a loading one, has such slots.
-        Whether a group may start depends on the version that it starts with, so one worker per version is enough.
+        Unit by unit, each goes to the newest weights, then to the most room (then to the first worker). Room means free slots; room
+        in queues counts only if the free slots of all workers, also of loading ones, are too few.
         """
-        best: dict[int, tuple[int, int, WorkerSlots]] = {}
-        for name, worker in (self._having[Room.IN_SLOTS] or self._having[Room.IN_QUEUE]).items():
-            rank = (-worker.free, self._places[name], worker)
-            if not worker.loading and (worker.version not in best or rank < best[worker.version]):
-                best[worker.version] = rank
-        return [best[version][2] for version in sorted(best, reverse=True)]
+        needed = -(-num_responses // self._unit)
+        queue = self._queue_sequences if self._room.up < needed else 0
+        if (self._room.queue if queue else self._room.slots) < needed:
+            return None
+        responses: dict[str, int] = {}
+        for version, ranked in groupby(self._ranked(queue, at_least), key=itemgetter(0)):
+            for name in self._fill([*ranked], needed):
+                responses[name] = responses.get(name, 0) + self._unit
+                needed -= 1
+            if not needed:
+                return Placement(responses, -version)
+        return None
+
+    def _ranked(self, queue: int, at_least: int) -> list[tuple[int, int, int, str]]:
+        """The workers that have room for a unit, best first: (-version, -room in sequences, place, name)."""
+        ranked = [
+            (-worker.version, -room, self._places[name], name)
+            for name, worker in self._having.items()
+            if (room := worker.free + queue) >= self._unit and worker.version >= at_least
+        ]
+        return sorted(ranked)
+
+    def _fill(self, ranked: list[tuple[int, int, int, str]], needed: int) -> list[str]:
+        """The workers of one version that take the next units, at most `needed`. `ranked` is changed."""
+        taking: list[str] = []
+        while ranked and len(taking) < needed:
+            version, room, place, name = ranked[0]
+            taking.append(name)
+            if -room >= 2 * self._unit:
+                heapq.heapreplace(ranked, (version, room + self._unit, place, name))
+            else:
+                heapq.heappop(ranked)
+        return taking
 
 
 class WeightSync:

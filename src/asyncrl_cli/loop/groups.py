@@ -15,8 +15,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, LedgerState, Stage
-from asyncrl_cli.loop.ports import Feed, GroupRequest
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, LedgerState, PartResult, Stage
+from asyncrl_cli.loop.ports import Feed, PartRequest
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.safe_files import Count
 
@@ -59,30 +59,52 @@ class Groups:
         self._trajectories = 0
         self._failed_trajectories = 0
 
-    def start(self) -> tuple[str, GroupRequest] | None:
-        """Admit the next prompt if admission is open: the worker's name and what it should generate."""
-        worker = self.admission.choose()
-        if worker is None:
-            return None
-        attempt = self._again.popleft() if self._again else Attempt(prompt=self._feed.next())
-        self.admission.admit(attempt, worker)
-        self._tell(attempt, worker=worker.name, version=worker.version)
-        n, seed = self._profile.rollout.n, self._seed(attempt.key)
-        return worker.name, GroupRequest(key=attempt.key, item=attempt.prompt.item, n=n, seed=seed)
+    def start(self) -> list[tuple[str, PartRequest]]:
+        """Admit the next prompt, or place again what was lost with a worker: which worker should generate what; empty if closed."""
+        placement = self.admission.choose()
+        if placement is None:
+            return []
+        attempt = next(iter(self.admission.unplaced.values()), None)
+        told = {"workers": dict(placement.responses), "version": placement.version}
+        if attempt is not None:
+            parts = self.admission.place_again(attempt, placement)
+            self._event("replaced", key=attempt.key, **told)
+        else:
+            attempt = self._again.popleft() if self._again else Attempt(prompt=self._feed.next())
+            parts = self.admission.admit(attempt, placement)
+            self._tell(attempt, **told)
+        item, seed = attempt.prompt.item, self._seed(attempt.key)
+        return [(part.worker, PartRequest(key=part.key, item=item, indices=part.indices, seed=seed)) for part in parts]
 
-    def finish(self, result: GroupResult) -> None:
-        """Take in a worker's result. If its group was given up in the meantime, the tokens count as discarded."""
+    def parts_ended(self, results: Sequence[PartResult]) -> bool:
+        """Take in a worker's results; true if a group has ended with them. The tokens of groups that were given up in the meantime
+        count as discarded."""
+        attempts = [attempt for result in results if (attempt := self._end_part(result)) is not None]
+        whole = [attempt for attempt in dict.fromkeys(attempts) if not (attempt.unplaced or attempt.running_parts())]
+        for attempt in whole:
+            self._end_running(attempt)
+        return bool(whole)
+
+    def _end_part(self, result: PartResult) -> Attempt | None:
+        """Returns the attempt if it still runs with this part."""
         self.tokens_discarded += result.failed_tokens
-        attempt = self.ledger.running.get(result.key)
-        if attempt is None:
+        attempt = self.ledger.running.get(result.key.attempt)
+        part = attempt.parts.get(result.key.number) if attempt is not None else None
+        if part is None:
             self.tokens_discarded += result.response_tokens
-            return
+            return None
+        self.admission.end_part(part, result)
+        return attempt
+
+    def _end_running(self, attempt: Attempt) -> None:
+        """The last part of a group has ended."""
+        result = GroupResult.of(attempt.key, attempt.ended_parts())
         self._count_failures(result)
         if len(result.trajectories) < 2:
             self.tokens_discarded += result.response_tokens
             self._end(attempt, Stage.DROPPED, "failed")
             return
-        attempt.result = result
+        attempt.finish(result)
         self.admission.leave(attempt, Stage.FINISHED)
         self._tell(attempt)
 
@@ -110,7 +132,7 @@ class Groups:
         late, training = self.admission.publish(), self._profile.async_training
         if training.on_stale not in ("drop", "requeue"):
             return []
-        aborts = [(attempt.worker, attempt.key) for attempt in late if attempt.stage is Stage.RUNNING]
+        aborts = dict.fromkeys((part.worker, attempt.key) for attempt in late for part in attempt.running_parts())
         exhausted = [attempt for attempt in late if attempt.requeues >= training.max_requeues]
         for attempt in late:
             self._give_up(attempt)
@@ -119,15 +141,11 @@ class Groups:
                 f"prompt {exhausted[0].prompt.uid} was requeued {training.max_requeues} times for staleness and was stale again",
                 hint='raise async_training.max_staleness, or set async_training.on_exhausted = "drop"',
             )
-        return aborts
+        return list(aborts)
 
-    def lost(self, worker: str) -> None:
-        """The worker's process is gone: the prompts that ran there start again, before new ones.
-
-        `max_requeues` does not count these attempts: the worker failed, not the prompt.
-        """
-        for attempt in [attempt for attempt in self.ledger.running.values() if attempt.worker == worker]:
-            self._requeue(attempt, "worker lost", attempt.requeues)
+    def running_tokens(self) -> int:
+        """The tokens of the parts that have ended, in groups that still run."""
+        return sum(attempt.ended_tokens() for attempt in self.ledger.running.values())
 
     def state(self) -> GroupsState:
         """Everything as JSON, except payloads, the prompts' items and what follows from the run's step."""
@@ -166,18 +184,14 @@ class Groups:
         A prompt that fails the run is requeued too: the failed run's last checkpoint must hold no late group.
         """
         training = self._profile.async_training
-        if attempt.result is not None:
-            self.tokens_discarded += attempt.result.response_tokens
+        self.tokens_discarded += attempt.ended_tokens()
         if training.on_stale == "drop":
             self._end(attempt, Stage.DROPPED, "stale")
         elif attempt.requeues >= training.max_requeues and training.on_exhausted == "drop":
             self._end(attempt, Stage.DROPPED, "requeued too often")
         else:
-            self._requeue(attempt, "stale", attempt.requeues + 1)
-
-    def _requeue(self, attempt: Attempt, reason: str, requeues: int) -> None:
-        self._end(attempt, Stage.REQUEUED, reason)
-        self._again.append(attempt.next(requeues=requeues))
+            self._end(attempt, Stage.REQUEUED, "stale")
+            self._again.append(attempt.next(requeues=attempt.requeues + 1))
 
     def _end(self, attempt: Attempt, stage: Stage, reason: str) -> None:
         self.admission.leave(attempt, stage, reason)

@@ -1,26 +1,24 @@
 """The asynchronous RL loop: the map.
 
-    feed --prompt--> ADMIT --request--> worker (generate, reward) --result--> BATCH --R groups--> trainer
+    feed --prompt--> ADMIT --requests-> workers (generate, reward) --results-> BATCH --R groups--> trainer
       ^                ^                  ^     |                               |                   |
       |                |                  |     +-- sequences that ended        |                gather
       |                +- slots, window, deadlines (admission.py) --------------+                   |
       +-- requeued     |                  +-- load <-- prefetch <-- newest <-- publish <------------+
                        +---------------------- version rises when the gather has ended
 
-    part (task)        consumes              waits for                              unblocked by
+    task               consumes              waits for                              unblocked by
     -----------------  --------------------  -------------------------------------  -----------------------------------
-    admit              prompts               admission open                         follow (slots), group (a drop),
-                                                                                    sync (a load, or the end of an eval,
-                                                                                    which runs there and frees slots),
-                                                                                    training (a publish)
-    group (one each)   a request             its worker's engine and rewards        the worker; follow, if it stands still
-    follow (a worker)  progress reports      the worker's next change               the worker, one second at most. One that has
+    admit              prompts               admission open                         follow (slots, a drop), sync (a load, or
+                                                                                    the end of an eval, which runs there and
+                                                                                    frees slots), training (a publish)
+    follow (a worker)  results, progress     the worker's next change               the worker, one second at most. One that has
                        -                                                            work and makes no token for
                        -                                                            rollout.call_timeout_s is lost
     restart (a worker) a dead worker         a fresh one; colocate: also the lease  the worker's start, bounded; training
     sync (a worker)    the newest version    a version newer than the worker's      publish; then the worker's prefetch,
                                                                                     load and eval, each bounded
-    training           R finished groups     R takeable groups                      groups; colocate: also the eval's end
+    training           R finished groups     R takeable groups                      follow; colocate: also the eval's end
                        -                     colocate: every worker to hand over    the workers, rollout.call_timeout_s; a stop
                        -                     one older version in loading at most   sync (before a gather)
                        -                     weights.mode = "sync": all workers to  sync (every worker's load)
@@ -33,7 +31,8 @@
 Why there is no deadlock: training waits for groups and loads; groups run on workers whatever training does; admission is
 closed by slots (freed by groups, and by evals, which eval.timeout_s bounds), by the window (reopened by training's publish, which
 needs only groups that are admitted already: `takeable_in_time` keeps room for every one of them), or by deadlines (reopened by a
-load, which waits for a publish and, under `drain`, for running groups). A worker that fails is restarted
+load, which waits for a publish and, under `drain`, for running groups). Responses whose worker has failed are placed before any new
+group; they need slots of workers as new as the rest of their group, which every load adds. A worker that fails is restarted
 (worker_tasks.py) while it has restarts left; without any, the failure stops the run in good order. A failed trainer fails the run
 at once.
 """

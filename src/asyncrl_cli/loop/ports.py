@@ -1,10 +1,9 @@
 """The ports of the loop: what the loop asks of the outside world, and the values that are exchanged.
 
 Adapters implement the Protocols: `job/` on Ray actors, `simulate/` on a virtual clock. Every call may raise
-`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (There is none on `generate`,
-`evaluate` and the drain of a `load`, which take as long as the responses: the loop sees from `progress` whether the worker still
-works.) Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never
-opens.
+`ExecutorFailed`; adapters put a timeout on every call and name the executor in the error. (There is none on `evaluate` and the
+drain of a `load`, which take as long as the responses: the loop sees from `progress` whether the worker still works.)
+Values are small: token payloads stay behind the opaque `payload` / `handle` fields, which the loop passes on and never opens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, Prompt
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Value
 from asyncrl_cli.profile.schema import Interrupt
@@ -23,12 +22,15 @@ LoadVerdict = Literal["loaded", "not loaded", "unclear"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupRequest:
-    """Generate and reward `n` trajectories of one prompt. `seed` makes the group's sampling reproducible."""
+class PartRequest:
+    """Generate and reward some responses of a group, by their index in it (ascending).
 
-    key: AttemptKey
+    `seed` is the group's: response i uses the i-th number that it yields, so its sampling does not depend on where it runs.
+    """
+
+    key: PartKey
     item: Mapping[str, Any]
-    n: int
+    indices: tuple[int, ...]
     seed: int
 
 
@@ -51,11 +53,16 @@ class EvalResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What changed on a worker. `seen` goes into the next call; `finished_sequences` counts per running group."""
+    """What changed on a worker. `seen` goes into the next call.
+
+    `finished_sequences`: how many sequences of each running part have finished; parts without any are left out. `ended`: the
+    results of the parts that have ended, each in one answer only.
+    """
 
     seen: int
-    finished_sequences: Mapping[AttemptKey, int]
+    finished_sequences: Mapping[PartKey, int]
     reports: tuple[ExecutorReport, ...]
+    ended: tuple[PartResult, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +123,17 @@ class RolloutWorker(Protocol):
     name: str
     slots: int
 
-    async def generate(self, request: GroupRequest) -> GroupResult:
-        """Run a group to its end (through any number of weight loads). An aborted group returns a result without trajectories."""
+    def submit(self, request: PartRequest) -> None:
+        """Begin a part, which runs to its end through any number of weight loads; `progress` brings its result. Returns at once; if
+        the worker has failed, `progress` says so."""
 
     async def abort(self, key: AttemptKey) -> None:
-        """Stop a running group; its `generate` returns soon after. Unknown keys are ignored."""
+        """Stop all parts of a group; their results come soon after, without trajectories. Unknown keys are ignored."""
 
     async def progress(self, seen: int) -> Progress:
         """Return when something changed since `seen` (at most every 100 ms), or after one second at the latest.
 
-        The loop always has one of these calls under way, so an adapter may send requests and results of groups along with it.
+        The loop always has one of these calls under way, so an adapter may send requests and results of parts along with it.
         """
 
     async def prefetch(self, published: Published) -> float:
@@ -172,9 +180,10 @@ class Trainer(Protocol):
     async def snapshot(self, step: int) -> float:
         """Copy what a checkpoint needs to the host (stalls training). Returns seconds."""
 
-    async def write(self, step: int, directory: Path, payloads: Sequence[Any], with_published: bool) -> None:
-        """Write the snapshot of `step` beside training: trainer state, the payloads' arrays in the order given, and
-        (`with_published`) the weights of the last gathered version as they were at the snapshot."""
+    async def write(self, step: int, directory: Path, payloads: Sequence[tuple[Any, ...]], with_published: bool) -> None:
+        """Write the snapshot of `step` beside training: trainer state, the groups' arrays in the order of `payloads` (each
+        a tuple of the group's parts), and (`with_published`) the weights of the last gathered version as they were at the
+        snapshot."""
 
     async def report(self) -> ExecutorReport: ...
 
@@ -203,12 +212,12 @@ class CheckpointWriter(Protocol):
 class Cut:
     """The run between an optimizer step and the next take, frozen in one turn of the event loop.
 
-    `loop_state` is JSON, with all that the driver knows of the finished, untrained groups; `payloads` are their handles, in the
-    same order, pinned until written.
+    `loop_state` is JSON, with all that the driver knows of the finished, untrained groups; `payloads` holds the handles of each
+    one's parts, in the same order, pinned until written.
     """
 
     step: int
     version: int
     at_window_boundary: bool
     loop_state: Mapping[str, Any]
-    payloads: tuple[Any, ...] = ()
+    payloads: tuple[tuple[Any, ...], ...] = ()

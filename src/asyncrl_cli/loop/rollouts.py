@@ -66,13 +66,13 @@ class Rollouts:
         board.changes.notify()
 
     async def _admit(self) -> None:
-        """Start groups while admission is open, and wait while it is closed; groups, loads and publishes reopen it."""
+        """Start groups while admission is open, and wait while it is closed; freed slots, loads and publishes reopen it."""
         board, clock = self._board, self._board.feed_clock
         while True:
             clock.enter(State.BUSY)
-            while (started := board.groups.start()) is not None:
-                name, request = started
-                self._workers[name].generate(request)
+            while requests := board.groups.start():
+                for name, request in requests:
+                    self._workers[name].worker.submit(request)
             clock.enter(State.BLOCKED, "admission")
             await board.changes.until(board.admission.is_open, "feed", lambda: f"admission: {causes.admission_wait(board)}")
 

@@ -1,13 +1,13 @@
-"""The tasks that wait for one rollout worker: for its groups, its progress, its weights and its restart.
+"""The tasks that wait for one rollout worker: for its progress, which brings its results, its weights and its restart.
 
 A failure of the worker restarts it, or ends the run in good order (`Board.stop`): the trainer finishes its step and checkpoints.
 
-    failed ──> down: admission closed to it, tasks that wait for it are cancelled ──> its prompts are requeued, its eval's too
-        ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> groups
+    failed ──> down: admission closed to it, tasks that wait for it are cancelled ──> its responses are placed again, and its eval's
+        ──> (colocate: the trainer gives the resources back) ──> restart ──> load of the newest version ──> responses
 
 However many of its calls fail at once, that is one failure: the first one makes the worker `down`, and while it is down further
-failures are ignored. Nothing is trained twice, because the calls to the old process are cancelled before its prompts start again;
-groups that had come back by then stay finished. No group starts on the new process before it has loaded weights: until then the
+failures are ignored. Nothing is trained twice, because the calls to the old process are cancelled before its responses start again;
+parts that had come back by then keep their results. Nothing starts on the new process before it has loaded weights: until then the
 worker is `loading`.
 """
 
@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from functools import partial
 
-from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
+from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost
 from asyncrl_cli.loop.board import Board
 from asyncrl_cli.loop.changes import Change
-from asyncrl_cli.loop.ports import GroupRequest, LoadReport, Progress, Published, RolloutWorker
+from asyncrl_cli.loop.ports import LoadReport, Progress, Published, RolloutWorker
 from asyncrl_cli.loop.states import State
 
 CALL_KEY, RESTARTS_KEY = "rollout.call_timeout_s", "rollout.max_restarts"
@@ -42,9 +42,6 @@ class WorkerTasks:
         self.spawn(self._follow, f"progress of {self.worker.name}")
         self.spawn(self._keep_in_sync, f"sync of {self.worker.name}")
 
-    def generate(self, request: GroupRequest) -> None:
-        self.spawn(partial(self._run_group, request), f"group {request.key}")
-
     def spawn(self, work: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
         """Start a task that waits for the worker; the loss of the worker's process cancels it."""
         task = self._tasks.create_task(self._board.guarded(work, self._lost), name=name)
@@ -56,13 +53,11 @@ class WorkerTasks:
         for task in [*self._running, *([self._restarting] if self._restarting else [])]:
             task.cancel()
 
-    async def _run_group(self, request: GroupRequest) -> None:
-        """Run one group. There is no time limit on engine and rewards: `_follow` notices a worker that stands still."""
-        self._board.groups.finish(await self.worker.generate(request))
-        self._board.changes.notify(Change.GROUPS)
-
     async def _follow(self) -> None:
-        """Frees the slots of sequences that end inside running groups, collects reports, and notices a worker that stands still."""
+        """Takes in results, frees the slots of sequences that have ended, collects reports, and notices a worker that stands still.
+
+        Engine and rewards have no time limit: the last is the only one.
+        """
         board, name, seen, warned = self._board, self.worker.name, 0, False
         moved_s = board.now_s()
         while True:
@@ -71,15 +66,28 @@ class WorkerTasks:
             arrived_s = board.now_s()
             active = any([board.reports.add(report, arrived_s, name) for report in progress.reports])
             warned = warned or self._warned_of_preemption(progress)
-            freed = board.admission.sequences_finished(name, progress.finished_sequences)
-            if freed:
-                board.changes.notify(Change.SLOTS)
-            elif active:
+            freed = self._take_in(progress)
+            if active and not freed:
                 board.changes.progress += 1
             if freed or active or self._may_rest(progress):
                 moved_s = arrived_s
             elif arrived_s - moved_s > board.profile.rollout.call_timeout_s:
                 raise self._stands_still()
+
+    def _take_in(self, progress: Progress) -> bool:
+        """Freed slots, then results. True if there is more room now. Too many failures stop the run, but not these tasks."""
+        board, room, has_ended = self._board, self.slots.room, False
+        board.admission.sequences_finished(self.worker.name, progress.finished_sequences)
+        try:
+            has_ended = board.groups.parts_ended(progress.ended)
+        except AsyncrlError as error:
+            board.stop(error)
+        freed = self.slots.room > room
+        if has_ended:
+            board.changes.notify(Change.GROUPS)
+        elif freed:
+            board.changes.notify(Change.SLOTS)
+        return freed
 
     def _may_rest(self, progress: Progress) -> bool:
         """Whether silence is fine: nothing runs, or it waits for rewards or is frozen by a load, which have limits of their own."""
@@ -89,7 +97,8 @@ class WorkerTasks:
 
     def _stands_still(self) -> ExecutorLost:
         slots, limit_s = self.slots, self._board.profile.rollout.call_timeout_s
-        running = f"{len(slots.unfinished)} groups" + (" and an eval" if slots.eval_sequences else "")
+        num_groups = len({key.attempt for key in slots.unfinished})
+        running = f"{num_groups} groups" + (" and an eval" if slots.eval_sequences else "")
         return ExecutorLost(
             f"it is stuck: {running} are running on it, and it made no token for {CALL_KEY} = {limit_s:g} s",
             hint=f"its log may say why; if its first token only needs longer, --set {CALL_KEY}=...",
@@ -163,6 +172,7 @@ class WorkerTasks:
             board.warn(f"{error}; the run is stopping, so it is not restarted")
             return
         board.groups.tokens_discarded += board.reports.lost(name, board.now_s())
+        board.admission.lose(name)
         self._use_restart(error)
         ending = [task for task in self._running if task is not asyncio.current_task()]
         for task in ending:
@@ -196,7 +206,7 @@ class WorkerTasks:
         board.changes.notify()
 
     def _give_back(self) -> None:
-        """Requeue the prompts of the lost process, for other workers or for its successor."""
+        """Have the eval prompts of the lost process scored by others."""
         board, name = self._board, self.worker.name
         self.slots.forget_weights()
         version = board.evaluator.worker_lost()
@@ -204,7 +214,6 @@ class WorkerTasks:
             board.warn(
                 f"the eval of version {version} was lost with {name}: it begins again on the next version that a worker loads"
             )
-        board.groups.lost(name)
         board.changes.notify()
 
     async def _replace(self) -> bool:

@@ -32,6 +32,9 @@ class RolloutSection(Section):
     """Sequences that one worker generates at once."""
     n: Annotated[int, Field(ge=2, le=MOST_PROCESSES)] = 8
     """Trajectories per prompt: the size of a group."""
+    placement: Literal["response", "group"] = "response"
+    """response: each response of a group goes to the worker with the newest weights and the most room, so that a group may run on
+    several workers at once; group: all of a group's responses run on one worker."""
     prefetch_groups: NonNegativeInt = 0
     """Groups admitted beyond the free slots, to wait in the engines' queues."""
     max_prompt_tokens: PositiveInt = 256

@@ -1,12 +1,12 @@
-"""Simulated responses: draws their lengths, and follows those of one group or eval call from submission to the last reward.
+"""Simulated responses: draws their lengths, and follows those of one part or eval call from submission to the last reward.
 
 Lengths are drawn per group, so that responses to one prompt can be correlated:
 
     log x = log(median) + sigma * (sqrt(r) * z_prompt + sqrt(1 - r) * z_trajectory),   x then rounded into 1 ... max_tokens
 
 r is `prompt_variance_ratio`. The same normal variates draw from a list, through its quantiles (a Gaussian copula).
-The generator is seeded by the group's own seed and lengths are drawn first: a group has the same lengths under every profile,
-on every worker and after any restart.
+The generator is seeded by the group's own seed, and yields the lengths of its responses in order: a response has the same length
+under every profile, on every worker and after any restart.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
+from asyncrl_cli.loop.attempts import PartResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
 from asyncrl_cli.simulate.sequences import SimulatedSequence
@@ -36,8 +36,8 @@ Fate = tuple[int, float, float]
 class WorkerTimes:
     """How long a worker's calls take (seconds), and how long responses are (tokens).
 
-    `response_tokens(rng, n)`: the lengths of a group's n responses; `rng` is seeded by the group's request and not used before.
-    `reward_s(rng)`: for one trajectory, from the same generator; a share `failure_ratio` of rewards raises.
+    `response_tokens(rng, n)`: the lengths of a group's first n responses; `rng` is seeded by the group's request and not used
+    before. `reward_s(rng)`: for one trajectory, from a generator of its own; a share `failure_ratio` of rewards raises.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
     without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
     Progress is reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of
@@ -101,32 +101,36 @@ def mean_tokens(lengths: Lengths, max_response_tokens: int) -> float:
     return math.exp(mu + sigma**2 / 2) * STANDARD.cdf(z - sigma) + cap * (1 - STANDARD.cdf(z))
 
 
-def fates(rng: random.Random, n: int, times: WorkerTimes) -> list[Fate]:
-    """The fates of n responses to one prompt. Lengths are drawn first, so that they do not depend on the rewards."""
-    lengths = times.response_tokens(rng, n)
-    return [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
+def fates(seed: int | str, indices: Sequence[int], times: WorkerTimes) -> list[Fate]:
+    """The fates of some responses to one prompt, by index (ascending). None depends on which others are asked for."""
+    lengths, fates = times.response_tokens(random.Random(seed), indices[-1] + 1), []
+    for index in indices:
+        rng = random.Random(f"{seed}/{index}")
+        fates.append((lengths[index], times.reward_s(rng), rng.random()))
+    return fates
 
 
 class Responses:
-    """Responses of one group or eval call. `done` is resolved by the last reward or by `abort`; `on_end` is called as each ends.
-    `prompt`: what they have in common, None if nothing."""
+    """Responses of one part or eval call. `on_end` is called as each response ends, `on_done(self)` once: after the last reward, or
+    by `abort`. `prompt`: what they have in common, None if nothing."""
 
     def __init__(
         self,
         fates: Sequence[Fate],
         times: WorkerTimes,
         engine: SimulatedEngine,
+        on_done: Callable[[Responses], None],
         on_end: Callable[[], None] = lambda: None,
         prompt: object = None,
     ) -> None:
-        self.aborted = False
+        self.aborted = self.is_done = False
         self.num_ended = 0
         self.ended_tokens = 0
         self._times = times
         self._engine = engine
+        self._on_done = on_done
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self.done = self._loop.create_future()
         self._responses = [
             SimulatedSequence(times.prompt_tokens, tokens, self._ended, reward_s, luck, prompt) for tokens, reward_s, luck in fates
         ]
@@ -138,14 +142,14 @@ class Responses:
         self._engine.abort(self._responses)
         self._finish()
 
-    def group_result(self, request: GroupRequest) -> GroupResult:
+    def part_result(self, request: PartRequest) -> PartResult:
         """The same as the real group runner's: without trajectories whose reward raised, and without any if aborted."""
         kept = [] if self.aborted else [response for response in self._responses if not self._fails(response)]
         tokens = sum(response.tokens for response in self._responses)
-        return GroupResult(
+        return PartResult(
             key=request.key,
             trajectories=tuple(map(self._meta, kept)),
-            failures=() if self.aborted else (RAISED,) * (request.n - len(kept)),
+            failures=() if self.aborted else (RAISED,) * (len(self._responses) - len(kept)),
             failed_tokens=tokens - sum(response.tokens for response in kept),
             payload=str(request.key),
         )
@@ -177,8 +181,9 @@ class Responses:
                 self._finish()
 
     def _finish(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
+        if not self.is_done:
+            self.is_done = True
+            self._on_done(self)
 
     def _fails(self, response: SimulatedSequence) -> bool:
         return response.luck < self._times.failure_ratio

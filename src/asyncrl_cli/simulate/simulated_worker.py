@@ -1,6 +1,6 @@
 """A simulated rollout worker: an engine, rewards that take time, and the calls of `loop.ports.RolloutWorker`.
 
-    generate -> engine (n sequences) --each end--> slot free, reward begins --all rewards--> GroupResult
+    submit -> engine (a part's sequences) --each end--> slot free, reward begins --all rewards--> PartResult -> progress
     prefetch -> second buffer -> load (drain | freeze) -> thaw -> generation continues
 
 Its time in states is integrated by the real rollout actor's meter (`loop.meters`). Nothing runs per token, and there is no task or
@@ -13,9 +13,9 @@ import asyncio
 import random
 
 from asyncrl_cli.errors import ExecutorLost
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, RolloutMeter
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, GroupRequest, LoadReport, Progress, Published
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress, Published
 from asyncrl_cli.profile.schema import Interrupt
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.responses import Responses, WorkerTimes, fates
@@ -42,7 +42,8 @@ class SimulatedWorker:
         self._engine = SimulatedEngine(self.slots, times.decoding, speed=self.speed, cache=times.cache, on_running=self._running)
         self._machine.add(self._engine)
         self._was_running = False
-        self._groups: dict[AttemptKey, Responses] = {}
+        self._parts: dict[PartKey, Responses] = {}
+        self._ended: list[PartResult] = []
         self._evals: list[Responses] = []
         self._received = -1
 
@@ -50,31 +51,35 @@ class SimulatedWorker:
     def version(self) -> int:
         return self._engine.version
 
-    async def generate(self, request: GroupRequest) -> GroupResult:
-        assert request.key not in self._groups, f"{request.key} runs already"
-        drawn = fates(random.Random(request.seed), request.n, self._times)
-        group = self._groups[request.key] = Responses(drawn, self._times, self._engine, self._poll.note, request.key)
-        await group.done
-        del self._groups[request.key]
-        self._poll.note()
-        return group.group_result(request)
+    def submit(self, request: PartRequest) -> None:
+        assert request.key not in self._parts, f"{request.key} runs already"
+
+        def end(part: Responses) -> None:
+            del self._parts[request.key]
+            self._ended.append(part.part_result(request))
+            self._poll.note(is_urgent=not self._parts)
+
+        drawn = fates(request.seed, request.indices, self._times)
+        prompt = request.key.attempt
+        self._parts[request.key] = Responses(drawn, self._times, self._engine, end, self._poll.note, prompt)
 
     async def abort(self, key: AttemptKey) -> None:
-        if key in self._groups:
-            self._groups[key].abort()
+        for part in [part for running, part in self._parts.items() if running.attempt == key]:
+            part.abort()
 
     async def progress(self, seen: int) -> Progress:
         seen = await self._poll.after(seen)
-        groups = self._groups
         sampled_tokens, decode_steps, running_tokens = self._engine.counters()
         report = self._meter.report(
             version=self.version,
             sampled_tokens=int(round(sampled_tokens, 6)),  # rounding must not take one back
             decode_steps=decode_steps,
-            running_tokens=sum(group.ended_tokens for group in groups.values()) + int(running_tokens),
+            running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
             sums={"preemptions": self._engine.preemptions} if self._times.cache.is_limited else {},
         )
-        return Progress(seen=seen, finished_sequences={key: group.num_ended for key, group in groups.items()}, reports=(report,))
+        finished = {key: part.num_ended for key, part in self._parts.items() if part.num_ended}
+        ended, self._ended = tuple(self._ended), []
+        return Progress(seen=seen, finished_sequences=finished, reports=(report,), ended=ended)
 
     async def prefetch(self, published: Published) -> float:
         send_s = self._times.prefetch_s(self._rng)
@@ -104,11 +109,12 @@ class SimulatedWorker:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
         seeds = [f"{request.seed}/{item.get('uid', item)}" for item in request.items]
-        drawn = [fates(random.Random(seed), 1, self._times)[0] for seed in seeds]
+        drawn = [fates(seed, (0,), self._times)[0] for seed in seeds]
         self._meter.evals(+1)
-        answers = Responses(drawn, self._times, self._engine)
+        done = asyncio.Event()
+        answers = Responses(drawn, self._times, self._engine, lambda _: done.set())
         self._evals.append(answers)
-        await answers.done
+        await done.wait()
         self._evals.remove(answers)
         self._meter.evals(-1)
         return answers.eval_result(request)
@@ -125,7 +131,7 @@ class SimulatedWorker:
         self._meter.pause(False)
 
     async def restart(self) -> None:
-        for responses in [*self._groups.values(), *self._evals]:
+        for responses in [*self._parts.values(), *self._evals]:
             responses.abort()
         self._machine.remove(self._engine)
         self._begin()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.loop.attempts import AttemptKey
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 
@@ -28,13 +28,38 @@ def in_time(deadlines: Iterable[int], version: int, takes_left: int, window_grou
 
 
 @dataclass(slots=True, kw_only=True)
+class PartBook:
+    """Responses that were placed on a worker when it held `version`. `indices`: once the worker was asked for them."""
+
+    worker: str
+    version: int
+    num_responses: int
+    indices: tuple[int, ...] = ()
+    has_ended: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
 class LiveAttempt:
-    """An attempt that is running, finished or in training. `began`: the version of its worker when it started."""
+    """An attempt that is running, finished or in training. `parts` by number, without those that were lost; `num_lost` responses of
+    these have not been placed again. `tokens`, `num_kept` and `payloads`: of what has ended."""
 
     account: str
-    worker: str
-    began: int
-    deadline: int
+    deadline: int = -1
+    parts: dict[int, PartBook] = field(default_factory=dict)
+    num_parts: int = 0
+    num_lost: int = 0
+    num_kept: int = 0
+    tokens: int = 0
+    payloads: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def began(self) -> int:
+        """The oldest version that it started on."""
+        return min(part.version for part in self.parts.values())
+
+    @property
+    def payload(self) -> tuple[Any, ...]:
+        return tuple(self.payloads[number] for number in sorted(self.payloads))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,7 +73,7 @@ class WorkerBook:
     was_lost: bool = False
     held_when_lost: int = -1
     running_tokens: int = 0
-    unfinished: dict[AttemptKey, int] = field(default_factory=dict)
+    unfinished: dict[PartKey, int] = field(default_factory=dict)
     eval_sequences: int = 0
 
     @property
@@ -134,18 +159,46 @@ class Books:
             taken.append(allowed)
         return taken
 
-    def room_on(self, worker: WorkerBook) -> bool:
-        """In its slots; in its queue only while nobody, not even a worker that loads, has room in its slots."""
-        n = self.settings.profile.rollout.n
-        all_full = all(other.down or other.slots - other.used < n for other in self.workers.values())
-        return worker.slots - worker.used + (n * self.settings.profile.rollout.prefetch_groups if all_full else 0) >= n
+    def lost_first(self) -> AttemptKey | None:
+        """The first group with responses that were lost with a worker and have not been placed again."""
+        return next((key for key, attempt in self.live.items() if attempt.num_lost), None)
 
-    def start_in_time(self, worker: WorkerBook) -> bool:
-        """Whether one more group, started on `worker`, could be trained in time beside all others."""
-        deadline, on_stale = worker.version + self.settings.schedule.max_staleness, self.settings.profile.async_training.on_stale
+    def placement(self, num_responses: int, at_least: int = -1) -> dict[str, int] | None:
+        """Where responses are to start, one by one (or all at once); None if they find no room.
+
+        In slots; in queues only while the slots of all workers, also of those that load, are too few.
+        """
+        rollout, placed = self.settings.profile.rollout, Counter[str]()
+        unit = rollout.n if rollout.placement == "group" else 1
+        up = [worker for worker in self.workers.values() if not worker.down]
+        is_full = sum(max(0, worker.slots - worker.used) // unit for worker in up) * unit < num_responses
+        queue = rollout.n * rollout.prefetch_groups if is_full else 0
+        while placed.total() < num_responses:
+            room = {name: worker.slots - worker.used + queue - placed[name] for name, worker in self.workers.items()}
+            able = [name for name in room if room[name] >= unit and not self.workers[name].loading]
+            able = [name for name in able if self.workers[name].version >= at_least]
+            if not able:
+                return None
+            placed[max(able, key=lambda name: (self.workers[name].version, room[name]))] += unit
+        return dict(placed)
+
+    def placement_now(self) -> dict[str, int] | None:
+        """Where the next responses start; None if there is no room that is new enough."""
+        lost = self.lost_first()
+        if lost is None:
+            return self.placement(self.settings.profile.rollout.n)
+        attempt = self.live[lost]
+        return self.placement(attempt.num_lost, attempt.deadline - self.settings.schedule.max_staleness)
+
+    def oldest(self, placement: Mapping[str, int]) -> int:
+        return min(self.workers[name].version for name in placement)
+
+    def start_in_time(self, version: int) -> bool:
+        """Whether one more group, started on `version`, could be trained in time beside all others."""
+        deadline, on_stale = version + self.settings.schedule.max_staleness, self.settings.profile.async_training.on_stale
         if on_stale == "accept":
             return True
-        if worker.version != self.version and deadline <= self.version:
+        if version != self.version and deadline <= self.version:
             return False
         if on_stale != "wait":
             return True
@@ -154,14 +207,16 @@ class Books:
     def closed(self) -> str:
         """Why nothing may start now, "" if something may; the reasons in the order of docs/admission.md."""
         awake = [worker for worker in self.workers.values() if not worker.loading]
-        room = [worker for worker in awake if self.room_on(worker)]
+        lost = self.lost_first()
+        has_room = self.placement(self.settings.profile.rollout.n if lost is None else self.live[lost].num_lost) is not None
+        placement = self.placement_now()
         reasons = {
             "stopping": self.stopping,
-            "end": len(self.live) + self.trained >= self.settings.schedule.groups,
-            "window": len(self.untaken) + self.taken_in_window >= self.budget,
+            "end": lost is None and len(self.live) + self.trained >= self.settings.schedule.groups,
+            "window": lost is None and len(self.untaken) + self.taken_in_window >= self.budget,
             "loading": not awake or (self.settings.profile.placement.colocate and not self.all_loaded()),
-            "slots": not room,
-            "deadlines": not any(self.start_in_time(worker) for worker in room),
+            "slots": not has_room,
+            "deadlines": placement is None or (lost is None and not self.start_in_time(self.oldest(placement))),
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -174,7 +229,7 @@ class Books:
             "version": self.version,
             "taken_in_window": self.taken_in_window,
             "admitted": self.admitted,
-            "live": [[*key, live.account, live.worker, live.began, live.deadline] for key, live in self.live.items()],
+            "live": [[*key, live.account, live.deadline, live.tokens, live.payload] for key, live in self.live.items()],
             "finish_order": [list(key) for key in self.finish_order],
             "ended": [[*key, account] for key, account in self.ended.items()],
             "waiting": [list(key) for key in self.waiting],
@@ -183,8 +238,9 @@ class Books:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.version, self.taken_in_window, self.admitted = state["version"], state["taken_in_window"], state["admitted"]
-        for *key, account, worker, began, deadline in state["live"]:
-            self.live[AttemptKey(*key)] = LiveAttempt(account=account, worker=worker, began=began, deadline=deadline)
+        for *key, account, deadline, tokens, payload in state["live"]:
+            live = LiveAttempt(account=account, deadline=deadline, tokens=tokens, payloads=dict(enumerate(payload)))
+            self.live[AttemptKey(*key)] = live
         self.finish_order = [AttemptKey(*key) for key in state["finish_order"]]
         self.ended = {AttemptKey(*key): account for *key, account in state["ended"]}
         self.waiting = [AttemptKey(*key) for key in state["waiting"]]

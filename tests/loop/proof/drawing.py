@@ -87,7 +87,17 @@ def draw(seed: int) -> Scenario:
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
-    return _with_restarts(scenario, expected_s)
+    return _with_restarts(_with_placement(scenario), expected_s)
+
+
+def _with_placement(scenario: Scenario) -> Scenario:
+    """Response by response in two thirds of the scenarios; in some of these a group is larger than what one worker holds."""
+    rng = random.Random(f"placement {scenario.seed}")
+    placement, n, slots = rng.choice(("response", "response", "group")), scenario.settings.profile.rollout.n, scenario.slots
+    if placement == "response" and rng.random() < 0.5:
+        n = rng.randint(2, 8)
+        slots = rng.randint(-(-n // scenario.num_workers), n + 2)
+    return replace(scenario, settings=changed(scenario.settings, placement=placement, n=n), slots=slots)
 
 
 def _with_restarts(scenario: Scenario, expected_s: float) -> Scenario:

@@ -16,12 +16,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
 from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
-    GroupRequest,
     LoadReport,
+    PartRequest,
     Progress,
     Published,
     TrainBatch,
@@ -54,7 +54,7 @@ class FaultKind(StrEnum):
     REPEATED_PREFETCH = "repeated prefetch"
     """A transfer arrives a second time, `seconds` later."""
     REWARD_RAISES = "reward raises"
-    """The reward of one trajectory of a group raises."""
+    """The reward of one trajectory of a part raises."""
     STEP_FAILS = "train step fails"
     """The trainer fails in the `nth` train step of the run."""
 
@@ -151,21 +151,28 @@ class FaultyWorker(KeepingWorker):
         self._counts = Counter[FaultKind]()
         self._death = ""
         self._is_hung = False
+        self._broken: set[PartKey] = set()
         self._asked: dict[asyncio.Future[Any], asyncio.Task[Any]] = {}
         self._repeats: list[asyncio.TimerHandle] = []
         for fault in faults.at(name):
             asyncio.get_running_loop().call_at(fault.at_s, self._meet_in_time, fault)
 
-    async def generate(self, request: GroupRequest) -> GroupResult:
-        is_broken = self._meets(FaultKind.REWARD_RAISES) is not None
-        result = await self._ask(super().generate(request))
-        return _without_one(result) if is_broken and result.trajectories else result
+    def submit(self, request: PartRequest) -> None:
+        if self._death or self._is_hung:
+            return
+        if self._meets(FaultKind.REWARD_RAISES) is not None:
+            self._broken.add(request.key)
+        super().submit(request)
 
     async def abort(self, key: AttemptKey) -> None:
         await self._ask(super().abort(key), f"the abort of {key}", CALL_KEY)
 
     async def progress(self, seen: int) -> Progress:
-        return await self._ask(super().progress(seen), "a progress report", CALL_KEY)
+        progress = await self._ask(super().progress(seen), "a progress report", CALL_KEY)
+        ended = [
+            _without_one(result) if result.key in self._broken and result.trajectories else result for result in progress.ended
+        ]
+        return replace(progress, ended=tuple(ended))
 
     async def prefetch(self, published: Published) -> float:
         return await self._ask(self._prefetch(published), f"the transfer of version {published.version}", WEIGHTS_KEY)
@@ -268,7 +275,7 @@ def _pass_on(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
         answer.set_exception(error)
 
 
-def _without_one(result: GroupResult) -> GroupResult:
+def _without_one(result: PartResult) -> PartResult:
     first, *others = result.trajectories
     failures = (*result.failures, "the reward raised")
     return replace(

@@ -10,7 +10,8 @@ hears every call to an executor. From both it keeps books of its own (`books.py`
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version
     time         every executor's states, and the parts of every step, sum to the time that passed
-    restarts     as many as allowed, of workers that are down; their groups go back first, and nothing starts before a load
+    restarts     as many as allowed, of workers that are down; only their responses are lost, which are placed again before any new
+                 group, and nothing starts before a load
     ends         at the right number of groups, with nothing left over, within the limits of a stop
 """
 
@@ -68,10 +69,11 @@ class Invariants:
 
     def watch(self, pipeline: Pipeline) -> None:
         """From now on the loop's own counters are compared, too."""
-        groups = pipeline.board.groups
+        groups, ledger = pipeline.board.groups, self.ledger
         self._loop = LoopWatch(groups, self.settings, self.books, self.check)
-        self.ledger.is_resuming = False
-        self.ledger.discarded_tokens, self.ledger.trained_tokens = groups.tokens_discarded, groups.tokens_trained
+        ledger.is_resuming = False
+        tokens, mine = (groups.tokens_discarded, groups.tokens_trained), (ledger.discarded_tokens, ledger.trained_tokens)
+        self.check(tokens == mine, "waste", f"{tokens} tokens are discarded and trained at the start, counted {mine}")
         self._compare_everything()
 
     def event(self, event: Event) -> None:
@@ -210,6 +212,7 @@ class Invariants:
         left = event.fields["restarts_left"]
         self.check(left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left")
         self.ledger.discarded_tokens += self.books.workers[name].lost()
+        self.ledger.lost(name)
 
     def _on_restarted(self, event: Event) -> None:
         book = self.books.workers[event.fields["worker"]]

@@ -1,6 +1,7 @@
 """Every ledger transition of a run, checked against what may happen to a group, and entered into `Books`.
 
-Also what a group is made of: which worker had it, how many trajectories came back, on which weights their tokens were sampled.
+Also what a group is made of: which workers had its responses, how many trajectories came back, on which weights their tokens were
+sampled.
 """
 
 from __future__ import annotations
@@ -8,26 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult
+from asyncrl_cli.loop.ports import PartRequest
 from asyncrl_cli.loop.watching import Event
 from asyncrl_cli.profile.arithmetic import LoopSettings
-from tests.loop.proof.books import Books, LiveAttempt
+from tests.loop.proof.books import Books, LiveAttempt, PartBook
 
 Check = Callable[[bool, str, str], None]
 """`check(holds, invariant, message)` raises if it does not hold."""
 
 
 class LedgerWatch:
-    """Call `hear(event)` for each of the ledger's events, in order; `generated` when a worker returns a group."""
+    """Call `hear(event)` for each event of a group, in order; `submitted` when a worker is asked for a part, `part_ended` when it
+    returns one, `lost` when it has died."""
 
     def __init__(self, settings: LoopSettings, books: Books, check: Check) -> None:
         self.settings = settings
         self.books = books
         self.check = check
         self.fed: list[tuple[str, int]] = []
-        self.num_kept: dict[AttemptKey, int] = {}
-        self.payloads: dict[AttemptKey, Any] = {}
-        self.tokens: dict[AttemptKey, int] = {}
         self.in_training: tuple[GroupResult, ...] = ()
         self.must_go: set[AttemptKey] = set()
         self.is_resuming = True
@@ -41,38 +41,63 @@ class LedgerWatch:
         handle(event.key, event)
 
     def state(self) -> dict[str, Any]:
+        """For a checkpoint: what runs at the cut is lost to a resumed run, whose tokens count as discarded."""
+        running = [live.tokens for live in self.books.live.values() if live.account == "running"]
+        generating = sum(worker.running_tokens for worker in self.books.workers.values())
         return {
             "books": self.books.state(),
             "fed": [list(prompt) for prompt in self.fed],
-            "finished": [[self.payloads[key], self.tokens[key]] for key in self.books.finish_order],
+            "tokens": [self.discarded_tokens + sum(running) + generating, self.trained_tokens],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.books.restore(state["books"])
         self.fed = [(uid, epoch) for uid, epoch in state["fed"]]
-        for key, (payload, tokens) in zip(self.books.finish_order, state["finished"], strict=True):
-            self.payloads[key], self.tokens[key] = payload, tokens
+        self.discarded_tokens, self.trained_tokens = state["tokens"]
 
-    def generated(self, worker: str, result: GroupResult) -> None:
-        """A worker has returned a group: check its tokens, before the loop sees it."""
-        attempt = self.books.live.get(result.key)
+    def submitted(self, worker: str, request: PartRequest) -> None:
+        """A worker is asked for a part: the one that was announced, of responses that nobody else has."""
+        (key, number), check = request.key, self.check
+        attempt = self.books.live.get(key)
+        part = attempt.parts.get(number) if attempt is not None else None
+        if attempt is None or part is None:
+            self.check(False, "ledger", f"{request.key} was never placed")
+            return
+        check(part.worker == worker, "slots", f"{request.key} was placed on {part.worker}, and {worker} is asked")
+        check(not part.indices, "ledger", f"{request.key} is asked for twice")
+        check(
+            len(request.indices) == part.num_responses, "slots", f"{request.key}: {request.indices} for {part.num_responses} slots"
+        )
+        others = {index for other in attempt.parts.values() for index in other.indices}
+        check(not others.intersection(request.indices), "ledger", f"{request.key}: {request.indices} run already: {others}")
+        part.indices = request.indices
+
+    def part_ended(self, worker: str, result: PartResult) -> None:
+        """A worker has returned a part: check its tokens, before the loop sees it."""
+        key, number = result.key
+        attempt = self.books.live.get(key)
+        part = attempt.parts.get(number) if attempt is not None else None
         tokens = sum(meta.response_tokens for meta in result.trajectories)
         self.discarded_tokens += result.failed_tokens
-        self.num_kept[result.key], self.payloads[result.key] = len(result.trajectories), result.payload
-        self.tokens[result.key] = tokens
-        if attempt is None or attempt.account != "running":
+        if attempt is None or part is None or attempt.account != "running":
             self.discarded_tokens += tokens
             return
-        if len(result.trajectories) < 2:
-            self.discarded_tokens += tokens
-        self.check(attempt.worker == worker, "slots", f"{result.key} started on {attempt.worker}, came back from {worker}")
-        newest = self.books.workers[worker].version
+        self.check(not part.has_ended, "ledger", f"{result.key} has ended twice")
+        self.check(part.worker == worker, "slots", f"{result.key} started on {part.worker}, came back from {worker}")
+        part.has_ended = True
+        attempt.num_kept += len(result.trajectories)
+        attempt.tokens += tokens
+        attempt.payloads[number] = result.payload
+        del self.books.workers[worker].unfinished[result.key]
+        self._check_tokens(result, part.version, self.books.workers[worker].version)
+
+    def _check_tokens(self, result: PartResult, began: int, newest: int) -> None:
         for meta in result.trajectories:
             versions = [version for version, _ in meta.version_tokens]
             is_rising = versions == sorted(set(versions))
             self.check(is_rising, "token versions", f"{result.key}: token versions {versions} fall or repeat")
-            in_reach = attempt.began <= versions[0] and versions[-1] <= newest
-            self.check(in_reach, "token versions", f"{result.key}: {versions}, on weights {attempt.began} to {newest}")
+            in_reach = began <= versions[0] and versions[-1] <= newest
+            self.check(in_reach, "token versions", f"{result.key}: {versions}, on weights {began} to {newest}")
             sampled = sum(count for _, count in meta.version_tokens)
             self.check(
                 sampled == meta.response_tokens, "token versions", f"{sampled} of {meta.response_tokens} tokens have a version"
@@ -80,22 +105,53 @@ class LedgerWatch:
             if self.settings.interrupt == "drain":
                 self.check(meta.span == 0, "spans", f"{result.key}: a span of {meta.span} without partial rollouts")
 
+    def lost(self, worker: str) -> None:
+        """The worker's process is gone, and with it the parts that ran there; those that have ended stay."""
+        for key in self.books.workers[worker].unfinished:
+            attempt = self.books.live[key.attempt]
+            attempt.num_lost += attempt.parts.pop(key.number).num_responses
+        self.books.workers[worker].unfinished.clear()
+
     def _running(self, key: AttemptKey, event: Event) -> None:
-        books = self.books
-        name, version = event.fields["worker"], event.version
-        assert version is not None
-        worker = books.workers[name]
-        closed = books.closed()
-        self.check(not closed, "admission", f"{key} starts, but admission is closed by: {closed}")
-        self.check(not worker.loading, "loads", f"{key} starts on {name} while it loads")
-        self.check(version == worker.version, "loads", f"{key} starts on version {version}, {name} holds {worker.version}")
-        self.check(books.room_on(worker), "slots", f"{key}: no room on {name}, {worker.used} of {worker.slots} slots are used")
-        self.check(books.start_in_time(worker), "deadlines", f"{key}: started on {name} it cannot be trained in time")
+        books, n = self.books, self.settings.profile.rollout.n
+        self.check(books.lost_first() is None, "restarts", f"{key} starts before {books.lost_first()} is placed again")
+        self._check_placed(key, event, n)
+        in_time = books.start_in_time(books.oldest(event.fields["workers"]))
+        self.check(in_time, "deadlines", f"{key}: started on {event.fields['workers']} it cannot be trained in time")
         self._check_prompt(key)
-        deadline = version + self.settings.schedule.max_staleness
-        books.live[key] = LiveAttempt(account="running", worker=name, began=version, deadline=deadline)
+        books.live[key] = LiveAttempt(account="running")
         books.admitted += 1
-        worker.unfinished[key] = self.settings.profile.rollout.n
+        self._place(key, event.fields["workers"])
+
+    def _replaced(self, key: AttemptKey, event: Event) -> None:
+        """Responses that were lost start again, within the bound of their group."""
+        books = self.books
+        self._expect(key, "running")
+        self.check(books.lost_first() == key, "restarts", f"{key} is placed again before {books.lost_first()}")
+        attempt = books.live[key]
+        self._check_placed(key, event, attempt.num_lost)
+        before, attempt.num_lost = attempt.deadline, 0
+        self._place(key, event.fields["workers"])
+        self.check(attempt.deadline >= before, "deadlines", f"{key}: the deadline {before} falls to {attempt.deadline}")
+
+    def _check_placed(self, key: AttemptKey, event: Event, num_responses: int) -> None:
+        books, placed = self.books, event.fields["workers"]
+        closed, mine = books.closed(), books.placement_now()
+        self.check(not closed, "admission", f"{key} starts, but admission is closed by: {closed}")
+        self.check(sum(placed.values()) == num_responses, "slots", f"{key}: {num_responses} responses are placed as {placed}")
+        for name in placed:
+            self.check(not books.workers[name].loading, "loads", f"{key} starts on {name} while it loads")
+        self.check(placed == mine, "slots", f"{key} is placed as {placed}, should be {mine}")
+        self.check(event.version == books.oldest(placed), "loads", f"{key} starts on version {event.version}, on {placed}")
+
+    def _place(self, key: AttemptKey, placed: Mapping[str, int]) -> None:
+        attempt, workers = self.books.live[key], self.books.workers
+        for name, num_responses in placed.items():
+            part = PartBook(worker=name, version=workers[name].version, num_responses=num_responses)
+            attempt.parts[attempt.num_parts] = part
+            workers[name].unfinished[PartKey(key, attempt.num_parts)] = num_responses
+            attempt.num_parts += 1
+        attempt.deadline = attempt.began + self.settings.schedule.max_staleness
 
     def _check_prompt(self, key: AttemptKey) -> None:
         """A prompt starts once, or again right after it was requeued; requeued ones come first."""
@@ -110,12 +166,20 @@ class LedgerWatch:
         self.check((key.uid, key.epoch) == self.fed[-1], "ledger", f"{key} is not what the feed gave: {self.fed[-1]}")
 
     def _finished(self, key: AttemptKey, event: Event) -> None:
-        self._expect(key, "running")
-        kept = self.num_kept[key]
+        self._check_whole(key)
+        kept = self.books.live[key].num_kept
         self.check(kept >= 2, "ledger", f"{key} finished with {kept} trajectories")
         self.books.live[key].account = "finished"
         self.books.finish_order.append(key)
-        self._free(key)
+
+    def _check_whole(self, key: AttemptKey) -> None:
+        """Every response of a running group has come back, exactly once."""
+        self._expect(key, "running")
+        attempt = self.books.live[key]
+        running = [number for number, part in attempt.parts.items() if not part.has_ended]
+        self.check(not running and not attempt.num_lost, "ledger", f"{key} ends while parts {running} run")
+        indices = sorted(index for part in attempt.parts.values() for index in part.indices)
+        self.check(indices == [*range(self.settings.profile.rollout.n)], "ledger", f"{key} has the responses {indices}")
 
     def _training(self, key: AttemptKey, event: Event) -> None:
         books = self.books
@@ -141,9 +205,10 @@ class LedgerWatch:
     def _dropped(self, key: AttemptKey, event: Event) -> None:
         reason = event.fields["reason"]
         if reason == "failed":
-            self._expect(key, "running")
-            kept = self.num_kept[key]
+            self._check_whole(key)
+            kept = self.books.live[key].num_kept
             self.check(kept < 2, "ledger", f"{key} is dropped with {kept} trajectories")
+            self.discarded_tokens += self.books.live[key].tokens
         else:
             self._given_up(key, "drop" if reason == "stale" else "requeue")
         self._ends(key, "dropped")
@@ -158,10 +223,6 @@ class LedgerWatch:
             self.has_exhausted |= count > self.settings.profile.async_training.max_requeues
             may_exhaust = not self.has_exhausted or self.settings.profile.async_training.on_exhausted == "fail"
             self.check(may_exhaust, "staleness", f"{key} was requeued {count} times")
-        elif reason == "worker lost":
-            self._expect(key, "running")
-            worker = self.books.live[key].worker
-            self.check(self.books.workers[worker].down, "restarts", f"{key} is requeued, and {worker} is not down")
         else:
             self.check(self.is_resuming, "ledger", f"{key} is requeued ({reason}) in the middle of a run")
         self._ends(key, "requeued")
@@ -175,8 +236,7 @@ class LedgerWatch:
             f"{key} is given up under {self.settings.profile.async_training.on_stale}",
         )
         self.check(attempt.deadline < self.books.version, "staleness", f"{key} is given up before its deadline {attempt.deadline}")
-        if attempt.account == "finished":
-            self.discarded_tokens += self.tokens[key]
+        self.discarded_tokens += attempt.tokens
 
     def _expect(self, key: AttemptKey, account: str) -> None:
         attempt = self.books.live.get(key)
@@ -188,9 +248,6 @@ class LedgerWatch:
         self.must_go.discard(key)
         if key in self.books.finish_order:
             self.books.finish_order.remove(key)
-        self._free(key)
         self.books.ended[key] = account
-
-    def _free(self, key: AttemptKey) -> None:
         for worker in self.books.workers.values():
-            worker.unfinished.pop(key, None)
+            worker.unfinished = {part: left for part, left in worker.unfinished.items() if part.attempt != key}

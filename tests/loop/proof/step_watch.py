@@ -48,7 +48,8 @@ class StepWatch:
         )
         for group in groups:
             tokens = sum(meta.response_tokens for meta in group.trajectories)
-            is_own = group.payload == self._ledger.payloads[group.key] and tokens == self._ledger.tokens[group.key]
+            live = books.live[group.key]
+            is_own = group.payload == live.payload and tokens == live.tokens
             self._check(is_own, "ledger", f"{group.key} is trained on what another group generated")
         self._ledger.in_training = groups
         self._check_staleness(groups, window)

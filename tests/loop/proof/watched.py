@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, Prompt
+from asyncrl_cli.loop.attempts import AttemptKey, Prompt
 from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
     Feed,
-    GroupRequest,
     LoadReport,
+    PartRequest,
     Progress,
     Published,
     RolloutWorker,
@@ -47,16 +47,12 @@ class WatchedWorker:
         self._prefetched = -1
         self._paused = False
 
-    async def generate(self, request: GroupRequest) -> GroupResult:
-        check, attempt = self._invariants.check, self._invariants.books.live.get(request.key)
-        is_mine = attempt is not None and attempt.worker == self.name
-        check(is_mine or self._invariants.books.stopping, "ledger", f"{request.key} was never admitted to {self.name}")
+    def submit(self, request: PartRequest) -> None:
+        check = self._invariants.check
         check(not self._paused, "colocate", f"{request.key} starts while {self.name} is paused")
         check(not self._book.down, "restarts", f"{request.key} starts on {self.name}, which is down")
-        result = await self._worker.generate(request)
-        check(result.key == request.key, "ledger", f"{self.name} was asked for {request.key} and gave {result.key}")
-        self._invariants.ledger.generated(self.name, result)
-        return result
+        self._invariants.ledger.submitted(self.name, request)
+        self._worker.submit(request)
 
     async def abort(self, key: AttemptKey) -> None:
         self._invariants.note(f"abort {key} on {self.name}")
@@ -67,10 +63,13 @@ class WatchedWorker:
         for report in progress.reports:
             self._invariants.times.check_report(report)
             self._book.running_tokens = int(report.gauges["running_tokens"])
-        unfinished, n = self._book.unfinished, self._invariants.settings.profile.rollout.n
+        unfinished, live = self._book.unfinished, self._invariants.books.live
         for key, finished in progress.finished_sequences.items():
             if key in unfinished:
-                unfinished[key] = min(unfinished[key], n - finished)
+                num_responses = live[key.attempt].parts[key.number].num_responses
+                unfinished[key] = min(unfinished[key], num_responses - finished)
+        for result in progress.ended:
+            self._invariants.ledger.part_ended(self.name, result)
         return progress
 
     async def prefetch(self, published: Published) -> float:
