@@ -36,15 +36,24 @@ def rollout(name, *, sums=None, gauges=None):
 
 def test_what_engines_tell_of_their_cache_is_joined_over_workers():
     told = {"kv_cache_usage": 0.25, "engine_running": 6, "engine_waiting": 1}
-    first = rollout("rollout-0", sums={"preemptions": 2}, gauges=told)
-    second = rollout("rollout-1", sums={"preemptions": 1}, gauges=told | {"kv_cache_usage": 0.75})
+    first = rollout("rollout-0", sums={"preemptions": 2, "prompt_tokens": 40, "cached_prompt_tokens": 32}, gauges=told)
+    more = {"preemptions": 1, "prompt_tokens": 10, "cached_prompt_tokens": 0}
+    second = rollout("rollout-1", sums=more, gauges=told | {"kv_cache_usage": 0.75})
     values = utilization([first, second])
     assert values["rollouter/preemptions"].value == 3
+    assert values["rollouter/prompt_tokens"].value == 50
+    assert values["rollouter/cached_prompt_tokens"].value == 32
     assert values["rollouter/kv_cache_usage"].value == 0.75
     assert values["rollouter/engine_running"].value == 12
     assert values["rollouter/engine_waiting"].value == 2
 
 
 def test_engines_that_tell_nothing_leave_no_figures():
-    names = ("rollouter/preemptions", "rollouter/kv_cache_usage", "rollouter/engine_running", "rollouter/engine_waiting")
+    names = (
+        "rollouter/preemptions",
+        "rollouter/prompt_tokens",
+        "rollouter/kv_cache_usage",
+        "rollouter/engine_running",
+        "rollouter/engine_waiting",
+    )
     assert not utilization([rollout("rollout-0")]).keys() & set(names)

@@ -45,7 +45,7 @@ def test_a_killed_process_is_replaced_and_the_next_death_fails_the_run_after_a_c
     wait_for(process, run, is_back)
     events = lines(run / "events.jsonl")
     assert_only_one_was_lost(events, worker)
-    assert_its_groups_began_again(events)
+    assert_its_responses_began_again(events)
     assert_the_new_process_began_with_newest_weights(events)
 
     family = descendants(process.pid)
@@ -74,16 +74,16 @@ def wait_for(process, run, found):
 
 
 def busy_worker(events):
-    """The name of the one with most groups to generate right now."""
+    """The name of the one with most groups to generate by itself right now."""
     return next((name for name, _ in busy_workers(events).most_common(1)), None)
 
 
 def busy_workers(events):
-    """By name: how many groups it has to generate."""
-    open_groups = {attempt(event): event["worker"] for event in named(events, "running")}
+    """By name: how many groups run on it alone."""
+    open_groups = {attempt(event): event["workers"] for event in named(events, "running")}
     for event in named(events, "finished"):
         open_groups.pop(attempt(event), None)
-    return Counter(open_groups.values())
+    return Counter(next(iter(workers)) for workers in open_groups.values() if len(workers) == 1)
 
 
 def is_back(events):
@@ -92,21 +92,17 @@ def is_back(events):
         return False
     later = own_since_the_restart(events)
     return (
-        begun_again(events) <= set(map(attempt, named(events, "trained")))
+        set(map(attempt, named(events, "replaced"))) <= set(map(attempt, named(events, "trained")))
         and named(later, "running")
         and len(named(later, "loaded")) > 1
     )
 
 
-def begun_again(events):
-    """The second attempts at the groups that were lost."""
-    return {(uid, epoch, number + 1) for uid, epoch, number in map(attempt, named(events, "requeued"))}
-
-
 def own_since_the_restart(events):
     """What happened to the worker that was restarted."""
     back = next(place for place, event in enumerate(events) if event["event"] == "restarted")
-    return [event for event in events[back + 1 :] if event.get("worker") == events[back]["worker"]]
+    worker = events[back]["worker"]
+    return [event for event in events[back + 1 :] if worker in (event.get("worker"), *event.get("workers", ()))]
 
 
 def kill_a_busy_worker(process, run, victim):
@@ -142,12 +138,13 @@ def assert_only_one_was_lost(events, worker):
     assert not named(events, "failed")
 
 
-def assert_its_groups_began_again(events):
-    worker, again = named(events, "lost")[0]["worker"], named(events, "requeued")
-    started = {attempt(event): event["worker"] for event in named(events, "running")}
+def assert_its_responses_began_again(events):
+    worker, again = named(events, "lost")[0]["worker"], named(events, "replaced")
+    started = {attempt(event): event["workers"] for event in named(events, "running")}
     assert again, "nothing ran on the killed worker"
-    assert {event["reason"] for event in again} == {"worker lost"}
-    assert {started[attempt(event)] for event in again} == {worker}
+    for event in again:
+        assert sum(event["workers"].values()) <= started[attempt(event)][worker]
+    assert not named(events, "requeued")
 
 
 def assert_the_new_process_began_with_newest_weights(events):

@@ -86,7 +86,8 @@ class Scores:
 class EngineCounters:
     """Optional figures of an engine, by name: `sums` since its start, and momentary `gauges`. Each engine reports those it has.
 
-    sums    preemptions: responses that lost their KV cache to others and had to compute it again
+    sums    preemptions: responses that lost their KV cache to others and had to compute it again; prompt_tokens: of responses that
+            have ended; cached_prompt_tokens: those of them that were in the prefix cache
     gauges  kv_cache_usage: used share of the cache; engine_running, engine_waiting: lengths of the engine's own queues
     """
 

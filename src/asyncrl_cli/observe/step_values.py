@@ -165,6 +165,8 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
 
 ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {
     "preemptions": lambda counts: Sum(sum(counts)),
+    "prompt_tokens": lambda counts: Sum(sum(counts)),
+    "cached_prompt_tokens": lambda counts: Sum(sum(counts)),
     "kv_cache_usage": lambda shares: Max(max(shares)),
     "engine_running": lambda counts: Last(sum(counts)),
     "engine_waiting": lambda counts: Last(sum(counts)),

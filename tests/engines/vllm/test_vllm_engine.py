@@ -374,7 +374,7 @@ def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: Wor
 def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(there: World) -> None:
     async def body() -> None:
         engine = there.engine
-        assert engine.counters().sums == {"preemptions": 0}  # though tests before have cleared the caches
+        assert engine.counters().sums["preemptions"] == 0  # though tests before have cleared the caches
         version = there.newer()
         await there.load(version, "drain")
         most = {"kv_cache_usage": 0.0, "engine_running": 0.0, "engine_waiting": 0.0}

@@ -38,11 +38,14 @@ class VllmCounters:
 
     `decode_steps`: passes that sampled a token of a response; passes that only scored do not count. `preemptions`: those for lack
     of cache. When all caches are cleared for a load, vLLM preempts the running requests, too; those are not counted.
+    `prompt_tokens`: of responses that have ended; `cached_prompt_tokens`: those of them that vLLM found in its prefix cache.
     """
 
     def __init__(self) -> None:
         self.decode_steps = 0
         self.preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_prompt_tokens = 0
         self._cleared = 0
         self._gauges: dict[str, float] = {}
 
@@ -62,12 +65,15 @@ class VllmCounters:
             cleared = min(self._cleared, iteration.num_preempted_reqs)
             self._cleared -= cleared
             self.preemptions += iteration.num_preempted_reqs - cleared
-            scored = sum((ended.request_id or "").startswith(SCORE_PREFIX) for ended in iteration.finished_requests)
-            self.decode_steps += iteration.num_generation_tokens > scored
+            ended = [request for request in iteration.finished_requests if not (request.request_id or "").startswith(SCORE_PREFIX)]
+            self.decode_steps += iteration.num_generation_tokens > len(iteration.finished_requests) - len(ended)
+            self.prompt_tokens += sum(request.num_prompt_tokens for request in ended)
+            self.cached_prompt_tokens += sum(request.num_cached_tokens for request in ended)
 
     def counters(self) -> EngineCounters:
         """Gauges are absent until the first forward pass."""
-        return EngineCounters(sums={"preemptions": self.preemptions}, gauges=dict(self._gauges))
+        names = ("preemptions", "prompt_tokens", "cached_prompt_tokens")
+        return EngineCounters(sums={name: getattr(self, name) for name in names}, gauges=dict(self._gauges))
 
     def log_engine_initialized(self) -> None:
         """Required of vLLM's stat loggers; nothing to do."""
