@@ -371,6 +371,29 @@ def test_decode_steps_are_the_passes_that_sampled_tokens_of_responses(there: Wor
     there.run(body)
 
 
+def test_prompt_tokens_are_counted_and_those_that_were_cached(there: World) -> None:
+    async def body() -> None:
+        await there.load(there.newer(), "drain")
+        long = [3 + i % 41 for i in range(MAX_PROMPT_TOKENS)]
+        begun = await counted(0)
+        await there.generate(long, sampling(4))
+        first = await counted(begun[0] + len(long))
+        await there.all_of([long, long, long], sampling(4))
+        later = await counted(first[0] + 3 * len(long))
+        await there.engine.score(prompts(3), 1.0)
+        # The page with the last token is computed again: its logits are needed.
+        assert (first[1] - begun[1], later[1] - first[1]) == (0, 3 * (len(long) - PAGE_TOKENS))
+        assert await counted(0) == later
+
+    async def counted(at_least: int) -> tuple[float, float]:
+        """vLLM counts a request just after its last token was delivered."""
+        while (sums := there.engine.counters().sums)["prompt_tokens"] < at_least:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return sums["prompt_tokens"], sums["cached_prompt_tokens"]
+
+    there.run(body)
+
+
 def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(there: World) -> None:
     async def body() -> None:
         engine = there.engine
