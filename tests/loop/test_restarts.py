@@ -119,7 +119,7 @@ def test_the_responses_of_a_dead_worker_and_no_others_start_again_before_new_gro
     over = {event.key for event in events[:lost] if event.name == "finished"}
     again = {event.key: sum(event.fields["workers"].values()) for event in events if event.name == "replaced"}
     assert again == {key: num_responses for key, num_responses in on_it.items() if key not in over}
-    assert set(again.values()) == ({1, 2} if placement == "response" else {3})
+    assert (min(again.values()) < 3) == (placement == "response")
     assert not ran.recorder.named("requeued")
 
 
