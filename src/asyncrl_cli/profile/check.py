@@ -187,10 +187,12 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are that old when they are trained",
             hint=f"--set async_training.max_staleness={least}, or a smaller async_training.staleness_threshold",
         )
-    if rollout.slots < rollout.n:
+    spread = rollout.workers or 1 if rollout.placement == "response" else 1
+    if rollout.slots * spread < rollout.n:
+        where = f" on {spread} workers" if spread > 1 else ""
         yield ConfigError(
-            f"rollout.slots = {rollout.slots} is less than rollout.n = {rollout.n}: a group never finds room",
-            hint=f"--set rollout.slots={rollout.n} or more",
+            f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: a group never finds room",
+            hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
         )
 
 

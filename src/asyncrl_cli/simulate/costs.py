@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.loop.attempts import GroupResult
-from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
+from asyncrl_cli.loop.meters import POLL_S
 from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule
@@ -38,9 +38,8 @@ from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding, Training, Workload
 
 GIB = 2**30
-_PROGRESS_RATIO = 0.5
-"""Minimum time between a worker's reports, as a share of a mean response's time. Smaller values only slow the simulation: between
-0.2 and 0.5, the mean times of the published case change by at most 0.2% over 40 windows."""
+_POLL_RATIO = 1.5
+"""After how long a worker reports that nothing has changed, as a share of a mean response's time: such reports only cost time."""
 
 
 class Spent(NamedTuple):
@@ -88,7 +87,7 @@ class Costs:
         slowed = {key: getattr(decoding, key) * slowdown for key in ("step_s", "step_s_per_sequence", "prefill_s_per_token")}
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
-        progress_s = max(DEBOUNCE_S, _PROGRESS_RATIO * mean_tokens(workload.lengths, max_tokens) * decoding.step_s)
+        mean_s = mean_tokens(workload.lengths, max_tokens) * decoding.step_s
         return WorkerTimes(
             decoding=decoding.model_copy(update=slowed),
             response_tokens=ResponseLengths(workload.lengths, max_tokens),
@@ -100,8 +99,7 @@ class Costs:
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,
             pause_s=0.0 if self._is_colocated else syncing.pause_s,
-            progress_s=progress_s,
-            poll_s=max(POLL_S, 3 * progress_s),
+            poll_s=max(POLL_S, _POLL_RATIO * mean_s),
             weights_timeout_s=weights.timeout_s,
         )
 
