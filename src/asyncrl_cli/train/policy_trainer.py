@@ -16,7 +16,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from safetensors import safe_open
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.ports import TrainReport
 from asyncrl_cli.profile.schema import Place, Profile
+from asyncrl_cli.safe_files import parse_json
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import RankPlan
 from asyncrl_cli.train.batch import scoring_microbatch
@@ -33,7 +34,7 @@ from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, HostState, SavedState, read_state, to_host, write_state
-from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Packing, Spec, plan_layout
+from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Entry, Packing, plan_layout
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
 
@@ -70,8 +71,7 @@ class PolicyTrainer:
         )
         self._update = PolicyUpdate(profile, self.ranks, self.model, self.optimizer)
         self._publication: Publication | None = None
-        self._bucket_size_bytes = profile.weights.gather_bucket_size_mb * BYTES_PER_MB
-        self._layout = plan_layout(self.model.specs, self._bucket_size_bytes)
+        self._layout = plan_layout(self.model.specs, profile.weights.gather_bucket_size_mb * BYTES_PER_MB)
         self._probes = make_probes(profile.weights.probe_sequences, self.model.vocab_size, profile.run.seed)
         self._snapshots: dict[int, tuple[HostState, dict[str, int], Publication | None]] = {}
 
@@ -160,7 +160,8 @@ class PolicyTrainer:
             if publication is None:
                 raise ValueError(f"snapshot of step {step}: no version was gathered before it")
             directory.mkdir(parents=True, exist_ok=True)
-            _save(publication, directory)
+            manifest = json.dumps(asdict(replace(publication.manifest, previous_logprobs=())))
+            write_weights(publication.packing.tensors(), directory / PUBLISHED_FILE, manifest=manifest)
         write_state(self.ranks, state, counters, directory)
 
     def load(self, directory: Path) -> None:
@@ -185,7 +186,7 @@ class PolicyTrainer:
             tensor.copy_(state[key].tensor)
         self.optimizer.restore_steps(counters["optimizer_steps"])
         if self.ranks.rank == 0:
-            self._publication = _load_published(directory, self.model.specs, self._bucket_size_bytes)
+            self._publication = _load_published(directory / PUBLISHED_FILE, self._layout)
 
     def _state_tensors(self) -> dict[str, torch.Tensor]:
         """This rank's live shards by `<kind>/<parameter>`."""
@@ -195,37 +196,14 @@ class PolicyTrainer:
         return tensors
 
 
-def _save(publication: Publication, directory: Path) -> None:
-    """Write the published version to `directory`."""
-    manifest = publication.manifest
-    write_weights(
-        publication.packing.tensors(),
-        directory / PUBLISHED_FILE,
-        version=str(manifest.version),
-        temperature=repr(manifest.temperature),
-        probes=json.dumps({"tokens": manifest.probe_tokens, "logprobs": manifest.probe_logprobs}),
-    )
-
-
-def _load_published(directory: Path, specs: Sequence[Spec], bucket_size_bytes: int) -> Publication | None:
+def _load_published(path: Path, layout: Sequence[tuple[Entry, ...]]) -> Publication | None:
     """The saved version, packed as by `gather`; None if none was saved. RefusedError if it is of another model."""
-    path = directory / PUBLISHED_FILE
     if not path.exists():
         return None
-    packing = Packing(plan_layout(specs, bucket_size_bytes))
+    packing, names = Packing(layout), {entry.spec.name for entries in layout for entry in entries}
     with safe_open(path, framework="pt") as saved:
-        if set(saved.keys()) != {spec.name for spec in specs}:
+        if set(saved.keys()) != names:
             raise RefusedError(f"{path}: published weights are of another model")
-        header = saved.metadata()
-        for spec in specs:
-            packing.put(spec.name, saved.get_tensor(spec.name))
-    probes = json.loads(header["probes"])
-    manifest = Manifest(
-        version=int(header["version"]),
-        num_bytes=packing.num_bytes,
-        fingerprints=(),
-        temperature=float(header["temperature"]),
-        probe_tokens=tuple(map(tuple, probes["tokens"])),
-        probe_logprobs=tuple(map(tuple, probes["logprobs"])),
-    )
-    return Publication(manifest, packing)
+        for name in names:
+            packing.put(name, saved.get_tensor(name))
+        return Publication(parse_json(saved.metadata()["manifest"], Manifest), packing)
