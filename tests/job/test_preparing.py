@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.job.preparing import check_opened, check_prompt_lengths, tokens
+from asyncrl_cli.job.preparing import check_prompt_lengths, checked_tokenizer, tokens
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.schema import Profile
 
@@ -75,10 +75,10 @@ def test_a_tokenizer_that_cannot_be_loaded_or_is_of_another_model_is_told(tmp_pa
     model = saved(tmp_path / "model")
     tiny_tokenizer(map(chr, range(0x100, 0x140))).save_pretrained(model)
     with pytest.raises(PreflightError, match=r"the tokenizer in .* has 67 tokens, the model 32"):
-        check_opened(Profile(), task_of(["1"], []), model)
+        checked_tokenizer(Profile(), model)
     (model / "tokenizer.json").write_text("{}")
     with pytest.raises(PreflightError, match=r"the tokenizer in .* cannot be loaded"):
-        check_opened(Profile(), task_of(["1"], []), model)
+        checked_tokenizer(Profile(), model)
 
 
 def own(model: Path) -> list[str]:

@@ -87,7 +87,7 @@ def test_shared_memory_of_a_killed_drivers_processes_goes_with_them(tmp_path: Pa
     driver = subprocess.Popen(
         [sys.executable, str(program), foreign.name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    watching = subprocess.Popen([sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
+    watching = subprocess.Popen([sys.executable, "-P", reaper.__file__, str(driver.pid), str(directory)], stdin=subprocess.PIPE)
     try:
         assert driver.stdin is not None
         driver.stdin.write("\n")  # what it starts now is the session's
@@ -130,7 +130,7 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
     assert driver.stdout is not None
     children = [psutil.Process(int(driver.stdout.readline()))]
     watching = subprocess.Popen(
-        [sys.executable, "-I", reaper.__file__, str(driver.pid), str(directory), str(children[0].pid)], stdin=subprocess.PIPE
+        [sys.executable, "-P", reaper.__file__, str(driver.pid), str(directory), str(children[0].pid)], stdin=subprocess.PIPE
     )
     try:
         driver.stdin.write("\n")
@@ -149,7 +149,7 @@ def test_what_the_driver_had_before_the_session_outlives_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("last_word", [b"", reaper.GOODBYE])
 def test_a_driver_that_ends_without_a_goodbye_has_its_last_word_said(tmp_path: Path, last_word: bytes) -> None:
     driver = subprocess.Popen(["sleep", "60"])
-    words = [sys.executable, "-I", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
+    words = [sys.executable, "-P", reaper.__file__, str(driver.pid), str(tmp_path / "ray")]
     driver.kill()
     driver.wait()
     told = subprocess.run(words, input=last_word, stderr=subprocess.PIPE, timeout=ENDS_WITHIN_S, check=True).stderr.decode()

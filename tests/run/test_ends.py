@@ -15,7 +15,7 @@ from collections import Counter
 
 import pytest
 
-from asyncrl_cli.checkpoint.sealed import verify
+from asyncrl_cli.checkpoint.sealed import load_checkpoint
 from tests.run.commands import (
     LONG,
     SMALL,
@@ -183,9 +183,9 @@ def test_a_disk_that_fills_is_one_error_and_the_last_checkpoint_stays(tmp_path):
         assert "Traceback" not in err
         assert [line.partition(":")[0] for line in err.splitlines()[-2:]] == ["error", "hint"]
         assert "No space left on device (0.0 of 12 MiB are free)" in err.splitlines()[-2]
-        kept = [path.name for path in (disk / "full" / "checkpoints").iterdir() if path.name != "latest"]
+        kept = [path for path in (disk / "full" / "checkpoints").iterdir() if path.name != "latest"]
         assert kept
-        assert not [name for name in kept if verify(disk / "full" / "checkpoints" / name)]
+        assert [load_checkpoint(path).directory for path in kept] == kept
         assert json.loads((disk / "full" / "status.json").read_text())["phase"] == "failed"
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)

@@ -90,24 +90,17 @@ def _read_arrays(path: Path) -> Mapping[str, NDArray[Any]]:
 
 
 def _structure(group: GroupPayload) -> _Group:
-    trajectories: list[_Trajectory] = [
-        {
-            "reward": trajectory.reward,
-            "finish_reason": trajectory.finish_reason,
-            "segment_lengths": [len(segment.tokens_T) for segment in trajectory.segments],
-        }
-        for trajectory in group.trajectories
-    ]
+    trajectories = []
+    for trajectory in group.trajectories:
+        lengths = [len(segment.tokens_T) for segment in trajectory.segments]
+        entry = _Trajectory(reward=trajectory.reward, finish_reason=trajectory.finish_reason, segment_lengths=lengths)
+        trajectories.append(entry)
     return {"uid": group.uid, "epoch": group.epoch, "attempt": group.attempt, "trajectories": trajectories}
 
 
 def _group(entry: _Group, segments: Iterator[Segment]) -> GroupPayload:
-    trajectories = tuple(
-        Trajectory(
-            segments=tuple(next(segments) for _ in trajectory["segment_lengths"]),
-            reward=trajectory["reward"],
-            finish_reason=trajectory["finish_reason"],
-        )
-        for trajectory in entry["trajectories"]
-    )
-    return GroupPayload(uid=entry["uid"], epoch=entry["epoch"], attempt=entry["attempt"], trajectories=trajectories)
+    trajectories = []
+    for told in entry["trajectories"]:
+        own = tuple(next(segments) for _ in told["segment_lengths"])
+        trajectories.append(Trajectory(segments=own, reward=told["reward"], finish_reason=told["finish_reason"]))
+    return GroupPayload(uid=entry["uid"], epoch=entry["epoch"], attempt=entry["attempt"], trajectories=tuple(trajectories))

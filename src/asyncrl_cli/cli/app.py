@@ -136,10 +136,7 @@ def _lose_stdout() -> None:
 def main() -> NoReturn:
     open_streams()
     code = run()
-    for number in (
-        signal.SIGINT,
-        signal.SIGHUP,
-    ):  # the exit code is settled: a late signal must not print a traceback while Python ends
+    for number in (signal.SIGINT, signal.SIGHUP):  # the exit code is settled: no late signal may print a traceback
         signal.signal(number, signal.SIG_IGN)
     if threading.active_count() > 1:
         # A thread is still at work. Python would wait for it, or stop it midway, which makes torch abort.

@@ -86,27 +86,27 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
 
 
 def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
-    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model. Without a directory only the built-in model's
-    tokens can be counted."""
+    """Check the prompts' lengths in tokens and, if `model_dir` is known, the model and its tokenizer. Without a directory only the
+    built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
-        check_prompt_lengths(profile, task, characters)
+        check_prompt_lengths(profile, task, lambda items: [len(item["prompt"]) for item in items])
     elif model_dir is not None:
-        check_opened(profile, task, model_dir)
+        check_prompt_lengths(profile, task, partial(tokens, checked_tokenizer(profile, model_dir)))
 
 
-def check_opened(profile: Profile, task: Task, model_dir: Path) -> None:
-    """Check the model, its tokenizer, and the lengths of the task's prompts in its tokens."""
-    from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
+def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
+    """The model's tokenizer. Raises PreflightError if it or the model cannot be used."""
+    from asyncrl_cli.envs.episode import load_tokenizer
 
     vocab_size = check_model(profile, model_dir)
     try:
         tokenizer = load_tokenizer(model_dir, trust_remote_code=profile.model.trust_remote_code)
-        render_prompts(tokenizer, [{"prompt": "x"}])
+        tokens(tokenizer, [{"prompt": "x"}])
     except Exception as error:  # broken tokenizer files make transformers and tokenizers raise any exception
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
-    check_prompt_lengths(profile, task, partial(tokens, tokenizer))
+    return tokenizer
 
 
 def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
@@ -114,11 +114,6 @@ def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
     from asyncrl_cli.envs.episode import render_prompts
 
     return list(map(len, render_prompts(tokenizer, items)))
-
-
-def characters(items: Sequence[Item]) -> list[int]:
-    """Tokens of each prompt for the built-in model: its characters. Opening the model would take seconds of imports."""
-    return [len(item["prompt"]) for item in items]
 
 
 def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequence[Item]], list[int]]) -> None:

@@ -7,7 +7,7 @@ the driver died (the reaper prints an error then), it gives the descendants `GRA
 directory and Python's shared-memory files that they left (vLLM's processes communicate through these; Python's resource tracker,
 which would remove them, is killed as well).
 
-Runs as a script: `python -I reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
+Runs as a script: `python -P reaper.py DRIVER_PID DIRECTORY [SPARED_PID ...]`. The class `Reaper` starts it from the driver.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Reaper:
 
     def __init__(self, directory: Path) -> None:
         others = [str(child.pid) for child in psutil.Process().children()]
-        self._words = [sys.executable, "-I", __file__, str(os.getpid()), str(directory), *others]
+        self._words = [sys.executable, "-P", __file__, str(os.getpid()), str(directory), *others]
         self._process = self._start()
 
     def mend(self) -> None:
