@@ -3,8 +3,9 @@
     python -m benchmarks.placement --directory DIR [--engines transformers,vllm] [--prompts default,mixed] [--pairs 3] [--steps 24]
     python -m benchmarks.placement --directory DIR --deaths      a worker of each run is killed in the middle of it
 
-`default` is the default task: sorting. In `mixed`, which is made here for the same model, every second prompt is a short list, and
-every other a long one after about 500 tokens of worked examples: the lengths of prompts, and of responses to them, differ much.
+`default` is the default task, sorting in writing. In `mixed`, which is made here, every second prompt is a list of three numbers,
+and every other a list of six after 150 tokens of other lists: prompts differ 30 times in length, and responses about 10 times. The
+model of all runs, a builtin:tiny, has learnt both.
 
 The runs of a pair have the same seed, and take turns at being first. Figures are of the stretch without warm-up and run-out, as in
 `asyncrl bench`. On a machine that others use, too, seconds say little; the other columns are counted:
@@ -33,23 +34,27 @@ from typing import Any
 PLACEMENTS = ("response", "group")
 SETS = (
     "rollout.workers=2",
-    "rollout.slots=32",
+    "rollout.slots=8",
+    "trainer.ppo_mini_batch_size=8",
     "eval.every_versions=0",
     "eval.prompts=16",
     "task.train_prompts=1000",
     "checkpoint.every_steps=1000",
 )
-SORTING = ('task.adapter="worked"',)
-MIXED = (
-    'task.reward="benchmarks.placement:is_sorted"',
-    "rollout.max_prompt_tokens=640",
-    "trainer.max_tokens_per_microbatch=16384",
-)
+TASKS = {
+    "default": ('task.adapter="worked"',),
+    "mixed": ('task.reward="benchmarks.placement:is_sorted"', "rollout.max_prompt_tokens=192", "rollout.max_response_tokens=128"),
+}
+ENGINES = {
+    "transformers": (),
+    "vllm": ("rollout.interrupt=recompute-kv", "rollout.engine_args.block_size=32"),  # by default 128 on a CPU
+}
 DEATH = ("rollout.max_restarts=1", "rollout.max_response_tokens=256")
 DIES_AT_STEP = 6
 RUN_LIMIT_S = 600.0
 DIGITS = "0123456789ab"
-EXAMPLES_CHARACTERS = 500
+NUM_PROMPTS = 1100
+WARM_START_STEPS = 160
 COLUMNS = ("s_per_step", "slots", "idle", "batch", "workers", "prefill", "staleness", "discarded")
 
 Row = Mapping[str, float]
@@ -60,71 +65,109 @@ def is_sorted(item: Mapping[str, Any], response: str) -> float:
     return float(response.rpartition(",")[2] == item["answer"])
 
 
-def write_mixed(path: Path, num_prompts: int) -> None:
-    rng, lines = random.Random(0), []
-    for number in range(num_prompts):
-        is_long = number % 2 == 1
-        numbers = [rng.choice(DIGITS) for _ in range(6 if is_long else 2)]
-        examples = ""
-        while is_long and len(examples) < EXAMPLES_CHARACTERS:
-            shown = [rng.choice(DIGITS) for _ in range(2)]
-            examples += f"<{''.join(shown)}={''.join(sorted(shown))},"
-        lines.append({"prompt": f"{examples}<{''.join(numbers)}=", "answer": "".join(sorted(numbers))})
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+class Mixed:
+    """The prompts of `mixed`, and how the model learns to answer them (`models.tiny.Course`): a list after every swap."""
+
+    name = "mixed"
+    eval = ()
+
+    def __init__(self) -> None:
+        self.train = [self._item(random.Random(number), is_long=number % 2 == 1) for number in range(NUM_PROMPTS)]
+
+    def demonstration(self, item: Mapping[str, Any], rng: random.Random) -> str:
+        return ",".join(self._lists(item))
+
+    def flawed_demonstration(self, item: Mapping[str, Any], rng: random.Random) -> str:
+        lists = self._lists(item)
+        return ",".join(lists[: rng.randint(1, len(lists))])
+
+    @staticmethod
+    def _item(rng: random.Random, *, is_long: bool) -> Mapping[str, Any]:
+        other = "".join(f"<{rng.choice(DIGITS)}{rng.choice(DIGITS)}" for _ in range(50 if is_long else 0))
+        numbers = rng.choices(DIGITS, k=6 if is_long else 3)
+        return {"prompt": f"{other}<{''.join(numbers)}=", "answer": "".join(sorted(numbers))}
+
+    @staticmethod
+    def _lists(item: Mapping[str, Any]) -> list[str]:
+        numbers, lists = list(item["prompt"].rpartition("<")[2].rstrip("=")), []
+        while places := [i for i in range(len(numbers) - 1) if numbers[i] > numbers[i + 1]]:
+            numbers[places[0] : places[0] + 2] = numbers[places[0] + 1], numbers[places[0]]
+            lists.append("".join(numbers))
+        return lists or ["".join(numbers)]
+
+
+class Both:
+    """What the model learns: the default task's lessons and those of `mixed`, half of each."""
+
+    name = "both"
+
+    def __init__(self, default: Any) -> None:
+        mixed = Mixed()
+        self.train = [{**item, "of": task} for task in (default, mixed) for item in task.train[:NUM_PROMPTS]]
+        self.eval = default.eval
+
+    def demonstration(self, item: Mapping[str, Any], rng: random.Random) -> str:
+        return str(item["of"].demonstration(item, rng))
+
+    def flawed_demonstration(self, item: Mapping[str, Any], rng: random.Random) -> str:
+        return str(item["of"].flawed_demonstration(item, rng))
 
 
 class Laboratory:
-    """A directory with the runs, the prompts of `mixed`, and the model, which the first run builds."""
+    """A directory with the model, the prompts of `mixed`, the runs and a file with the figures of each."""
 
     def __init__(self, directory: Path, steps: int) -> None:
-        self.directory = directory
-        self._steps = steps
+        self._directory = directory
         self._runs = directory / "runs"
-        self._model = directory / "model"
         self._prompts = directory / "mixed.jsonl"
+        self._steps = steps
+        self._runs.mkdir(parents=True, exist_ok=True)
+        self._prompts.write_text("".join(json.dumps(item) + "\n" for item in Mixed().train), encoding="utf-8")
+        self._model = self._built_model()
 
-    def prepare(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
-        write_mixed(self._prompts, 1100)
-        if not self._model.is_dir():
-            self._train("first", ("run.train_steps=1",))
-            self._finish(self._start("export", str(self._runs / "first"), "--out", str(self._model)))
+    def _built_model(self) -> Path:
+        from asyncrl_cli.models.resolve import built_tiny
+        from asyncrl_cli.profile.loaded import load
+        from asyncrl_cli.tasks.task import load_task
 
-    def row(self, name: str, prompts: str, sets: Sequence[str], *, dies: bool) -> Row:
+        sets = [*SETS, f"model.cache_dir={self._directory}", f"model.warm_start_steps={WARM_START_STEPS}"]
+        profile = load("partial-rollout", sets).profile
+        return built_tiny(profile, Both(load_task(profile)))
+
+    def row(self, engine: str, prompts: str, placement: str, seed: int, *, dies: bool) -> Row:
         """A run's figures, from its file if it has been made. If it `dies`, one of its workers is killed on the way."""
-        file = self.directory / f"{name}.json"
+        name = f"{engine}-{prompts}-{placement}{'-death' if dies else ''}-{seed}"
+        file = self._directory / f"{name}.json"
         if not file.exists():
-            task = (f'task.source="jsonl:{self._prompts}"', *MIXED) if prompts == "mixed" else SORTING
-            own = (f'model.path="{self._model}"', f"run.train_steps={self._steps}", *(DEATH if dies else ()), *task, *sets)
-            file.write_text(json.dumps(figures(self._train(name, own, dies=dies))), encoding="utf-8")
-        return dict(json.loads(file.read_text(encoding="utf-8")))
+            source = (f'task.source="jsonl:{self._prompts}"',) if prompts == "mixed" else ()
+            own = (f'model.path="{self._model}"', f"run.train_steps={self._steps}", f"run.seed={seed}", f"rollout.engine={engine}")
+            sets = (*SETS, *(DEATH if dies else ()), *source, *TASKS[prompts], *ENGINES[engine], *own)
+            run = self._train(name, (*sets, f"rollout.placement={placement}"), dies=dies)
+            file.write_text(json.dumps(figures(run)), encoding="utf-8")
+        row = dict(json.loads(file.read_text(encoding="utf-8")))
+        show(name, row)
+        return row
 
-    def _train(self, name: str, sets: Sequence[str], *, dies: bool = False) -> Path:
+    def _train(self, name: str, sets: Sequence[str], *, dies: bool) -> Path:
         run = self._runs / name
         shutil.rmtree(run, ignore_errors=True)  # one that was broken off
-        process = self._start("train", "--profile", "partial-rollout", "--name", name, sets=(*SETS, *sets))
-        if dies:
-            kill_a_worker(process, run)
-        self._finish(process)
-        return run
-
-    def _start(self, *words: str, sets: Sequence[str] = ()) -> subprocess.Popen[str]:
-        settings = [word for setting in sets for word in ("--set", setting)]
-        return subprocess.Popen(
-            [sys.executable, "-m", "asyncrl_cli", *words, "--runs-dir", str(self._runs), *settings],
+        words = ("train", "--profile", "partial-rollout", "--name", name, "--runs-dir", str(self._runs))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "asyncrl_cli", *words, *(word for setting in sets for word in ("--set", setting))],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-
-    def _finish(self, process: subprocess.Popen[str]) -> None:
         try:
+            if dies:
+                kill_a_worker(process, run)
             _, err = process.communicate(timeout=RUN_LIMIT_S)
         finally:
             process.kill()
         if process.returncode != 0:
             raise SystemExit(err[-2000:])
+        return run
 
 
 def kill_a_worker(process: subprocess.Popen[str], run: Path) -> None:
@@ -174,12 +217,7 @@ def compare(laboratory: Laboratory, engine: str, prompts: str, pairs: int, *, di
     rows: dict[str, list[Row]] = {placement: [] for placement in PLACEMENTS}
     for pair in range(pairs):
         for placement in PLACEMENTS if pair % 2 == 0 else PLACEMENTS[::-1]:
-            sets = [f"rollout.engine={engine}", f"run.seed={pair}", f"rollout.placement={placement}"]
-            if engine == "vllm":
-                sets.append("rollout.interrupt=recompute-kv")
-            name = f"{engine}-{prompts}-{placement}{'-death' if dies else ''}-{pair}"
-            rows[placement].append(laboratory.row(name, prompts, sets, dies=dies))
-            show(name, rows[placement][-1])
+            rows[placement].append(laboratory.row(engine, prompts, placement, pair, dies=dies))
     for placement, own in rows.items():
         show(f"{engine} {prompts} {placement}: median", {key: statistics.median(row[key] for row in own) for key in COLUMNS})
     ratios = [group["s_per_step"] / response["s_per_step"] for response, group in zip(*rows.values(), strict=True)]
@@ -196,7 +234,6 @@ def main() -> None:
     parser.add_argument("--deaths", action="store_true", help="kill a worker of each run")
     options = parser.parse_args()
     laboratory = Laboratory(options.directory.absolute(), options.steps)
-    laboratory.prepare()
     print(f"{'':44} " + " ".join(f"{column:>10}" for column in COLUMNS))
     for engine in options.engines.split(","):
         for prompts in options.prompts.split(","):
