@@ -27,7 +27,7 @@ from asyncrl_cli.engines.port import Engine, Sampling, make_engine
 from asyncrl_cli.envs import find_environment
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
-from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import arriving
 from asyncrl_cli.loop.attempts import AttemptKey, PartResult
 from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
@@ -60,6 +60,11 @@ class RolloutActor:
 
     async def start(self) -> None:
         """Load the model and start the reward processes, side by side. May take minutes."""
+        with no_collection_while_starting():
+            await self._start()
+        logger.info("%s started: %s", self._name, self._place)
+
+    async def _start(self) -> None:
         profile, place = self._profile, self._place
         self._changes = LongPoll()
         self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
@@ -71,7 +76,6 @@ class RolloutActor:
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
         self._runner = self._make_runner()
         self._desk = PartDesk(self._runner.run, self._changes)
-        logger.info("%s started: %s", self._name, place)
 
     def _make_runner(self) -> Any:
         from asyncrl_cli.envs.episode import load_tokenizer

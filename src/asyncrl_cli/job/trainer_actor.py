@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.engines.port import kind_of
-from asyncrl_cli.job.process import set_up_process
+from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
 from asyncrl_cli.job.transports import ObjectStoreSender, Sending
 from asyncrl_cli.loop.states import ExecutorReport, State, StateClock
 from asyncrl_cli.plan.cluster import LOOPBACK
@@ -77,12 +77,13 @@ class TrainerActor:
 
     @ray.method(concurrency_group="main")
     def start(self, init_method: str) -> None:
-        from asyncrl_cli.train.policy_trainer import PolicyTrainer
-
         num_steps = Schedule.of(self._profile).optimizer_steps
-        self._trainer = PolicyTrainer(
-            self._profile, self._place, rank=self._rank, init_method=init_method, total_optimizer_steps=num_steps
-        )
+        with no_collection_while_starting():
+            from asyncrl_cli.train.policy_trainer import PolicyTrainer
+
+            self._trainer = PolicyTrainer(
+                self._profile, self._place, rank=self._rank, init_method=init_method, total_optimizer_steps=num_steps
+            )
         self._sending = Sending(self._make_sender(), overlap=self._profile.weights.overlap)
         logger.info("%r started at %s", self, self._place)
 

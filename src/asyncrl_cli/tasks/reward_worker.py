@@ -10,7 +10,6 @@ reward for longer than the timeout.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import mmap
 import os
@@ -23,10 +22,13 @@ import types
 from collections.abc import Coroutine, Generator, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async
+
+if TYPE_CHECKING:
+    import asyncio  # a fifth of a child's start: imported where rewards are async
 
 MAX_AWAITING = 128
 MAX_REASON_CHARS = 400
@@ -69,6 +71,8 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
         os._exit(0)  # without waiting for threads that the module has started
     worker = _Worker(scorer, results, Board(board_fd), timeout_s)
     if is_async(scorer):
+        import asyncio
+
         _answer(results, IDLE, MAX_AWAITING)
         asyncio.run(worker.serve_awaiting(requests))
     else:
@@ -110,6 +114,8 @@ class _Worker:
 
     async def serve_awaiting(self, requests: BinaryIO) -> None:
         """Run all async rewards that come at once: the pool sends at most MAX_AWAITING."""
+        import asyncio
+
         loop, arrived = asyncio.get_running_loop(), asyncio.Queue[Request | None]()
 
         def read() -> None:
@@ -124,6 +130,8 @@ class _Worker:
             task.add_done_callback(running.discard)
 
     async def _score_awaiting(self, request_id: int, item: Item, response: str) -> None:
+        import asyncio
+
         outcome: Outcome
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
