@@ -99,6 +99,7 @@ def test_an_untouched_checkpoint_is_resumed_to_its_end(place: Place) -> None:
     resume_and_go_on(place)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_a_status_is_refused_or_shown(place: Place, data: st.DataObject, capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,7 @@ def test_a_remark_says_of_every_row_whether_it_was_published_or_measured() -> No
     assert measured.startswith("partial-rollout (predicted), seconds per window: window 1 measured, ")
 
 
+@pytest.mark.slow
 def test_an_unknown_part_of_a_reference_is_an_error() -> None:
     made = workload({"profile": "colocate", "parts_s": {"trains": 1.0}})
     with pytest.raises(ConfigError, match="no part trains"):
@@ -111,6 +112,7 @@ def test_every_simulated_run_has_its_own_capacities() -> None:
     assert len(set(known)) == 2
 
 
+@pytest.mark.slow
 def test_the_first_run_of_each_profile_is_drawn() -> None:
     made = workload()
     contest = contest_of("colocate", ["partial-rollout"], seeds=(0, 1), groups=64, workload=made)

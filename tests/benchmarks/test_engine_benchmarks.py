@@ -15,52 +15,78 @@ from tests.engines.needs import needs_vllm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("weight_sync", "engines", "inflight", "gpu_smoke")
-ALL_HELP = """
-import contextlib, runpy, sys
-sys.path.insert(0, sys.argv[1])
-for name in sys.argv[2:]:
-    sys.argv = [name, "--help"]
-    with contextlib.suppress(SystemExit):
-        runpy.run_module(name, run_name="__main__")
+MANY = """
+import contextlib, io, json, runpy, sys
+ended = {}
+for name, *arguments in json.loads(sys.argv[1]):
+    sys.argv, said, code = [f"{name}.py", *arguments], io.StringIO(), 0
+    with contextlib.redirect_stdout(said):
+        try:
+            runpy.run_module(name, run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+    ended[" ".join([name, *arguments[:1]])] = code, said.getvalue()
+print(json.dumps(ended))
 """
-"""In one process: their imports take seconds."""
+INFLIGHT = ["--slots", "4", "--tokens", "16", "--steps", "4", "--warm-s", "0.2", "--repeat", "1", "--k", "2"]
+ENGINES = ["--model", "builtin", "--sequences", "1", "2", "--tokens", "8", "--repeat", "1", "--json"]
+WEIGHT_SYNC = ["--mb", "1", "--repeat", "1", "--json"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def ran(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return python(str(BENCHMARKS / f"{name}.py"), *arguments)
-
-
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]),
+    }
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=500, env=environment, check=False)
 
 
-def figures_of(name: str, *arguments: str) -> dict[str, object]:
-    ended = ran(name, *arguments, "--json")
+@pytest.fixture(scope="module")
+def plot(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inflight") / "plot.png"
+
+
+@pytest.fixture(scope="module")
+def embedded(plot: Path) -> dict[str, tuple[int, str]]:
+    """Exit code and stdout of all that need no vLLM, one after the other in one process: their imports take seconds."""
+    commands = [
+        *([name, "--help"] for name in NAMES),
+        ["gpu_smoke"],
+        ["engines", "--no-vllm", *ENGINES],
+        ["weight_sync", "--engine=transformers", *WEIGHT_SYNC],
+        ["inflight", "--engine=transformers", *INFLIGHT, "--json", "--plot", str(plot)],
+    ]
+    ended = python("-c", MANY, json.dumps(commands))
     assert ended.returncode == 0, ended.stderr[-2000:]
-    # vLLM's processes log to stdout: the figures are its last line.
     found = json.loads(ended.stdout.strip().splitlines()[-1])
     assert isinstance(found, dict)
     return found
 
 
-def test_every_benchmark_says_how_it_is_run() -> None:
-    ended = python("-c", ALL_HELP, str(BENCHMARKS), *NAMES)
-    assert ended.returncode == 0, ended.stderr[-2000:]
+def figures(stdout: str) -> dict[str, object]:
+    """vLLM's processes log to stdout: the figures are its last line."""
+    found = json.loads(stdout.strip().splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_every_benchmark_says_how_it_is_run(embedded: dict[str, tuple[int, str]]) -> None:
     for name in NAMES:
-        assert f"usage: {name} " in ended.stdout
-        assert f"python benchmarks/{name}.py" in ended.stdout
+        code, stdout = embedded[f"{name} --help"]
+        assert code == 0
+        assert f"usage: {name}" in stdout
+        assert f"python benchmarks/{name}.py" in stdout
 
 
-def test_no_gpu_is_said_and_is_no_failure() -> None:
+def test_no_gpu_is_said_and_is_no_failure(embedded: dict[str, tuple[int, str]]) -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    ended = ran("gpu_smoke")
-    assert (ended.returncode, ended.stdout.count("\n")) == (0, 1)
-    assert ended.stdout.startswith("skipped: ")
+    code, stdout = embedded["gpu_smoke"]
+    assert (code, stdout.count("\n")) == (0, 1)
+    assert stdout.startswith("skipped: ")
 
 
 def test_what_fails_beside_a_measurement_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,17 +104,26 @@ def test_what_fails_beside_a_measurement_ends_it(monkeypatch: pytest.MonkeyPatch
         asyncio.run(measured())
 
 
-def test_engines_makes_a_rate_for_each_side_of_the_embedded_engine() -> None:
-    found = figures_of("engines", "--no-vllm", "--model", "builtin", "--sequences", "1", "2", "--tokens", "8", "--repeat", "1")
+def test_engines_makes_a_rate_for_each_side_of_the_embedded_engine(embedded: dict[str, tuple[int, str]]) -> None:
+    found = figures(embedded["engines --no-vllm"][1])
     rates = found["builtin"]["rates"]  # type: ignore[index]
     assert list(rates) == ["1", "2"]
     assert all(rate > 0 for by_side in rates.values() for rate in by_side["transformers"][0].values())
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=needs_vllm)])
-def test_weight_sync_times_every_phase(engine: str) -> None:
+def test_weight_sync_times_every_phase(embedded: dict[str, tuple[int, str]]) -> None:
     """The benchmark itself fails if the engine's logprobs are not the trainer's after a load."""
-    found = figures_of("weight_sync", "--mb", "1", "--engine", engine, "--repeat", "1")
+    assert_every_phase_is_timed(figures(embedded["weight_sync --engine=transformers"][1]), "transformers")
+
+
+@needs_vllm
+def test_weight_sync_times_every_phase_of_vllm() -> None:
+    ended = python(str(BENCHMARKS / "weight_sync.py"), "--engine=vllm", *WEIGHT_SYNC)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert_every_phase_is_timed(figures(ended.stdout), "vllm")
+
+
+def assert_every_phase_is_timed(found: dict[str, object], engine: str) -> None:
     (result,) = found["results"]  # type: ignore[misc]
     (seconds,) = result["seconds"]
     phases = {"gather", "send", "load", "stall", "zero", "memcpy", "packing", "fingerprint", "probe", "trainer", "naive"}
@@ -100,12 +135,11 @@ def test_weight_sync_times_every_phase(engine: str) -> None:
     assert (seconds["packing"] > 0) == (engine == "vllm")
 
 
-def test_inflight_makes_the_syncs_it_counts_and_a_plot(tmp_path: Path) -> None:
+def test_inflight_makes_the_syncs_it_counts_and_a_plot(embedded: dict[str, tuple[int, str]], plot: Path) -> None:
     """With the engine that starts in a second; how vLLM is started and loaded here is `weight_sync`'s test."""
-    sizes = ["--slots", "4", "--tokens", "16", "--steps", "4", "--warm-s", "0.2", "--repeat", "1", "--k", "2"]
-    found = figures_of("inflight", "--engine", "transformers", *sizes, "--plot", str(tmp_path / "plot.png"))
+    found = figures(embedded["inflight --engine=transformers"][1])
     (stretches,) = found["stretches"]["transformers"]  # type: ignore[index]
     synced = [stretch for stretch in stretches if stretch["interrupt"]]
     assert [stretch["interrupt"] for stretch in synced] == ["recompute-kv", "keep-kv", "drain"]
     assert all(stretch["k"] == 2 and stretch["tokens"] > 0 and 1 <= stretch["syncs"] <= 2 for stretch in synced)
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -238,6 +238,7 @@ class Questions:
         return Turn(messages=({"role": "user", "content": f"{len(self.said)}?"},), is_last=len(self.said) == self.num_turns - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", [None, TEMPLATE], ids=["plain", "chat template"])
 def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
     model: Qwen3ForCausalLM, model_dir: Path, template: str | None

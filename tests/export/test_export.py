@@ -92,6 +92,7 @@ def test_a_version_that_is_nowhere_is_refused_with_those_that_are_there(make_run
         exported(made, "badger")
 
 
+@pytest.mark.slow
 def test_the_dtype_can_be_chosen_and_the_configuration_says_it(make_run):
     made = make_run(dtype="bfloat16")
     result = exported(made, dtype="float32")

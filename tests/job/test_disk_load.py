@@ -23,6 +23,7 @@ from tests.packed import pack
 PROBE = [5, 9, 33, 2, 61, 17, 8, 40]
 
 
+@pytest.mark.slow
 def test_a_version_damaged_on_the_disk_is_refused_and_the_old_one_serves_on(tmp_path: Path) -> None:
     model = tiny.make_model(tied=True)
     model_dir = tiny.save(model, tmp_path / "model")

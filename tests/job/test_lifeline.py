@@ -55,6 +55,7 @@ def test_a_dead_raylet_fails_every_call_at_once_and_by_its_name(daemons: dict[st
     assert lost_session() is None
 
 
+@pytest.mark.slow
 def test_without_its_gcs_server_the_trainer_has_time_for_a_checkpoint(
     daemons: dict[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ with lifeline.lifeline({"gcs_server": daemon}, lambda: None):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "exit_code"), [("awake", 0), ("deaf", 1)])
 def test_a_driver_that_cannot_hear_of_a_daemons_end_is_ended_and_one_that_can_is_not(how: str, exit_code: int) -> None:
     """A driver in a call of Ray's that blocks would wait for a gcs_server for a minute."""

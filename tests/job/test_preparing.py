@@ -133,9 +133,9 @@ def test_a_model_that_can_be_opened_is_planned(tmp_path: Path, capsys: pytest.Ca
     [
         (["--address", "x"], 2, "--address x: not HOST:PORT"),
         (["--address", "ray://head:10001"], 2, "must run inside the cluster"),
-        (["--set", "model.path=/nonexistent/model"], 3, "does not exist"),
-        (["--set", "model.path=builtin:large"], 2, "there is no"),
-        (["--set", "rollout.max_response_tokens=4096"], 2, "the model has 2048 positions"),
+        pytest.param(["--set", "model.path=/nonexistent/model"], 3, "does not exist", marks=pytest.mark.slow),
+        pytest.param(["--set", "model.path=builtin:large"], 2, "there is no", marks=pytest.mark.slow),
+        pytest.param(["--set", "rollout.max_response_tokens=4096"], 2, "the model has 2048 positions", marks=pytest.mark.slow),
         (["--name", "taken"], 4, "is in use"),
     ],
 )

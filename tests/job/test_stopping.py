@@ -106,6 +106,7 @@ def test_a_cancelled_preparation_is_not_waited_for() -> None:
     assert looked.wait(10)
 
 
+@pytest.mark.slow
 def test_a_request_while_the_run_starts_ends_it_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By signal and by file; seen from the start: a status that says what is being done, and a log."""
     seen: list[str] = []

@@ -49,6 +49,7 @@ def test_the_same_seed_gives_the_same_weights():
     assert all(torch.equal(*both) for both in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_every_matrix_product_is_in_float32(tmp_path: Path):
     """Most CPUs have no instructions for bfloat16: 1.1 s per step instead of 0.15."""
     with counted_products(tmp_path) as products:

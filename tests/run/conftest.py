@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,11 @@ from tests.run.commands import started
 def _shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
+    vllms = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "vllm"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared))
+        # In an empty one vLLM starts a process to look at the model's class, which computes for 13 s.
+        patch.setenv("VLLM_CACHE_ROOT", os.environ.get("VLLM_CACHE_ROOT", str(vllms)))
         yield
 
 

@@ -78,7 +78,8 @@ def test_a_killed_run_goes_on_without_losing_or_repeating_a_group_and_interrupts
 
 
 def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resumed_run(tmp_path):
-    process = start(tmp_path, "train", "--profile", "partial-rollout", "--name", "stopped", "--ui", "plain", sets=LONG)
+    """With trainer and rollouts that take turns on the same cores."""
+    process = start(tmp_path, "train", "--profile", "colocate", "--name", "stopped", "--ui", "plain", sets=LONG)
     run = tmp_path / "runs" / "stopped"
     wait_for_steps(process, run, 2)
     family = descendants(process.pid)
@@ -95,7 +96,12 @@ def test_the_first_interrupt_checkpoints_and_a_second_terminal_can_stop_the_resu
     assert finish(start(tmp_path, "stop", "stopped"))[0] == 0
     code, _, _ = finish(resumed)
     assert code == 130
-    assert [step["step"] for step in lines(run / "metrics.jsonl")] == list(range(1, len(lines(run / "metrics.jsonl")) + 1))
+    assert status_of(run)["phase"] == "stopped"
+    steps = lines(run / "metrics.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
+    assert [step["ledger/trained"] for step in steps] == [4 * step["step"] for step in steps]
+    assert max(step["fully_async/partial/max_partial_span"] for step in steps) == 0
+    assert max(step["staleness/max"] for step in steps) == 0
 
 
 def test_stale_samples_train_and_a_second_interrupt_ends_their_run_within_seconds(tmp_path):

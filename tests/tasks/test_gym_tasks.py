@@ -115,6 +115,7 @@ def test_the_same_profile_gives_the_same_items_in_another_process(dataset):
     assert uids[0] == uids[1]
 
 
+@pytest.mark.slow
 def test_five_thousand_items_are_made_in_a_few_seconds():
     began_s = time.monotonic()
     task = load_task(Profile.model_validate({"eval": {"prompts": 1000}}))

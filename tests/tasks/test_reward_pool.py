@@ -259,6 +259,7 @@ def test_each_of_several_hanging_rewards_fails(functions):
     assert [isinstance(result, str) for result in results] == [True, False, True, False]
 
 
+@pytest.mark.slow
 def test_the_event_loop_goes_on_while_a_reward_hangs(functions):
     async def use(pool):
         await pool.start()

@@ -112,6 +112,7 @@ def test_in_bfloat16_other_attention_is_no_alarm_and_what_cannot_be_told_is_said
         assert nothing_loaded.verdict == ("unclear" if expected == "unclear" else "not loaded")
 
 
+@pytest.mark.slow
 def test_noise_alone_is_neither_believed_nor_alarmed() -> None:
     """Both of the trainer's figures and the worker's are the same but for rounding."""
     rng = random.Random(0)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
+from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.disk import DiskSender, keep_version
@@ -23,7 +24,7 @@ from tests.engines import tiny
 from tests.engines.made import made_for
 from tests.engines.needs import needs_vllm
 from tests.engines.transformers.test_attention_features import make_model, mean_diff, own_logprobs, sequences
-from tests.engines.vllm.vllm_world import world
+from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
 from tests.train.train_samples import make_step
 from tests.trainers import trainer_parts
 
@@ -116,7 +117,7 @@ def test_the_embedded_engine_loads_a_published_version(published, dual_buffer):
 @needs_vllm
 @pytest.mark.filterwarnings("default")  # vLLM's imports warn
 @pytest.mark.timeout(600)
-def test_vllm_loads_a_published_version(published):
+def test_vllm_loads_a_published_version_and_closing_it_fails_what_still_runs_and_what_comes_later(published):
     with world(published.trained, published.model_dir) as there:
 
         async def loaded() -> tuple[list[list[float]], list[list[float]]]:
@@ -126,6 +127,17 @@ def test_vllm_loads_a_published_version(published):
             return before.logprobs, (await there.engine.score(sequences(), 1.0)).logprobs
 
         before, after = there.run(loaded)
+        there.run(lambda: close_and_expect(there))
     for old, new, trainers in zip(before, after, published.logprobs, strict=True):
         assert mean_diff(old, trainers) > 0.05
         assert mean_diff(new, trainers) < 1e-4
+
+
+async def close_and_expect(there: World) -> None:
+    running = asyncio.create_task(there.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
+    await there.sampled(5)
+    await there.engine.close()
+    with pytest.raises(ExecutorFailed, match="closed"):
+        await running
+    with pytest.raises(ExecutorFailed, match="closed"):
+        await there.generate([5], sampling())

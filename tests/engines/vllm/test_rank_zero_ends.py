@@ -262,6 +262,7 @@ def test_who_has_the_turn_and_begins_nothing_loses_it_and_is_sent_to_later(threa
     slow_sending.result(WAIT_S)
 
 
+@pytest.mark.slow
 def test_a_turn_that_is_never_given_back_fails_those_who_wait_after_a_transfer_for_each_worker(threads: ThreadPoolExecutor) -> None:
     there = Held()
     begun, destroyed, ends = threading.Event(), threading.Event(), threading.Event()

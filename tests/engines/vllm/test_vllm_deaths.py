@@ -1,11 +1,9 @@
-"""Who goes when a process of a vLLM engine is killed, and two that share a model. An engine of its own for each test."""
+"""Who goes when a process of a vLLM engine is killed, and two that share a model. An engine of its own for each test; that of
+test_vllm_engine.py is killed at the end."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +15,8 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.errors import ExecutorFailed
 from tests.engines.needs import needs_vllm
-from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
+from tests.engines.vllm.vllm_kills import GONE_WITHIN_S, engine_processes, kill_and_expect
+from tests.engines.vllm.vllm_world import sampling, world
 
 pytestmark = [
     pytest.mark.slow,
@@ -25,9 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # vLLM's imports warn
     pytest.mark.timeout(300),
 ]
-FAILS_WITHIN_S = 30.0
-"""Where two share a model, vLLM gives the survivor 5 s to end by itself and 4 s to heed a SIGTERM; and the machine may be busy."""
-GONE_WITHIN_S = 20.0
 
 HOLD_AN_ENGINE = """
 import asyncio, sys
@@ -49,19 +45,6 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
-
-
-def engine_processes(pid: int) -> dict[str, psutil.Process]:
-    """vLLM's, by the names that they give themselves: VLLM::EngineCore, and VLLM::Worker_TP0 where several share a model."""
-    named = {_name_of(child): child for child in psutil.Process(pid).children(recursive=True)}
-    return {name: process for name, process in named.items() if name.startswith("VLLM::")}
-
-
-def _name_of(process: psutil.Process) -> str:
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.Error:  # a child that another test has left, dead and not waited for
-        return ""
 
 
 def test_a_killed_owner_takes_its_engines_processes_along(model_dir: Path, tmp_path: Path) -> None:
@@ -104,12 +87,6 @@ def test_a_start_that_fails_in_another_process_is_told_with_its_error(model: Qwe
 
 
 @pytest.mark.usefixtures("log_file")
-def test_a_killed_engine_fails_all_that_wait_for_it(model: Qwen3ForCausalLM, model_dir: Path) -> None:
-    with world(model, model_dir) as there:
-        there.run(lambda: kill_and_expect(there, "VLLM::EngineCore", "EngineCore with SIGKILL"))
-
-
-@pytest.mark.usefixtures("log_file")
 def test_processes_that_share_a_model_sample_what_plain_forwards_score_and_die_together(
     model: Qwen3ForCausalLM, model_dir: Path
 ) -> None:
@@ -128,27 +105,3 @@ def test_processes_that_share_a_model_sample_what_plain_forwards_score_and_die_t
             await kill_and_expect(there, "VLLM::Worker_TP1", "VllmWorker-1 with SIGKILL|.*gloo")
 
         there.run(body)
-
-
-async def kill_and_expect(there: World, victim: str, how_it_ended: str) -> None:
-    how = sampling(MAX_RESPONSE_TOKENS, temperature=0.1)
-    began = there.engine.version
-    waits = [asyncio.create_task(there.generate([5, 6, 7], how)) for _ in range(8)]
-    await there.sampled(20)
-    version = there.newer()
-    waits.append(asyncio.create_task(there.load(version, "drain")))
-    await asyncio.sleep(0)
-    waits.append(asyncio.create_task(there.generate([5, 6, 7], how)))  # behind the gate that the drain has closed
-    await asyncio.sleep(0)
-    processes = engine_processes(os.getpid())
-    processes[victim].send_signal(signal.SIGKILL)
-    errors = await asyncio.wait_for(asyncio.gather(*waits, return_exceptions=True), FAILS_WITHIN_S)
-    (told,) = {str(error) for error in errors}
-    assert re.match(rf"vLLM's engine process has ended \(({how_it_ended})", told)
-    assert all(isinstance(error, ExecutorFailed) for error in errors), errors
-    for later in (there.generate([5], how), there.engine.score([[5, 6]], 1.0)):
-        with pytest.raises(ExecutorFailed, match="engine process has ended"):
-            await later
-    assert there.engine.version == began
-    _, alive = psutil.wait_procs(list(processes.values()), timeout=GONE_WITHIN_S)
-    assert alive == []

@@ -12,9 +12,9 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
-from asyncrl_cli.errors import ExecutorFailed
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
+from tests.engines.vllm.vllm_kills import kill_and_expect
 from tests.engines.vllm.vllm_world import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, World, prompts, sampling, world
 
 pytestmark = [
@@ -420,16 +420,6 @@ def test_a_cache_that_is_too_small_is_told_by_counters_and_changes_no_logprob(th
     there.run(body)
 
 
-def test_closing_fails_what_still_runs_and_what_comes_later(there: World) -> None:
+def test_a_killed_engine_fails_all_that_wait_for_it(there: World) -> None:
     """The module's last test: it ends the engine."""
-
-    async def body() -> None:
-        running = asyncio.create_task(there.generate([5, 6, 7], sampling(MAX_RESPONSE_TOKENS, temperature=0.1)))
-        await there.sampled(5)
-        await there.engine.close()
-        with pytest.raises(ExecutorFailed, match="closed"):
-            await running
-        with pytest.raises(ExecutorFailed, match="closed"):
-            await there.generate([5], sampling())
-
-    there.run(body)
+    there.run(lambda: kill_and_expect(there, "VLLM::EngineCore", "EngineCore with SIGKILL"))
