@@ -103,15 +103,19 @@ class Admission:
         return self._choose()[1]
 
     def is_open(self) -> bool:
-        return self.closed() is Closed.OPEN
+        return self._choose()[0] is not None
 
     def choose(self) -> Placement | None:
         """Where the next responses start, None if closed: those of the first group in `unplaced`, or else a new group's."""
         return self._choose()[0]
 
+    def first_lost(self) -> Attempt | None:
+        """The first group in `unplaced`: its responses are placed next."""
+        return next(iter(self.unplaced.values())) if self.unplaced else None
+
     def refused(self) -> list[WorkerSlots]:
         """The workers that the next responses would start on, were it not for deadlines."""
-        placement = self._with_room()
+        placement = self._with_room(self.first_lost())
         return [self.workers[name] for name in placement.responses] if placement is not None else []
 
     def admit(self, attempt: Attempt, placement: Placement) -> list[Part]:
@@ -133,11 +137,11 @@ class Admission:
     def sequences_finished(self, worker: str, counts: Mapping[PartKey, int]) -> None:
         """Free the slots of sequences that ended inside running parts."""
         slots = self.workers[worker]
-        for key, finished in counts.items():
+        changed, slots.told = counts.items() - slots.told.items(), counts
+        for key, finished in changed:
             if key in slots.unfinished:
                 num_responses = len(self.ledger.running[key.attempt].parts[key.number].indices)
-                if slots.unfinished[key] > num_responses - finished:
-                    slots.set_unfinished(key, num_responses - finished)
+                slots.set_unfinished(key, num_responses - finished)
 
     def end_part(self, part: Part, result: PartResult) -> None:
         part.result = result
@@ -220,25 +224,24 @@ class Admission:
         return takeable_in_time(counts, self.version, takes_left, self.window_groups)
 
     def _choose(self) -> tuple[Placement | None, Closed]:
-        lost = next(iter(self.unplaced.values()), None)
+        lost = self.first_lost()
         if self.stopping:
             return None, Closed.STOPPING
         if lost is None and (closed := self._closed_to_new()):
             return None, closed
-        if not self.fleet.is_awake() or (self._together and not self.fleet.are_current(self.version)):
+        if self._together and not self.fleet.are_current(self.version):
             return None, Closed.LOADING
-        placement = self._with_room()
+        placement = self._with_room(lost)
         if placement is None:
-            return None, Closed.SLOTS
+            return None, Closed.SLOTS if self.fleet.is_awake() else Closed.LOADING
         if lost is not None:
             placement = self.fleet.placement(len(lost.unplaced), lost.deadline - self._max_staleness)
         elif not self._may_start(placement):
             placement = None
         return placement, Closed.OPEN if placement is not None else Closed.DEADLINES
 
-    def _with_room(self) -> Placement | None:
+    def _with_room(self, lost: Attempt | None) -> Placement | None:
         """Where the next responses would start, whatever their deadlines."""
-        lost = next(iter(self.unplaced.values()), None)
         return self.fleet.placement(self._n if lost is None else len(lost.unplaced))
 
     def _closed_to_new(self) -> Closed:

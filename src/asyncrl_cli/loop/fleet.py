@@ -19,14 +19,9 @@ from typing import NamedTuple
 from asyncrl_cli.loop.attempts import PartKey
 from asyncrl_cli.loop.ports import LoadReport, Published
 
-
-class Room(NamedTuple):
-    """How many units there is room for: in slots, if no worker were loading; in slots; in slots and queues. A unit is what is
-    placed together: one response, or a whole group."""
-
-    up: int = 0
-    slots: int = 0
-    queue: int = 0
+Room = tuple[int, int, int]
+"""How many units there is room for: in slots, if no worker were loading; in slots; in slots and queues. A unit is what is placed
+together: one response, or a whole group. (A plain tuple: one is made at every change.)"""
 
 
 class Placement(NamedTuple):
@@ -36,16 +31,13 @@ class Placement(NamedTuple):
     version: int
 
 
-_NO_ROOM = Room()
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """One worker. `unfinished` counts sequences per running part; evals take slots too.
+    """One worker. `unfinished` counts sequences per running part; evals take slots too. `told`: the last counts of finished ones.
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
-    whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room. `room`:
-    kept up to date by its fleet.
+    whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room. `room`
+    and `rank`: kept up to date by its fleet.
     """
 
     name: str
@@ -58,7 +50,9 @@ class WorkerSlots:
     eval_sequences: int = 0
     unfinished: dict[PartKey, int] = field(default_factory=dict)
     unfinished_sequences: int = 0
-    room: Room = _NO_ROOM
+    told: Mapping[PartKey, int] = field(default_factory=dict)
+    room: Room = (0, 0, 0)
+    rank: tuple[int, int] | None = None
     fleet: Fleet | None = None
 
     @property
@@ -113,7 +107,7 @@ class WorkerSlots:
 class Fleet:
     """All workers, and where the next responses would be placed.
 
-    Room is summed as it changes, so that a full fleet is known at once, however large it is; in a busy run few workers have room.
+    Room is summed, and workers are ranked, as they change: what a placement costs hardly depends on the number of workers.
     """
 
     def __init__(self, workers: Iterable[WorkerSlots], *, unit: int, queue_sequences: int) -> None:
@@ -121,9 +115,10 @@ class Fleet:
         self.by_name = {worker.name: worker for worker in workers}
         self._unit = unit
         self._queue_sequences = queue_sequences
-        self._places = {name: place for place, name in enumerate(self.by_name)}
-        self._room = _NO_ROOM
-        self._having: dict[str, WorkerSlots] = {}
+        self._places = {name: (place, name) for place, name in enumerate(self.by_name)}
+        self._room: Room = (0, 0, 0)
+        self._ranks: dict[tuple[int, int], set[tuple[int, str]]] = {}
+        """The workers with room in slots or queue, by (-version, -free slots)."""
         for worker in self.by_name.values():
             worker.fleet = self
             self.update(worker)
@@ -132,18 +127,25 @@ class Fleet:
         """Keep the sums: the worker's sequences have changed, or its process, or a load has begun or ended."""
         free, unit, awake = worker.slots - worker.unfinished_sequences - worker.eval_sequences, self._unit, not worker.loading
         up = free // unit if free > 0 and not worker.down else 0
-        queued = free + self._queue_sequences
-        room, before = Room(up, up if awake else 0, queued // unit if awake and queued > 0 else 0), worker.room
-        if room == before:
+        slots = up if awake else 0
+        queue = (free + self._queue_sequences) // unit if awake and free + self._queue_sequences > 0 else 0
+        up_before, slots_before, queue_before = worker.room
+        all_up, all_slots, all_queue = self._room
+        worker.room = up, slots, queue
+        self._room = all_up + up - up_before, all_slots + slots - slots_before, all_queue + queue - queue_before
+        self._rank(worker, (-worker.version, -free) if queue else None)
+
+    def _rank(self, worker: WorkerSlots, rank: tuple[int, int] | None) -> None:
+        place, before = self._places[worker.name], worker.rank
+        if rank == before:
             return
-        have, worker.room = self._room, room
-        self._room = Room(
-            have.up + room.up - before.up, have.slots + room.slots - before.slots, have.queue + room.queue - before.queue
-        )
-        if not room.queue:
-            self._having.pop(worker.name, None)
-        elif not before.queue:
-            self._having[worker.name] = worker
+        if before is not None:
+            self._ranks[before].remove(place)
+            if not self._ranks[before]:
+                del self._ranks[before]
+        if rank is not None:
+            self._ranks.setdefault(rank, set()).add(place)
+        worker.rank = rank
 
     def is_awake(self) -> bool:
         """Whether at least one worker is not loading."""
@@ -168,11 +170,12 @@ class Fleet:
         in queues counts only if the free slots of all workers, also of loading ones, are too few.
         """
         needed = -(-num_responses // self._unit)
-        queue = self._queue_sequences if self._room.up < needed else 0
-        if (self._room.queue if queue else self._room.slots) < needed:
+        up, in_slots, in_queues = self._room
+        queue = self._queue_sequences if up < needed else 0
+        if (in_queues if queue else in_slots) < needed:
             return None
         responses: dict[str, int] = {}
-        for version, ranked in groupby(self._ranked(queue, at_least), key=itemgetter(0)):
+        for version, ranked in groupby(self._best(needed, queue, at_least), key=itemgetter(0)):
             for name in self._fill([*ranked], needed):
                 responses[name] = responses.get(name, 0) + self._unit
                 needed -= 1
@@ -180,14 +183,16 @@ class Fleet:
                 return Placement(responses, -version)
         return None
 
-    def _ranked(self, queue: int, at_least: int) -> list[tuple[int, int, int, str]]:
-        """The workers that have room for a unit, best first: (-version, -room in sequences, place, name)."""
-        ranked = [
-            (-worker.version, -room, self._places[name], name)
-            for name, worker in self._having.items()
-            if (room := worker.free + queue) >= self._unit and worker.version >= at_least
-        ]
-        return sorted(ranked)
+    def _best(self, needed: int, queue: int, at_least: int) -> list[tuple[int, int, int, str]]:
+        """At most `needed` workers that have room for a unit, best first: (-version, -room in sequences, place, name). A placement
+        needs no more: one by one, the units reach the workers in this order."""
+        best: list[tuple[int, int, int, str]] = []
+        for version, free in sorted(self._ranks):
+            if queue - free >= self._unit and -version >= at_least:
+                best += [(version, free - queue, *place) for place in sorted(self._ranks[version, free])[: needed - len(best)]]
+            if len(best) == needed:
+                break
+        return best
 
     def _fill(self, ranked: list[tuple[int, int, int, str]], needed: int) -> list[str]:
         """The workers of one version that take the next units, at most `needed`. `ranked` is changed."""

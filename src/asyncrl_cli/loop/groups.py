@@ -64,7 +64,7 @@ class Groups:
         placement = self.admission.choose()
         if placement is None:
             return []
-        attempt = next(iter(self.admission.unplaced.values()), None)
+        attempt = self.admission.first_lost()
         told = {"workers": dict(placement.responses), "version": placement.version}
         if attempt is not None:
             parts = self.admission.place_again(attempt, placement)

@@ -17,7 +17,7 @@ ENDED = ("done", "failed", "stopped")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One line of events.jsonl. `name` is a ledger state or one of: published, loaded, checkpointed, failed, resumed,
+    """One line of events.jsonl. `name` is a ledger state or one of: replaced, published, loaded, checkpointed, failed, resumed,
     warning, eval, lost, restarted. `fields` are further JSON values."""
 
     time_s: float
