@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.loop.attempts import Attempt, Ledger, Prompt, Stage
+from asyncrl_cli.loop.attempts import Attempt, Prompt, Stage
+from asyncrl_cli.loop.ledger import Ledger
 
 
 def admitted(ledger, num):

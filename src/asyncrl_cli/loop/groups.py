@@ -15,7 +15,8 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
-from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, LedgerState, PartResult, Stage
+from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, PartResult, Stage
+from asyncrl_cli.loop.ledger import LedgerState
 from asyncrl_cli.loop.ports import Feed, PartRequest
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.safe_files import Count
