@@ -37,7 +37,7 @@ class WorkerTimes:
     """How long a worker's calls take (seconds), and how long responses are (tokens).
 
     `response_tokens(rng, n)`: the lengths of a group's first n responses; `rng` is seeded by the group's request and not used
-    before. `reward_s(rng)`: for one trajectory, from a generator of its own; a share `failure_ratio` of rewards raises.
+    before. `reward_s(rng)`: for one trajectory, from another generator of the group; a share `failure_ratio` of rewards raises.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
     without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
     Progress is reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of
@@ -103,11 +103,9 @@ def mean_tokens(lengths: Lengths, max_response_tokens: int) -> float:
 
 def fates(seed: int | str, indices: Sequence[int], times: WorkerTimes) -> list[Fate]:
     """The fates of some responses to one prompt, by index (ascending). None depends on which others are asked for."""
-    lengths, fates = times.response_tokens(random.Random(seed), indices[-1] + 1), []
-    for index in indices:
-        rng = random.Random(f"{seed}/{index}")
-        fates.append((lengths[index], times.reward_s(rng), rng.random()))
-    return fates
+    lengths, rng = times.response_tokens(random.Random(seed), indices[-1] + 1), random.Random(f"rewards of {seed}")
+    drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
+    return [drawn[index] for index in indices]
 
 
 class Responses:
