@@ -26,7 +26,8 @@ from tests.loop.proof.scenarios import Outcome, main, run
 from tests.loop.worlds import chunks
 
 NUM_SEEDS, CHUNK_SEEDS = 200, 20
-MUTANT_SEEDS = range(400)
+MUTANT_SEEDS = (2344, 9799, *range(400))
+"""In the first two a worker dies while the only others with room hold older weights: rare."""
 
 
 def replay(seed: int) -> str:
