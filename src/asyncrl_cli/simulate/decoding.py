@@ -57,6 +57,7 @@ class SimulatedEngine:
     ) -> None:
         self.slots = slots
         self.version = version
+        self.running = 0
         self.preemptions = 0
         self._times = times
         self._speed = speed
@@ -79,11 +80,6 @@ class SimulatedEngine:
         self._target_steps = NEVER
         self._target_s = NEVER
         self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def running(self) -> int:
-        """Number of running sequences."""
-        return len(self._cache)
 
     def counters(self) -> tuple[float, float, float]:
         """(sampled tokens, decode steps, tokens of sequences that have begun and not ended); fractions of a token or step count."""
@@ -188,10 +184,12 @@ class SimulatedEngine:
         self._prefill_s += self._cache.tokens_to_prefill(sequence) * self._times.prefill_s_per_token
         self._preempted_tokens -= sequence.kept_tokens
         self._cache.hold(sequence)
+        self.running += 1
 
     def _stop(self, sequence: SimulatedSequence) -> None:
         sequence.turn = 0
         self._cache.release(sequence)
+        self.running -= 1
 
     def _preempt_newest(self) -> None:
         sequence = self._cache.newest

@@ -59,10 +59,6 @@ class KvCache:
         self._sum_first = 0.0
         self._sum_begin_steps = 0.0
 
-    def __len__(self) -> int:
-        """Number of running sequences."""
-        return len(self._first)
-
     @property
     def newest(self) -> SimulatedSequence:
         """The running sequence that began last."""
@@ -70,7 +66,7 @@ class KvCache:
 
     def sampled_tokens(self, steps: float) -> float:
         """Tokens of all running sequences, with the fractions of those under way."""
-        return len(self) * steps - self._sum_begin_steps
+        return len(self._first) * steps - self._sum_begin_steps
 
     def held_tokens(self, steps: float) -> int:
         """Tokens whose keys and values the cache holds for the running sequences, those of a prefix once."""
@@ -85,7 +81,7 @@ class KvCache:
         """Whether there are blocks for its prompt and its kept tokens."""
         tokens = self.tokens_to_prefill(sequence)
         room = self._size.blocks - self._blocks(tokens)
-        if (most := self._most_blocks(steps)) <= room or most - len(self) > room:
+        if (most := self._most_blocks(steps)) <= room or most - len(self._first) > room:
             return most <= room
         return self._used(steps) <= room
 
@@ -100,7 +96,7 @@ class KvCache:
         free = self._size.blocks - self._used(steps)
         if free < 0:
             return steps
-        rounds, further = divmod(int(free), len(self))
+        rounds, further = divmod(int(free), len(self._first))
         wanted_at = sorted(self._next_block_at(sequence, first, steps) for sequence, first in self._first.items())
         return wanted_at[further] + rounds * self._size.block_tokens
 
@@ -131,7 +127,7 @@ class KvCache:
 
     def _most_blocks(self, steps: float) -> float:
         """More than `_used(steps)` by at most the number of running sequences."""
-        tokens = self._sum_first + self.sampled_tokens(steps) + len(self) * (self._size.block_tokens - 1)
+        tokens = self._sum_first + self.sampled_tokens(steps) + len(self._first) * (self._size.block_tokens - 1)
         return self._prefix_blocks + tokens / self._size.block_tokens
 
     def _used(self, steps: float) -> int:
