@@ -161,6 +161,26 @@ def test_every_setting_of_a_space_is_a_profile_that_loads() -> None:
         assert Setting.of(profile, compile_job(profile, cluster)) == setting
 
 
+def test_slack_beyond_what_an_eta_needs_is_searched_and_both_placements() -> None:
+    wide = space(bound=3)
+    assert {one.max_staleness for one in wide.bounded_etas(wide.current) if one.eta == Decimal("0.5")} == {1, 2, 3}
+    assert [one.placement for one in wide.placements(wide.current)] == ["response", "group"]
+
+
+def test_the_recommended_setting_is_tried_without_a_bound_and_that_is_no_result() -> None:
+    def evaluate(settings: Sequence[Setting], windows: int) -> list[Outcome]:
+        return [
+            replace(row := model(one, windows), window_time_s=row.window_time_s * (0.9 if one.on_stale == "accept" else 1))
+            for one in settings
+        ]
+
+    found = search(space(), evaluate, LONG)
+    assert found.without_bound is not None
+    assert found.without_bound.setting == replace(found.best.setting, on_stale="accept")
+    assert found.without_bound.window_time_s == pytest.approx(0.9 * found.best.window_time_s)
+    assert {row.setting.on_stale for row in found.rows} == {"wait"}
+
+
 def test_without_staleness_nothing_is_partial() -> None:
     strict, stale = space(bound=0), space(bound=1, name="stale-samples")
     assert not any(setting.partial_rollout for setting in strict.bounded_etas(strict.start))

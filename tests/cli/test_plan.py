@@ -289,7 +289,14 @@ def test_a_search_says_what_the_split_does_and_what_the_rest_does(
     import asyncrl_cli.bench.tune as tune
 
     def seconds(setting: Setting, windows: int) -> Row:
-        return simulated(setting, windows, 100.0 * (0.5 if setting.split == "1:3" else 1.0) * (0.8 if setting.eta == 1 else 1.0))
+        return simulated(
+            setting,
+            windows,
+            100.0
+            * (0.5 if setting.split == "1:3" else 1.0)
+            * (0.8 if setting.eta == 1 else 1.0)
+            * (0.8 if setting.on_stale == "accept" else 1.0),
+        )
 
     monkeypatch.setattr(tune, "evaluator", lambda *arguments: lambda settings, windows: [seconds(one, windows) for one in settings])
     two_and_two = ["--set", "placement.trainer_workers=2", "--set", "rollout.workers=2"]
@@ -298,6 +305,7 @@ def test_a_search_says_what_the_split_does_and_what_the_rest_does(
     assert "recommended (SIMULATED): 1:3 trainer:rollout, predicted 40.00 s per" in out
     assert "the current setting, 2:2, 100.00 s (2.50x), has split 2:2, eta 0.5" in out
     assert "on the current split, 2:2, 80.00 s: they make 1.25x, the split 2.00x" in out
+    assert 'the strict bound costs 25.0%: without one (on_stale = "accept") 32.00 s, tokens up to 0 versions old' in out
 
 
 def test_a_search_that_keeps_the_split_names_the_fastest_other_one(

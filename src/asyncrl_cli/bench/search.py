@@ -3,6 +3,7 @@
     short   the current setting; all splits, then all windows, etas and slots of the fastest so far; splits next to the fastest
     long    the fastest of each of the best splits, some of the Pareto front, and the current setting
     split   the recommended setting on the current split: tells what is won by the split, and what by the rest
+    strict  the recommended setting without a strict bound: tells what strictness costs
 
 The effort is counted in simulated windows and not in seconds, so that a search gives the same answer on any machine.
 """
@@ -20,9 +21,9 @@ SHORT_WINDOWS = 4
 """The first and the last one are not measured."""
 BEST_SPLITS = 3
 """How many splits get long runs: short runs are too noisy to decide between the best ones."""
-LONG_RUNS = BEST_SPLITS + 4
+LONG_RUNS = BEST_SPLITS + 5
 """At most: besides the best splits the second and the last row of the front, the current setting, and the recommended one on the
-current split."""
+current split and without a bound."""
 SAME_TIME = 0.01
 """Relative difference below which two simulated times count as equal, and staleness decides. Chosen, not measured."""
 SAME_STALENESS = 0.05
@@ -115,6 +116,11 @@ class Found:
         return None if row == self.best else row
 
     @property
+    def without_bound(self) -> Row | None:
+        """The recommended setting without a strict bound. None if it makes nothing ahead, or if that run failed."""
+        return self._row_of(self.space.without_bound(self.best.setting)) if self.best.setting.eta else None
+
+    @property
     def speedup(self) -> float | None:
         """Of the recommended setting over the current one."""
         return None if self.current is None else self.current.window_time_s / self.best.window_time_s
@@ -159,6 +165,8 @@ def search(space: Space, evaluate: Evaluate, long_windows: int, tell: Callable[[
             hint="asyncrl bench --simulate WORKLOAD --compare PROFILE runs the current setting",
         )
     run([space.on_current_split(found.best.setting)], long_windows)
+    if found.best.setting.eta:
+        run([space.without_bound(found.best.setting)], long_windows)
     return found
 
 

@@ -1,4 +1,5 @@
-"""What a search may change in a profile: the split of the GPUs, K and require_batches, eta and the staleness bound, the slots.
+"""What a search may change in a profile: the split of the GPUs, K and require_batches, eta and the staleness bound, where
+responses are placed, the slots.
 
 A `Setting` is one choice of all these; its fields are the table of the keys that it sets. `Space.axes` lists what to try beside a
 setting. A further axis is a field of `Setting` and a line of `Space.axes`.
@@ -28,6 +29,7 @@ HALF_NODE_GPUS = NODE_GPUS // 2
 MOST_SPLITS = 16
 ETAS = tuple(map(Decimal, ("0", "0.25", "0.5", *(str(2**power) for power in range(7)))))
 SLOT_SHARES = (0.5, 0.75, 1.0)
+PLACEMENTS = ("response", "group")
 
 
 def _key(name: str, heading: str = "") -> dict[str, str]:
@@ -48,6 +50,8 @@ class Setting:
     slots: int = field(metadata=_key("rollout.slots", "slots"))
     max_staleness: int = field(metadata=_key("async_training.max_staleness", "bound"))
     partial_rollout: bool = field(metadata=_key("async_training.partial_rollout"))
+    placement: str = field(metadata=_key("rollout.placement", "placement"))
+    on_stale: str = field(metadata=_key("async_training.on_stale"))
 
     @classmethod
     def of(cls, profile: Profile, plan: JobPlan) -> Setting:
@@ -121,7 +125,7 @@ class Space:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """In the order in which they are searched."""
-        return (self.splits, self.windows, self.bounded_etas, self.slots, self.near_splits)
+        return (self.splits, self.windows, self.bounded_etas, self.placements, self.slots, self.near_splits)
 
     @property
     def start(self) -> Setting:
@@ -129,7 +133,7 @@ class Space:
         return self._with_eta(self.current, max((eta for eta in self.etas if eta <= 1), default=self.etas[0]))
 
     def allows(self, setting: Setting) -> bool:
-        return setting.max_staleness <= self.bound
+        return setting.max_staleness <= self.bound and setting.on_stale == "wait"
 
     def splits(self, setting: Setting) -> list[Setting]:
         """At most `MOST_SPLITS` splits, evenly spaced; from two nodes on, by whole nodes where that divides the GPUs."""
@@ -154,9 +158,17 @@ class Space:
         return [replace(setting, window_steps=part, require_batches=of) for part, of in sorted(same | shorter)]
 
     def bounded_etas(self, setting: Setting) -> list[Setting]:
-        """Each eta with the smallest bound that it needs and, if eta > 0, also with the largest that is allowed."""
+        """Each eta with the smallest bound that it needs and, if eta > 0, also with one version more and the largest allowed."""
         least = [self._with_eta(setting, eta) for eta in self.etas]
-        return least + [replace(one, max_staleness=self.bound) for one in least if one.eta > 0]
+        more = [replace(one, max_staleness=slack) for one in least if one.eta > 0 for slack in (one.max_staleness + 1, self.bound)]
+        return [*least, *filter(self.allows, dict.fromkeys(more))]
+
+    def placements(self, setting: Setting) -> list[Setting]:
+        return [replace(setting, placement=placement) for placement in PLACEMENTS]
+
+    def without_bound(self, setting: Setting) -> Setting:
+        """The same without a strict bound: groups are trained however stale they have become."""
+        return replace(setting, on_stale="accept")
 
     def slots(self, setting: Setting) -> list[Setting]:
         """Never more slots than now: whether the KV cache would hold more is not known."""

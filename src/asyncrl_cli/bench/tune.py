@@ -38,7 +38,7 @@ TRAJECTORIES = 450_000
 FEWEST_LONG_WINDOWS, MOST_LONG_WINDOWS = 6, 24
 LIMITS = (
     "what staleness does to the accuracy of the trained model is not simulated: a faster row is better only if it learns as well",
-    "memory is not simulated: slots are at most those the workload was measured with; "
+    "memory is not simulated, but for a KV cache whose size the workload knows: slots are at most those it was measured with; "
     "`asyncrl plan --profile P` estimates what a split needs",
 )
 """What this search does not know, as told to the user."""
@@ -98,6 +98,7 @@ class Tuned:
             "current": current and current.to_json(),
             "recommended": found.best.to_json() | {"sets": self.recommended_sets},
             "recommended_on_current_split": same_split and same_split.to_json(),
+            "recommended_without_bound": found.without_bound and found.without_bound.to_json(),
             "speedup": found.speedup,
             "current_known": known and {"window_time_s": known.window_time_s, "source": known.source},
             "num_settings": len(found.outcomes),

@@ -25,6 +25,7 @@ SHORTER = "where windows are shorter, versions follow faster: the same age of a 
 LEGEND = """
 split: trainer:rollout; K: train steps per window; batches: require_batches
 eta: staleness_threshold; bound: max_staleness; stale: mean versions per token
+placement: of a group's responses, one by one or all on one worker
 idle: of trainer and rollout; ~: of a short run, a rough figure
 *: no other is both faster and less stale; best: recommended
 now: the current setting; > S: beyond the bound
@@ -52,7 +53,8 @@ def print_tuned(asked: Asked, *, as_json: bool) -> None:
     best = tuned.found.best
     predicted = f"{best.setting.split} trainer:rollout, predicted {best.window_time_s:.2f} s per {tuned.window_groups} groups"
     print_prose(f"recommended (SIMULATED): {predicted}")
-    for line in (_against_current(tuned), _of_split(tuned), _against_known(tuned), _doubt(tuned.found.speedup, tuned.fit)):
+    remarks = _against_current(tuned), _of_split(tuned), _of_strictness(tuned), _against_known(tuned)
+    for line in (*remarks, _doubt(tuned.found.speedup, tuned.fit)):
         if line:
             print_prose(line)
     # Each `--set` on a line of its own, so that all can be copied from a narrow terminal.
@@ -122,6 +124,19 @@ def _of_split(tuned: Tuned) -> str:
     rest, split = current.window_time_s / same_split.window_time_s, same_split.window_time_s / best.window_time_s
     text = f"its K, batches, eta and slots on the current split, {same_split}: they make {rest:.2f}x, the split {split:.2f}x"
     return f"{text}, which is less than a simulation can tell" if abs(split - 1) <= SAME_TIME else text
+
+
+def _of_strictness(tuned: Tuned) -> str:
+    """What the bound costs the recommended setting, against none."""
+    best, free = tuned.found.best, tuned.found.without_bound
+    if free is None:
+        return ""
+    cost = best.window_time_s / free.window_time_s - 1
+    told = "no more than a simulation can tell" if abs(cost) <= SAME_TIME else f"{cost:.1%}"
+    stalest = counted(round(free.staleness_max), "version")
+    return (
+        f'the strict bound costs {told}: without one (on_stale = "accept") {free.window_time_s:.2f} s, tokens up to {stalest} old'
+    )
 
 
 def _against_known(tuned: Tuned) -> str:
