@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.profile.schema import Place, Profile, RunSection
+from asyncrl_cli.loop.attempts import GroupResult
+from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
+from asyncrl_cli.profile.schema import AlgorithmSection, Place, Profile, RunSection
+from asyncrl_cli.train.balance import RankPlan, plan_train_step
 
 SECTIONS = {
     "dtype": "model",
-    "old_logprobs": "algorithm",
-    "max_importance_weight": "algorithm",
-    "loss_mode": "algorithm",
+    **dict.fromkeys(AlgorithmSection.model_fields, "algorithm"),
     "lr": "trainer",
     "lr_schedule": "trainer",
     "warmup_steps": "trainer",
@@ -48,3 +50,12 @@ def trainer_parts(
         profile = profile.model_copy(update={SECTIONS[key]: section})
     place = Place(model_dir=str(model_dir), device=device, threads=threads, workers=workers)
     return TrainerParts(profile, place, total_optimizer_steps)
+
+
+def planned(
+    groups: Sequence[GroupResult], *, ranks: int = 1, num_minibatches: int = 1, window: int = 0, **algorithm: Any
+) -> list[RankPlan]:
+    """The plan of a train step on `groups`; `algorithm`: keys of that section."""
+    training = AsyncTrainingSection(require_batches=num_minibatches)
+    profile = Profile(run=RunSection(train_steps=1), async_training=training, algorithm=AlgorithmSection(**algorithm))
+    return plan_train_step(groups, profile, ranks=ranks, window=window)

@@ -17,14 +17,13 @@ from asyncrl_cli.loop.ports import Cut
 from asyncrl_cli.models.tiny import tiny_tokenizer
 from asyncrl_cli.profile.loaded import to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from asyncrl_cli.weights.disk import keep_version
 from asyncrl_cli.weights.model_files import keep_model_files
 from tests.train.conftest import make_trainer as make_trainer
 from tests.train.conftest import run_ranks as run_ranks
 from tests.train.train_samples import make_step, save_tiny_model
-from tests.trainers import trainer_parts
+from tests.trainers import planned, trainer_parts
 
 K = 2
 SEQUENCE = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -76,7 +75,7 @@ def checkpoint(directory: Path, step: int, write: Callable[[Path], None]) -> Pat
 
 def train(trainer: PolicyTrainer, step: int) -> None:
     metas, payloads = make_step(step, num_groups=2)
-    (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
+    (plan,) = planned(metas)
     trainer.train(step_in_window=(step - 1) % K, plan=plan, payloads=dict(enumerate(payloads)))
 
 

@@ -55,15 +55,42 @@ CONFLICTS = [
     ),
     (
         "base",
-        ["algorithm.max_importance_weight=2"],
-        ["algorithm.max_importance_weight = 2", 'algorithm.old_logprobs = "rollout"', "every weight is 1"],
+        ["algorithm.rollout_is_threshold=2"],
+        ["algorithm.rollout_is_threshold = 2", 'algorithm.old_logprobs = "rollout"', "every weight is 1"],
         "old_logprobs=recompute",
     ),
     (
         "base",
-        ["algorithm.max_importance_weight=2", "async_training.use_rollout_log_probs=true"],
-        ["algorithm.max_importance_weight = 2", 'algorithm.old_logprobs = "rollout"'],
+        ["algorithm.rollout_is_threshold=2", "async_training.use_rollout_log_probs=true"],
+        ["algorithm.rollout_is_threshold = 2", 'algorithm.old_logprobs = "rollout"'],
         "old_logprobs=recompute",
+    ),
+    (
+        "base",
+        ["algorithm.rollout_is_batch_normalize=true", "algorithm.old_logprobs=loglinear"],
+        ["rollout_is_batch_normalize = true", 'old_logprobs = "loglinear"', "before its first loss"],
+        "old_logprobs=recompute",
+    ),
+    (
+        "base",
+        ["algorithm.rollout_is_batch_normalize=true", "algorithm.old_logprobs=recompute", "algorithm.loss_mode=reinforce"],
+        ["rollout_is_batch_normalize = true", 'loss_mode = "reinforce"'],
+        "loss_mode=vanilla",
+    ),
+    ("base", ["algorithm.rollout_rs=token_k1"], ['rollout_rs = "token_k1"', "too far"], '"0.5_2.0"'),
+    ("base", ["algorithm.rollout_rs_threshold=2"], ["rollout_rs_threshold = 2", "nothing is judged"], "seq_mean_k3"),
+    (
+        "base",
+        ["algorithm.rollout_rs=seq_max_k2", "algorithm.rollout_rs_threshold=0.5_2.0"],
+        ['rollout_rs = "seq_max_k2"', 'rollout_rs_threshold = "0.5_2.0"', "upper bound only"],
+        "rollout_rs_threshold=0.01",
+    ),
+    ("base", ["algorithm.clip_ratio_c=3", "algorithm.loss_mode=gspo"], ["clip_ratio_c = 3", '"gspo"'], "loss_mode=vanilla"),
+    (
+        "base",
+        ["algorithm.overlong_buffer_tokens=5000"],
+        ["overlong_buffer_tokens = 5000", "rollout.max_response_tokens"],
+        "overlong_buffer_tokens=",
     ),
     (
         "base",
@@ -200,7 +227,7 @@ def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:
         ("base", ["run.train_steps=20", "run.total_rollout_steps=320"]),
         ("base", ["rollout.engine=vllm", "rollout.temperature=0.7", "rollout.engine_args={block_size=32}"]),
         ("base", ["async_training.use_rollout_log_probs=true", "algorithm.old_logprobs=rollout"]),
-        ("base", ["algorithm.max_importance_weight=2", "async_training.use_rollout_log_probs=false"]),
+        ("base", ["algorithm.rollout_is_threshold=2", "async_training.use_rollout_log_probs=false"]),
     ],
 )
 def test_combinations_that_make_sense_pass(reference: str, sets: list[str]) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.train.policy_trainer import PolicyTrainer
 from tests.train.train_samples import make_step
-from tests.trainers import trainer_parts
+from tests.trainers import planned, trainer_parts
 
 
 def train_steps(trainer: PolicyTrainer, job: dict) -> None:
@@ -24,7 +23,7 @@ def train_steps(trainer: PolicyTrainer, job: dict) -> None:
         metas, payloads = make_step(step, job["num_groups"])
         if step == job["spoiled_step"]:
             payloads[0].trajectories[0].segments[0].logprobs_T[-1] = float("nan")
-        plans = plan_train_step(metas, ranks=job["world_size"], num_minibatches=2, normalize=True)
+        plans = planned(metas, ranks=job["world_size"], num_minibatches=2)
         plan = plans[job["rank"]]
         needed = {group: payloads[group] for group in plan.groups}
         step_in_window = (step - 1) % trainer.profile.async_training.trigger_parameter_sync_step

@@ -1,8 +1,7 @@
-"""Advantages, and the split of a train step over optimizer steps, ranks and microbatches."""
+"""The split of a train step over optimizer steps, ranks and microbatches."""
 
 from __future__ import annotations
 
-import math
 import pickle
 import subprocess
 import sys
@@ -11,26 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.balance import group_advantages, microbatches, plan_train_step, split_by_tokens, training_order
+from asyncrl_cli.train.balance import microbatches, split_by_tokens, training_order
 from tests.train.train_samples import make_step
+from tests.trainers import planned
 
 lengths_lists = st.lists(st.integers(1, 300), min_size=1, max_size=60)
-
-
-def test_advantages_of_one_success_in_four():
-    # mean 1/4, sample variance (9/16 + 3/16) / 3 = 1/4, std 1/2.
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], True) == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
-    assert group_advantages([1.0, 0.0, 0.0, 0.0], False) == [0.75, -0.25, -0.25, -0.25]
-
-
-@pytest.mark.parametrize("rewards", [[], [0.3], [0.1, 0.1, 0.1], [1.0] * 8])
-def test_equal_rewards_give_zero_advantages(rewards):
-    assert group_advantages(rewards, True) == [0.0] * len(rewards)
-
-
-@given(st.lists(st.floats(-10, 10), min_size=2, max_size=20), st.booleans())
-def test_advantages_sum_to_zero(rewards, normalize):
-    assert math.fsum(group_advantages(rewards, normalize)) == pytest.approx(0.0, abs=1e-6)
 
 
 @given(lengths_lists, st.integers(1, 5))
@@ -60,24 +44,24 @@ def test_microbatches_stay_together_until_padding_costs_more_than_a_split():
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_plan_covers_every_trajectory_once_with_its_groups_advantage(ranks):
     metas, _ = make_step(0, num_groups=6, n=4)
-    plans = plan_train_step(metas, ranks=ranks, num_minibatches=3, normalize=True)
+    plans = planned(metas, ranks=ranks, num_minibatches=3)
     for step in range(3):
-        planned = [t for plan in plans for t in plan.optimizer_steps[step].trajectories]
+        trajectories = [t for plan in plans for t in plan.optimizer_steps[step].trajectories]
         expected = [(group, trajectory) for group in (2 * step, 2 * step + 1) for trajectory in range(4)]
-        assert sorted((t.group, t.trajectory) for t in planned) == expected
+        assert sorted((t.group, t.trajectory) for t in trajectories) == expected
         tokens = sum(m.response_tokens for group in metas[2 * step : 2 * step + 2] for m in group.trajectories)
         assert {plan.optimizer_steps[step].num_loss_tokens for plan in plans} == {tokens}
-        for t in planned:
+        for t in trajectories:
             rewards = [m.reward for m in metas[t.group].trajectories]
             assert (t.advantage > 0) == (len(set(rewards)) > 1 and rewards[t.trajectory] == 1.0)
     assert pickle.loads(pickle.dumps(plans)) == plans
-    assert plans == plan_train_step(metas, ranks=ranks, num_minibatches=3, normalize=True)
+    assert plans == planned(metas, ranks=ranks, num_minibatches=3)
 
 
 def test_groups_that_do_not_divide_into_mini_batches_are_refused():
     metas, _ = make_step(0, num_groups=3)
     with pytest.raises(ValueError, match="3 groups do not divide into 2 mini-batches"):
-        plan_train_step(metas, ranks=1, num_minibatches=2, normalize=True)
+        planned(metas, num_minibatches=2)
 
 
 def test_one_mini_batch_is_trained_in_take_order():

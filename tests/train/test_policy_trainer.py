@@ -14,18 +14,19 @@ from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
 from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.samples import GroupPayload, Trajectory
-from asyncrl_cli.train.balance import microbatches, plan_train_step
+from asyncrl_cli.train.balance import microbatches
 from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
 from asyncrl_cli.train.ranks import learning_rate
 from asyncrl_cli.weights.buckets import unpack, verified
 from asyncrl_cli.weights.versions import mean_abs_diff
 from tests.products import counted_products
+from tests.train.reference_losses import aggregate
 from tests.train.train_samples import make_segment, make_step, meta_of, save_tiny_model
-from tests.trainers import trainer_parts
+from tests.trainers import planned, trainer_parts
 
 
 def rank_batch(metas, payloads, *, step_in_window=0, num_minibatches=1):
-    (plan,) = plan_train_step(metas, ranks=1, num_minibatches=num_minibatches, normalize=True)
+    (plan,) = planned(metas, num_minibatches=num_minibatches)
     return dict(step_in_window=step_in_window, plan=plan, payloads=dict(enumerate(payloads)))
 
 
@@ -169,16 +170,59 @@ def test_metrics_name_weights_and_masks_only_where_there_are_any(tiny_model_dir,
         "correction/ratio_mean",
         "correction/ratio_max",
         "correction/clipped_ratio",
+        "correction/clipped_ratio_high",
+        "correction/clipped_ratio_low",
+        "correction/kl",
+        "correction/kl/stale_0",
+        "correction/ratio_mean/stale_0",
     }
-    settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", max_importance_weight=1.1)
+    settings = trainer_parts(tiny_model_dir, old_logprobs="recompute", rollout_is_threshold="0_1.1")
     full = shown(make_trainer(settings).train(**rank_batch(metas, payloads)).metrics)
     assert set(full) - set(plain) == {
         "correction/weight_mean",
         "correction/weight_max",
         "correction/masked_ratio",
+        "correction/effective_ratio",
         "train/old_logprob_tokens",
     }
     assert 0 < full["correction/masked_ratio"] < 1
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_a_loss_is_added_up_as_its_mode_says_in_any_microbatches(tiny_model_dir, make_trainer, mode):
+    """At the window's start u and w are 1, so a token's loss is minus its advantage."""
+    metas, payloads = make_step(6, num_groups=2)
+    keys = {"loss_agg_mode": mode, "old_logprobs": "recompute", "rollout_is": "none", "normalize_advantages": False}
+    (plan,) = planned(metas, normalize_advantages=False)
+    advantages = [t.advantage for t in plan.optimizer_steps[0].trajectories]
+    lengths = [meta.response_tokens for group in metas for meta in group.trajectories]
+    losses = [np.full(length, -advantage) for length, advantage in zip(lengths, advantages, strict=True)]
+    after = []
+    for max_tokens in (8192, 120):
+        settings = trainer_parts(tiny_model_dir, max_tokens_per_microbatch=max_tokens, **keys)
+        trainer = make_trainer(settings)
+        report = trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
+        expected = aggregate(losses, mode, settings.profile.rollout.max_response_tokens)
+        assert report.metrics["train/loss"].value == pytest.approx(expected, rel=1e-5, abs=1e-7)
+        after.append({name: moment.clone() for name, moment in trainer.optimizer.moments().items() if name.startswith("exp_avg/")})
+    assert len(after[0]) > 10
+    for name, whole in after[0].items():  # a tenth of the gradient; AdamW would turn noise around 0 into whole steps
+        torch.testing.assert_close(after[1][name], whole, rtol=0, atol=1e-6)
+
+
+def test_normalized_weights_have_a_mean_of_one_over_the_optimizer_step(tiny_model_dir, make_trainer):
+    """Then the loss does not depend on a factor that all weights share: here e, by which mu was taken too small."""
+    found = []
+    for shift in (0.0, 1.0):
+        metas, payloads = with_true_logprobs(*make_step(5, num_groups=2), tiny_model_dir, temperature=1.0)
+        for segment in (s for p in payloads for t in p.trajectories for s in t.segments):
+            segment.logprobs_T[segment.mask_T] -= shift
+        keys = {"old_logprobs": "recompute", "rollout_is_batch_normalize": True, "max_tokens_per_microbatch": 150}
+        report = make_trainer(trainer_parts(tiny_model_dir, **keys)).train(**rank_batch(metas, payloads))
+        assert report.metrics["correction/weight_mean"].value == pytest.approx(math.exp(shift), rel=1e-4)
+        assert report.metrics["correction/effective_ratio"].value == pytest.approx(1.0, abs=1e-4)
+        found.append(report.metrics["train/grad_norm"].value)
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
 
 
 def test_a_trajectory_of_two_segments_trains_like_both_apart_with_one_advantage(tiny_model_dir, make_trainer):

@@ -7,10 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from asyncrl_cli.errors import RefusedError
-from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.weights.buckets import verified
 from tests.train.train_samples import make_step
-from tests.trainers import trainer_parts
+from tests.trainers import planned, trainer_parts
 
 
 def assert_equal(ours, theirs):
@@ -20,9 +19,17 @@ def assert_equal(ours, theirs):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "clip_ratio_high": 4e-3},
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "old_logprobs": "recompute", "rollout_is_batch_normalize": True},
+    ],
+)
+def test_two_ranks_train_the_weights_of_one(tiny_model_dir, run_ranks, settings):
     # A small budget: the ranks' numbers of microbatches differ, and empty ones fill up.
-    settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4}
+    settings = {"max_tokens_per_microbatch": 150, "lr": 1e-4, **settings}
     one = run_ranks(tiny_model_dir, world_size=1, settings=settings)
     two = run_ranks(tiny_model_dir, world_size=2, settings=settings)
     initial = load_file(tiny_model_dir / "model.safetensors")
@@ -70,7 +77,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(tmp_path, tiny_model_dir, run_ra
 
 def one_step(trainer, step=1):
     metas, payloads = make_step(step, num_groups=2)
-    (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
+    (plan,) = planned(metas)
     trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
 
 

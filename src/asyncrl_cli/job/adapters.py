@@ -151,10 +151,10 @@ class RayTrainer:
 
     async def train(self, batch: ports.TrainBatch) -> tuple[ports.TrainReport, ExecutorReport]:
         """Split the step over ranks and mini-batches by metadata; Ray brings each rank the parts of its own groups."""
-        minibatches, normalize = self._profile.async_training.require_batches, self._profile.algorithm.normalize_advantages
+        minibatches = self._profile.async_training.require_batches
         call = f"train step {batch.step}"
         groups = training_order(batch.groups, num_minibatches=minibatches, seed=self._profile.run.seed, step=batch.step)
-        plans = plan_train_step(groups, ranks=len(self.actors), num_minibatches=minibatches, normalize=normalize)
+        plans = plan_train_step(groups, self._profile, ranks=len(self.actors), window=batch.window)
         refs = [
             actor.train.remote(
                 batch.step, batch.step_in_window, plan, *chain.from_iterable(groups[index].payload for index in plan.groups)

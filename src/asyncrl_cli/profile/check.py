@@ -43,6 +43,14 @@ def _positive(value: Any) -> bool:
     return value is not None and value > 0
 
 
+def _one_sided(rule: str | None) -> bool:
+    return rule is not None and not rule.endswith("k1")
+
+
+def _band(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _direct(transport: object) -> bool:
     return transport in DIRECT_TRANSPORTS
 
@@ -52,6 +60,7 @@ def _other_than(value: object) -> Callable[[object], bool]:
 
 
 ETA, PARTIAL, COLOCATE = "async_training.staleness_threshold", "async_training.partial_rollout", "placement.colocate"
+OLD_LOGPROBS, LOSS = "algorithm.old_logprobs", "algorithm.loss_mode"
 TRANSPORT, DUAL_BUFFER = "weights.transport", "weights.dual_buffer"
 CLASHES = (
     Clash(
@@ -88,9 +97,45 @@ CLASHES = (
         for alias, name in ((True, "rollout"), (False, "recompute"))
     ),
     Clash(
-        {"algorithm.max_importance_weight": _given, "algorithm.old_logprobs": "rollout"},
-        "the proximal policy is the sampler, so every weight is 1 and nothing would be masked",
-        "--set algorithm.old_logprobs=recompute, or leave algorithm.max_importance_weight out",
+        {"algorithm.rollout_is_threshold": _given, OLD_LOGPROBS: "rollout", LOSS: _other_than("reinforce")},
+        "the proximal policy is the sampler, so every weight is 1 and no threshold matters",
+        "--set algorithm.old_logprobs=recompute, or leave algorithm.rollout_is_threshold out",
+    ),
+    *(
+        Clash(
+            {"algorithm.rollout_is_batch_normalize": True, OLD_LOGPROBS: wrong},
+            "the mean weight of an optimizer step is needed before its first loss, when only a recomputed prox is there",
+            "--set algorithm.old_logprobs=recompute, or algorithm.rollout_is_batch_normalize=false",
+        )
+        for wrong in ("rollout", "loglinear")
+    ),
+    Clash(
+        {"algorithm.rollout_is_batch_normalize": True, LOSS: "reinforce"},
+        "its weights are of the policy in training, which is not known before its first loss",
+        "--set algorithm.loss_mode=vanilla, or algorithm.rollout_is_batch_normalize=false",
+    ),
+    Clash(
+        {"algorithm.rollout_rs": _given, "algorithm.rollout_rs_threshold": None},
+        "nothing says what is too far",
+        '--set algorithm.rollout_rs_threshold=0.01 (k2, k3), or "0.5_2.0" (k1)',
+    ),
+    Clash(
+        {"algorithm.rollout_rs": None, "algorithm.rollout_rs_threshold": _given},
+        "nothing is judged by it",
+        "--set algorithm.rollout_rs=seq_mean_k3, or leave algorithm.rollout_rs_threshold out",
+    ),
+    Clash(
+        {
+            "algorithm.rollout_rs": lambda rule: rule is not None and not rule.endswith("k1"),
+            "algorithm.rollout_rs_threshold": _band,
+        },
+        "k2 and k3 are never negative, so they have an upper bound only",
+        "--set algorithm.rollout_rs_threshold=0.01, or a k1 rule",
+    ),
+    Clash(
+        {"algorithm.clip_ratio_c": _given, LOSS: _other_than("vanilla")},
+        "only the loss vanilla has a dual clip",
+        "--set algorithm.loss_mode=vanilla, or leave algorithm.clip_ratio_c out",
     ),
     Clash(
         {TRANSPORT: _direct, "placement.device": _other_than("cuda")},
@@ -187,6 +232,13 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are that old when they are trained",
             hint=f"--set async_training.max_staleness={least}, or a smaller async_training.staleness_threshold",
         )
+    buffer = profile.algorithm.overlong_buffer_tokens
+    if buffer is not None and buffer >= rollout.max_response_tokens:
+        yield ConfigError(
+            f"algorithm.overlong_buffer_tokens = {buffer} is not less than rollout.max_response_tokens = "
+            f"{rollout.max_response_tokens}: every response would be punished for its length",
+            hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
+        )
     spread = rollout.workers or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
@@ -202,6 +254,12 @@ def _warnings(profile: Profile) -> Iterator[str]:
     for key, value, off in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, 0)):
         if value != off:
             yield f"rollout.{key} = {value}: the sampled distribution is not the one that is trained"
+    algorithm, age = profile.algorithm, schedule.max_staleness
+    if age and algorithm.rollout_is == "none" and (algorithm.loss_mode == "reinforce" or algorithm.old_logprobs != "rollout"):
+        yield (
+            f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current weights had sampled it, '
+            "which biases the gradient and can end in a collapse"
+        )
     stall_s, call_s = profile.run.stall_timeout_s, rollout.call_timeout_s
     if stall_s is not None and stall_s <= call_s:
         yield (

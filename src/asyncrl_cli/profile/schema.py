@@ -1,6 +1,6 @@
 """The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
 
-`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py.
+`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 from asyncrl_cli.profile.fields import (
     Betas,
     NonNegativeFloat,
@@ -101,24 +102,6 @@ class TaskSection(Section):
     reward function each process awaits up to 128 rewards at once."""
     max_failed_ratio: Ratio = 0.1
     """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
-
-
-class AlgorithmSection(Section):
-    """Advantages and loss."""
-
-    normalize_advantages: bool = True
-    """GRPO: divide by the group's standard deviation."""
-    loss_mode: str = "vanilla"
-    """The policy's loss: `vanilla` is decoupled PPO with a clipped ratio. Packages add others as entry points `asyncrl.losses`."""
-    clip_ratio_low: PositiveFloat = 0.2
-    """eps_low of the clipped ratio."""
-    clip_ratio_high: PositiveFloat = 0.28
-    """eps_high of the clipped ratio."""
-    old_logprobs: Literal["rollout", "recompute"] = "rollout"
-    """The proximal policy: `rollout` takes the sampler's logprobs (w = 1), `recompute` those of the
-    window's first weights."""
-    max_importance_weight: PositiveFloat | None = None
-    """Tokens whose w = exp(prox - mu) lies above this are masked; none if not given. Needs old_logprobs = "recompute"."""
 
 
 class TrainerSection(Section):

@@ -1,10 +1,5 @@
-"""Plans a train step: computes each trajectory's advantage, and splits the step into optimizer steps, ranks and microbatches.
-Pure Python, deterministic.
-
-GRPO advantages compare a trajectory's reward with the other trajectories of its prompt. With normalization:
-(r - mean) / (std + 1e-6), std with n - 1 in the denominator, as verl computes it (Shao et al. 2024, DeepSeekMath,
-arXiv:2402.03300, section 4.1). Without: r - mean (Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783,
-section 3.2: dividing by std overweights very easy and very hard prompts).
+"""Plans a train step: gives each trajectory its advantage (advantages.py), and splits the step into optimizer steps, ranks and
+microbatches. Pure Python, deterministic.
 
 The driver calls `training_order` and `plan_train_step` on the groups' metadata and sends each rank its `RankPlan`; a rank
 cuts its share of an optimizer step into `microbatches` when it has the token arrays.
@@ -12,14 +7,13 @@ cuts its share of an optimizer step into `microbatches` when it has the token ar
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.loop.attempts import GroupResult
-
-STD_EPSILON = 1e-6
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.advantages import advantages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +36,10 @@ class OptimizerStepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one rank does in a train step."""
+    """What one rank does in a train step. `window`: the version that was the newest when the step began, which dates its tokens."""
 
     optimizer_steps: tuple[OptimizerStepPlan, ...]
+    window: int
 
     @property
     def groups(self) -> tuple[int, ...]:
@@ -66,25 +61,14 @@ def training_order(groups: Sequence[GroupResult], *, num_minibatches: int, seed:
     return [groups[index] for start in range(0, len(groups), size) for index in sorted(dealt[start : start + size])]
 
 
-def plan_train_step(groups: Sequence[GroupResult], *, ranks: int, num_minibatches: int, normalize: bool) -> list[RankPlan]:
-    """Plan `num_minibatches` optimizer steps on a train step's groups, in order. ValueError if the groups do not divide evenly."""
+def plan_train_step(groups: Sequence[GroupResult], profile: Profile, *, ranks: int, window: int) -> list[RankPlan]:
+    """Plan `require_batches` optimizer steps on a train step's groups, in order. ValueError if the groups do not divide evenly."""
+    num_minibatches = profile.async_training.require_batches
     if not groups or len(groups) % num_minibatches:
         raise ValueError(f"{len(groups)} groups do not divide into {num_minibatches} mini-batches")
     size = len(groups) // num_minibatches
-    per_step = [_plan_optimizer_step(groups, range(start, start + size), ranks, normalize) for start in range(0, len(groups), size)]
-    return [RankPlan(optimizer_steps=tuple(step[rank] for step in per_step)) for rank in range(ranks)]
-
-
-def group_advantages(rewards: Sequence[float], normalize: bool) -> list[float]:
-    """One advantage per trajectory of a group, in order. Equal rewards (or a single one) teach nothing: all zeros."""
-    if len(set(rewards)) < 2:
-        return [0.0] * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not normalize:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / (len(rewards) - 1))
-    return [c / (std + STD_EPSILON) for c in centred]
+    per_step = [_plan_optimizer_step(groups, range(start, start + size), profile, ranks) for start in range(0, len(groups), size)]
+    return [RankPlan(optimizer_steps=tuple(step[rank] for step in per_step), window=window) for rank in range(ranks)]
 
 
 def split_by_tokens(lengths: Sequence[int], ranks: int) -> list[list[int]]:
@@ -126,14 +110,16 @@ def _split_padding(rows: list[int], lengths: Sequence[int], split_cost_tokens: i
     return [part for half in (rows[:best], rows[best:]) for part in _split_padding(half, lengths, split_cost_tokens)]
 
 
-def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, ranks: int, normalize: bool) -> list[OptimizerStepPlan]:
+def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, profile: Profile, ranks: int) -> list[OptimizerStepPlan]:
+    algorithm = profile.algorithm
+    advantages = advantages_of([groups[i].trajectories for i in indices], algorithm, profile.rollout.max_response_tokens)
     planned: list[PlannedTrajectory] = []
     lengths: list[int] = []
     num_loss_tokens = 0
-    for group in indices:
-        metas = groups[group].trajectories
-        advantages = group_advantages([meta.reward for meta in metas], normalize)
-        for trajectory, (meta, advantage) in enumerate(zip(metas, advantages, strict=True)):
+    for group, of_group in zip(indices, advantages, strict=True):
+        for trajectory, (meta, advantage) in enumerate(zip(groups[group].trajectories, of_group, strict=True)):
+            if algorithm.mask_truncated and meta.finish_reason == "length":
+                continue
             planned.append(PlannedTrajectory(group=group, trajectory=trajectory, advantage=advantage))
             lengths.append(meta.prompt_tokens + meta.response_tokens)
             num_loss_tokens += sum(count for _, count in meta.version_tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ class Microbatch:
     """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions.
 
     `kept_positions` (K): logits are needed at the last K positions only; `select_N` points into the flattened (B, K).
+    `staleness_N`: versions from the one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled
+    tokens of the whole trajectory that the token belongs to.
     """
 
     inputs_BT: torch.Tensor
@@ -29,46 +32,58 @@ class Microbatch:
     rows_N: torch.Tensor
     logp_mu_N: torch.Tensor
     advantages_N: torch.Tensor
+    staleness_N: torch.Tensor
+    trajectory_tokens_N: torch.Tensor
+
+
+class Row(NamedTuple):
+    """A segment, with the advantage and the number of sampled tokens of its trajectory."""
+
+    segment: Segment
+    advantage: float
+    trajectory_tokens: int
 
 
 def build_microbatches(
     plan: OptimizerStepPlan,
     payloads: Mapping[int, GroupPayload],
     *,
+    window: int,
     max_tokens: int,
     split_cost_tokens: int,
     device: torch.device,
 ) -> list[Microbatch]:
     """Microbatches of this rank's share of an optimizer step; all segments of a trajectory share its advantage."""
-    rows = [
-        (segment, planned.advantage)
-        for planned in plan.trajectories
-        for segment in payloads[planned.group].trajectories[planned.trajectory].segments
-        if segment.mask_T.any()
-    ]
-    lengths = [len(segment.tokens_T) - 1 for segment, _ in rows]
+    rows = []
+    for planned in plan.trajectories:
+        segments = payloads[planned.group].trajectories[planned.trajectory].segments
+        num_sampled = sum(int(segment.mask_T.sum()) for segment in segments)
+        rows += [Row(segment, planned.advantage, num_sampled) for segment in segments if segment.mask_T.any()]
+    lengths = [len(segment.tokens_T) - 1 for segment, _, _ in rows]
     parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
-    return [build_microbatch([rows[i] for i in part], device) for part in parts]
+    return [build_microbatch([rows[i] for i in part], window, device) for part in parts]
 
 
-def build_microbatch(rows: Sequence[tuple[Segment, float]], device: torch.device) -> Microbatch:
-    """One microbatch of `rows`: segments, each with its trajectory's advantage, padded to the longest.
+def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> Microbatch:
+    """One microbatch of `rows`, padded to the longest. `window`: the version at the window's start.
 
     Padding is to the right of all real tokens, so causal attention never sees it. ValueError if a segment's first token is sampled.
     """
-    if any(segment.mask_T[0] for segment, _ in rows):
+    if any(segment.mask_T[0] for segment, _, _ in rows):
         raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
-    shape = (len(rows), max(len(segment.tokens_T) for segment, _ in rows))
+    shape = (len(rows), max(len(segment.tokens_T) for segment, _, _ in rows))
     tokens_BT, mask_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
-    for b, (segment, _) in enumerate(rows):
+    for b, (segment, _, _) in enumerate(rows):
         tokens_BT[b, : len(segment.tokens_T)] = segment.tokens_T
         mask_BT[b, : len(segment.mask_T)] = segment.mask_T
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
     num_positions = predicted_BT.shape[1]
     kept_positions = num_positions - int(positions_N.min(initial=num_positions - 1))
-    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, _ in rows]).astype(np.float32)
-    advantages_N = np.array([advantage for _, advantage in rows], dtype=np.float32)[rows_N]
+    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, _, _ in rows]).astype(np.float32)
+    versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, _, _ in rows])
+    advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
+    trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
         kept_positions=kept_positions,
@@ -77,6 +92,8 @@ def build_microbatch(rows: Sequence[tuple[Segment, float]], device: torch.device
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
         logp_mu_N=torch.from_numpy(logp_mu_N).to(device),
         advantages_N=torch.from_numpy(advantages_N).to(device),
+        staleness_N=torch.from_numpy(window - versions_N).to(device),
+        trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
     )
 
 
@@ -96,5 +113,5 @@ def scoring_microbatch(sequences: Sequence[Sequence[int]], device: torch.device,
             versions_T=np.zeros(length, dtype=np.int32),
             mask_T=(np.arange(length) > 0) & is_scored,
         )
-        rows.append((segment, 0.0))
-    return build_microbatch(rows, device)
+        rows.append(Row(segment, 0.0, length))
+    return build_microbatch(rows, 0, device)

@@ -1,7 +1,8 @@
 """One train step on one rank: microbatches -> [prox logp] -> per optimizer step: forward, loss, backward, clip, AdamW.
 
-An optimizer step's loss is the mean over its sampled tokens on all ranks. Ranks may need different numbers of
-microbatches; those with fewer add empty ones, because every rank must take part in every FSDP collective.
+A token's loss (losses/) is multiplied by its importance weight (corrections.py); an optimizer step's loss is a mean over the
+sampled tokens, or the trajectories, of all ranks (`algorithm.loss_agg_mode`). Ranks may need different numbers of microbatches;
+those with fewer add empty ones, because every rank must take part in every FSDP collective.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
+from asyncrl_cli.train.corrections import WEIGHT_SQUARES, WEIGHTS, correct, importance_weights, loglinear_prox, signals
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, sum_of
 from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
@@ -34,6 +36,7 @@ class PolicyUpdate:
     def __init__(self, profile: Profile, ranks: Ranks, model: PolicyModel, optimizer: PolicyOptimizer) -> None:
         self.window_first: dict[str, torch.Tensor] | None = None
         self._loss = find_loss(profile.algorithm.loss_mode)
+        self._algorithm = profile.algorithm
         self._profile = profile
         self._ranks = ranks
         self._model = model
@@ -42,35 +45,43 @@ class PolicyUpdate:
     @property
     def needs_window_first(self) -> bool:
         """Whether later steps of a window need its first weights for prox."""
-        return self._profile.algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
+        return self._algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
 
     def run(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
         """Make the train step's optimizer steps. A collective."""
         started_s = time.monotonic()
         work = self._microbatches(plan, payloads)
+        steps_done = step_in_window * len(plan.optimizer_steps)
         prox_started_s = time.monotonic()
         prox = self._prox(work, step_in_window)
         self._ranks.synchronize()
         prox_s = time.monotonic() - prox_started_s
         seen: list[dict[str, Metric]] = []
         steps = plan.optimizer_steps
-        norms, rates = zip(*(self._optimizer_step(*step, seen) for step in zip(steps, work, prox, strict=True)), strict=True)
+        made_steps = [
+            self._optimizer_step(step, part, prox_part, steps_done + index, seen)
+            for index, (step, part, prox_part) in enumerate(zip(steps, work, prox, strict=True))
+        ]
+        norms, rates = zip(*made_steps, strict=True)
         made = [norm for norm in norms if math.isfinite(norm)]
         metrics = reduced(self._ranks, seen)
+        tokens = sum(step.num_loss_tokens for step in steps)
+        if WEIGHTS in metrics:
+            metrics["correction/effective_ratio"] = _effective_ratio(metrics.pop(WEIGHTS), metrics.pop(WEIGHT_SQUARES), tokens)
         metrics |= {
             "train/loss": Ratio(metrics["train/loss"].value, len(steps)),
             "train/grad_norm": Ratio(sum(made), len(made)),
             "train/lr": Last(rates[-1]),
             "train/skipped_steps": Sum(float(len(norms) - len(made))),
         }
-        if self._profile.algorithm.old_logprobs == "recompute":
+        if self._algorithm.old_logprobs == "recompute":
             scored = [step.num_loss_tokens for step, part in zip(steps, prox, strict=True) if part[0] is not None]
             metrics["train/old_logprob_tokens"] = Sum(float(sum(scored)))
         self._ranks.synchronize()
         return TrainReport(
             train_s=time.monotonic() - started_s - prox_s,
             old_logprob_s=prox_s,
-            tokens=sum(step.num_loss_tokens for step in steps),
+            tokens=tokens,
             metrics={name: value for name, value in metrics.items() if value.value is not None and math.isfinite(value.value)},
             skipped_steps=len(norms) - len(made),
             skipped_in_a_row=self._optimizer.skipped_in_a_row,
@@ -81,7 +92,7 @@ class PolicyUpdate:
         device = self._ranks.device
         max_tokens, cost = self._profile.trainer.max_tokens_per_microbatch, SPLIT_COST_TOKENS[device.type]
         own = [
-            build_microbatches(step, payloads, max_tokens=max_tokens, split_cost_tokens=cost, device=device)
+            build_microbatches(step, payloads, window=plan.window, max_tokens=max_tokens, split_cost_tokens=cost, device=device)
             for step in plan.optimizer_steps
         ]
         counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
@@ -91,15 +102,19 @@ class PolicyUpdate:
 
     def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> list[list[torch.Tensor | None]]:
         """Proximal logprobs of each microbatch of each optimizer step. None means theta's, detached, which have the same value."""
-        if self._profile.algorithm.old_logprobs == "rollout":
+        if self._algorithm.old_logprobs == "rollout":
             return [[m.logp_mu_N for m in part] for part in work]
+        if self._algorithm.old_logprobs == "loglinear":  # estimated when theta's logprobs are there
+            return [[None] * len(part) for part in work]
         if step_in_window > 0:
             with self._window_first_weights():
                 return [[self._model.logprobs_N(m) for m in part] for part in work]
         if self.needs_window_first:
             self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
         # The first optimizer step starts from the weights that define prox, so its own forward pass yields both.
-        return [[None] * len(work[0]), *([self._model.logprobs_N(m) for m in part] for part in work[1:])]
+        skipped = 0 if self._algorithm.rollout_is_batch_normalize else 1
+        scored = [[self._model.logprobs_N(m) for m in part] for part in work[skipped:]]
+        return [*([None] * len(part) for part in work[:skipped]), *scored]
 
     @contextmanager
     def _window_first_weights(self) -> Iterator[None]:
@@ -117,30 +132,75 @@ class PolicyUpdate:
         plan: OptimizerStepPlan,
         microbatches: list[Microbatch],
         prox: list[torch.Tensor | None],
+        steps_done: int,
         seen: list[dict[str, Metric]],
     ) -> tuple[float, float]:
-        """Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
-        num_tokens = max(plan.num_loss_tokens, 1)
+        """`steps_done`: optimizer steps of the window before this one. Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
+        normalizer = self._weight_normalizer(microbatches, prox)
         for microbatch, prox_N in zip(microbatches, prox, strict=True):
             self._model.before_backward(is_last=microbatch is microbatches[-1])
             logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
-            logp_theta_N = select_logprobs(logprobs_NV, microbatch.targets_N)
-            given = LossBatch(
-                logp_theta_N=logp_theta_N,
-                logp_prox_N=logp_theta_N.detach() if prox_N is None else prox_N,
-                logp_mu_N=microbatch.logp_mu_N,
-                advantages_N=microbatch.advantages_N,
-                rows_N=microbatch.rows_N,
-                num_rows=len(microbatch.inputs_BT),
-                step_tokens=num_tokens,
-                step_trajectories=plan.num_trajectories,
-            )
-            loss_sum, metrics = self._loss(given, self._profile.algorithm)
-            # FSDP averages gradients over ranks, but the loss is a mean over all ranks' tokens: hence `world_size`.
-            (loss_sum * (self._ranks.world_size / num_tokens)).backward()
+            batch = self._loss_batch(microbatch, select_logprobs(logprobs_NV, microbatch.targets_N), prox_N, steps_done)
+            loss_N, metrics = self._loss(batch, self._algorithm)
+            factors_N, corrections = correct(batch, self._algorithm)
+            loss = self._aggregated(loss_N * (factors_N * normalizer), microbatch, plan)
+            # FSDP averages gradients over ranks, but the loss is a mean over what all ranks have: hence `world_size`.
+            (loss * self._ranks.world_size).backward()
             entropy = Metric(kind="mean", amount=entropy_sum(logprobs_NV), weight=len(logprobs_NV))
-            seen.append({"train/loss": sum_of(loss_sum / num_tokens), "train/entropy": entropy, **metrics})
+            metrics |= corrections | signals(batch, microbatch.staleness_N)
+            seen.append({"train/loss": sum_of(loss), "train/entropy": entropy, **metrics})
         return self._optimizer.step()
+
+    def _loss_batch(
+        self, microbatch: Microbatch, logp_theta_N: torch.Tensor, prox_N: torch.Tensor | None, steps_done: int
+    ) -> LossBatch:
+        if self._algorithm.old_logprobs == "loglinear":
+            prox_N = loglinear_prox(
+                logp_theta_N,
+                microbatch.logp_mu_N,
+                microbatch.staleness_N,
+                steps_done=steps_done,
+                window_steps=self._profile.async_training.trigger_parameter_sync_step
+                * self._profile.async_training.require_batches,
+            )
+        return LossBatch(
+            logp_theta_N=logp_theta_N,
+            logp_prox_N=logp_theta_N.detach() if prox_N is None else prox_N,
+            logp_mu_N=microbatch.logp_mu_N,
+            advantages_N=microbatch.advantages_N,
+            rows_N=microbatch.rows_N,
+            num_rows=len(microbatch.inputs_BT),
+        )
+
+    def _aggregated(self, loss_N: torch.Tensor, microbatch: Microbatch, plan: OptimizerStepPlan) -> torch.Tensor:
+        """The microbatch's part of the optimizer step's loss, as `loss_agg_mode` adds it up."""
+        match self._algorithm.loss_agg_mode:
+            case "token-mean":
+                return loss_N.sum() / max(plan.num_loss_tokens, 1)
+            case "seq-mean-token-mean":
+                total = (loss_N / microbatch.trajectory_tokens_N).sum()
+            case "seq-mean-token-sum":
+                total = loss_N.sum()
+            case "seq-mean-token-sum-norm":
+                total = loss_N.sum() / self._profile.rollout.max_response_tokens
+        return total / max(plan.num_trajectories, 1)
+
+    def _weight_normalizer(self, microbatches: list[Microbatch], prox: list[torch.Tensor | None]) -> float:
+        """`rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer step."""
+        if not self._algorithm.rollout_is_batch_normalize:
+            return 1.0
+        total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
+        for microbatch, prox_N in zip(microbatches, prox, strict=True):
+            assert prox_N is not None, "the weights of a whole optimizer step need prox before its first loss"
+            weights_N, _ = importance_weights(self._loss_batch(microbatch, prox_N, prox_N, 0), self._algorithm)
+            total += torch.stack([weights_N.double().sum(), total.new_tensor(len(weights_N))])
+        weights, tokens = self._ranks.sum(total).tolist()
+        return tokens / weights if weights else 1.0
+
+
+def _effective_ratio(weights: Sum, squares: Sum, tokens: int) -> Ratio:
+    """The effective sample size of importance weights, as a share of the tokens: (sum w)^2 / sum w^2 / tokens."""
+    return Ratio(weights.value * weights.value / max(tokens, 1), squares.value)
 
 
 def _copy_into(targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.train.balance import plan_train_step
 from asyncrl_cli.weights.buckets import Bucket
 from asyncrl_cli.weights.disk import DiskSender, keep_version
 from asyncrl_cli.weights.versions import Manifest, send
@@ -26,7 +25,7 @@ from tests.engines.needs import needs_vllm
 from tests.engines.transformers.test_attention_features import make_model, mean_diff, own_logprobs, sequences
 from tests.engines.vllm.vllm_world import MAX_RESPONSE_TOKENS, World, sampling, world
 from tests.train.train_samples import make_step
-from tests.trainers import trainer_parts
+from tests.trainers import planned, trainer_parts
 
 LOAD_BUCKET_BYTES = 10_000
 
@@ -51,7 +50,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Published]:
     trainer = settings.made(f"file://{place}/rendezvous")
     try:
         metas, payloads = make_step(1, num_groups=2)
-        (plan,) = plan_train_step(metas, ranks=1, num_minibatches=1, normalize=True)
+        (plan,) = planned(metas)
         trainer.train(step_in_window=0, plan=plan, payloads=dict(enumerate(payloads)))
         trainer.gather(1)
         manifest, buckets = trainer.published(1)

@@ -4,11 +4,12 @@ A loss is a function of this signature:
 
     def loss(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]
 
-It returns the sum of its token losses over one microbatch, and its metrics. To add a loss, add a file here and a line in
-`LOSSES`, or in another package an entry point in the group `asyncrl.losses`.
+It returns the loss of each of the N tokens, and its metrics. The trainer multiplies by the importance weights
+(train/corrections.py) and adds the tokens up (`algorithm.loss_agg_mode`), so that every loss has both. To add a loss, add a
+file here and a line in `LOSSES`, or in another package an entry point in the group `asyncrl.losses`.
 
 This module does not import torch, so that a profile can be checked without it. Legend: N = sampled tokens of a microbatch,
-row by row.
+row by row; R = its rows (sequences).
 """
 
 from __future__ import annotations
@@ -19,24 +20,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.plugins import find
-from asyncrl_cli.profile.schema import AlgorithmSection
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
 
 if TYPE_CHECKING:
     import torch
 
     Loss = Callable[["LossBatch", AlgorithmSection], tuple[torch.Tensor, dict[str, "Metric"]]]
 
-LOSSES = {"vanilla": "asyncrl_cli.train.losses.vanilla:vanilla"}
+LOSSES = {name: f"asyncrl_cli.train.losses.{name}:{name}" for name in ("vanilla", "gspo", "cispo", "dppo", "sapo", "reinforce")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossBatch:
     """The sampled tokens of one microbatch, in float32. Only `logp_theta_N` carries a gradient.
 
-    `rows_N` is the row (segment) of each token, 0 to `num_rows` - 1, for losses over whole sequences. A microbatch may be empty.
-
-    The trainer divides the sum of all token losses by `step_tokens`, the sampled tokens of the whole optimizer step on all ranks. A
-    loss that is a mean over trajectories multiplies by `step_tokens / step_trajectories`.
+    `rows_N` is the row (sequence) of each token, 0 to `num_rows` - 1, for losses over whole sequences. A microbatch may be empty.
     """
 
     logp_theta_N: torch.Tensor
@@ -45,8 +43,14 @@ class LossBatch:
     advantages_N: torch.Tensor
     rows_N: torch.Tensor
     num_rows: int
-    step_tokens: int
-    step_trajectories: int
+
+    def row_sums(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Each row's sum of its tokens' values, (R)."""
+        return values_N.new_zeros(self.num_rows).index_add(0, self.rows_N, values_N)
+
+    def row_means(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Each row's mean over its tokens, (R); 0 for a row without any."""
+        return self.row_sums(values_N) / self.row_sums(values_N.new_ones(len(values_N))).clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,44 +1,40 @@
-"""The decoupled PPO loss of a microbatch's sampled tokens.
+"""PPO's loss with a clipped ratio. With u = theta / prox, per token
 
-Per token, with theta now, prox the weights at the window's start, mu the sampler:
+    loss = - min(u * A, clip(u, 1 - eps_low, 1 + eps_high) * A)
 
-    u = exp(logp_theta - logp_prox);  w = exp(logp_prox - logp_mu)
-    loss = - w * min(u * A, clip(u, 1 - eps_low, 1 + eps_high) * A)
+and with `clip_ratio_c` = c (dual clip), where A < 0, at most - c * A. Times the weight w = prox / mu it is decoupled PPO.
 
-Sources: Hilton et al. 2021 (arXiv:2110.00641) and Fu et al. 2025, AReaL (arXiv:2505.24298), for decoupling; Yu et al.
-2025, DAPO (arXiv:2503.14476), for two clip widths and the token mean.
+Sources: Schulman et al. 2017 (arXiv:1707.06347); Yu et al. 2025, DAPO (arXiv:2503.14476), for two clip widths; Ye et al. 2020
+(arXiv:1912.09729), for the dual clip; Hilton et al. 2021 (arXiv:2110.00641) and Fu et al. 2025, AReaL (arXiv:2505.24298), for
+decoupling.
 
-What it is not: there is no KL term, no critic, no per-sequence mean, no dual clip, and w is never differentiated.
+What it is not: it has no KL term, and the clip widths are of a token's ratio, not a sequence's.
 """
 
 from __future__ import annotations
 
 import torch
 
-from asyncrl_cli.profile.schema import AlgorithmSection
-from asyncrl_cli.train.losses import LossBatch, Metric, max_of, mean_of
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.train.losses import LossBatch, Metric, mean_of
 
 
 def vanilla(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
-    """Tokens whose w exceeds `max_importance_weight` have a loss of 0 but still count in the mean.
-
-    `correction/ratio_*` and `clipped_ratio` are of u; `weight_*` of w, present only where w is not 1 by definition;
-    `masked_ratio` only where w has a limit.
-    """
+    """`correction/clipped_ratio`: share of tokens whose loss the clip decided; `_high` and `_low`: by which of its bounds."""
+    advantages_N = batch.advantages_N
     ratio_N = torch.exp(batch.logp_theta_N - batch.logp_prox_N)
-    weight_N = torch.exp(batch.logp_prox_N - batch.logp_mu_N)
-    unclipped_N = ratio_N * batch.advantages_N
-    clipped_N = ratio_N.clamp(1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high) * batch.advantages_N
-    loss_N = -weight_N * torch.minimum(unclipped_N, clipped_N)
+    unclipped_N = ratio_N * advantages_N
+    clipped_N = ratio_N.clamp(1.0 - algorithm.clip_ratio_low, 1.0 + algorithm.clip_ratio_high) * advantages_N
+    is_clipped_N = clipped_N < unclipped_N
+    loss_N = -torch.minimum(unclipped_N, clipped_N)
     metrics = {
-        "correction/ratio_mean": mean_of(ratio_N),
-        "correction/ratio_max": max_of(ratio_N),
-        "correction/clipped_ratio": mean_of(clipped_N < unclipped_N),
+        "correction/clipped_ratio": mean_of(is_clipped_N),
+        "correction/clipped_ratio_high": mean_of(is_clipped_N & (advantages_N > 0)),
+        "correction/clipped_ratio_low": mean_of(is_clipped_N & (advantages_N < 0)),
     }
-    if algorithm.old_logprobs == "recompute":
-        metrics |= {"correction/weight_mean": mean_of(weight_N), "correction/weight_max": max_of(weight_N)}
-    if algorithm.max_importance_weight is not None:
-        masked_N = weight_N > algorithm.max_importance_weight
-        loss_N = loss_N.masked_fill(masked_N, 0.0)
-        metrics["correction/masked_ratio"] = mean_of(masked_N)
-    return loss_N.sum(), metrics
+    if algorithm.clip_ratio_c is not None:
+        most_N = -algorithm.clip_ratio_c * advantages_N
+        is_cut_N = (advantages_N < 0) & (loss_N > most_N)
+        loss_N = torch.where(is_cut_N, most_N, loss_N)
+        metrics["correction/dual_clipped_ratio"] = mean_of(is_cut_N)
+    return loss_N, metrics

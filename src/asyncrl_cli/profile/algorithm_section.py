@@ -1,0 +1,83 @@
+"""The section [algorithm]: advantages, loss, and corrections for data that older weights sampled.
+
+Three policies: theta is being trained, prox are the weights at the start of the window, mu is the sampler. Per token
+u = theta / prox, w = prox / mu and r = theta / mu are ratios of probabilities. Keys have verl's names where it has them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from asyncrl_cli.profile.fields import AboveOne, PositiveFloat, PositiveInt, Section
+
+
+def _rising(band: str) -> str:
+    low, high = map(float, band.split("_"))
+    if low >= high:
+        raise ValueError("the first bound is not below the second")
+    return band
+
+
+Band = Annotated[str, Field(pattern=r"^\d+(\.\d+)?_\d+(\.\d+)?$"), AfterValidator(_rising)]
+"""Two bounds of a ratio, like "0.5_5.0"."""
+Rejection = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+
+class AlgorithmSection(Section):
+    """Advantages, loss, and corrections for stale data."""
+
+    adv_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
+    """How rewards become advantages: `grpo` compares a response with its group, `rloo` with the others of its group,
+    `reinforce_plus_plus` with the optimizer step's responses, its `_baseline` first with its group."""
+    normalize_advantages: bool = True
+    """`grpo` only: divide by the group's standard deviation."""
+    overlong_buffer_tokens: PositiveInt | None = None
+    """DAPO's overlong shaping: within that many tokens of rollout.max_response_tokens the reward falls in a straight line."""
+    overlong_penalty_factor: PositiveFloat = 1.0
+    """What a response of rollout.max_response_tokens loses by overlong_buffer_tokens."""
+    mask_truncated: bool = False
+    """Responses that were cut off at their limit count in their group's mean, but are not trained."""
+    loss_mode: str = "vanilla"
+    """The policy's loss: `vanilla` (PPO's clipped ratio), `gspo`, `cispo`, `dppo`, `sapo` or `reinforce`. Packages add others as
+    entry points `asyncrl.losses`."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """How token losses become the optimizer step's: their mean, or a mean over trajectories of their sums, their means, or their
+    sums / rollout.max_response_tokens (Dr.GRPO). The papers of gspo and sapo use seq-mean-token-mean."""
+    clip_ratio_low: PositiveFloat = 0.2
+    """eps_low of the clipped ratio. `gspo`: about 3e-4; `dppo`: largest fall of a token's probability, about 0.15."""
+    clip_ratio_high: PositiveFloat = 0.28
+    """eps_high of the clipped ratio. `gspo`: about 4e-4; `dppo`: largest rise of a token's probability, about 0.15."""
+    clip_ratio_c: AboveOne | None = None
+    """`vanilla`: dual clip. A token with a negative advantage loses at most this times its size; verl's default is 3."""
+    sapo_tau_pos: PositiveFloat = 1.0
+    """`sapo`: steepness of the gate for positive advantages."""
+    sapo_tau_neg: PositiveFloat = 1.05
+    """`sapo`: steepness of the gate for negative advantages."""
+    old_logprobs: Literal["rollout", "recompute", "loglinear"] = "rollout"
+    """The proximal policy: `rollout` takes the sampler's logprobs (w = 1), `recompute` those of the window's first weights,
+    `loglinear` estimates them between sampler and current weights by the token's age, without a pass."""
+    rollout_is: Literal["none", "token", "sequence", "geometric"] = "token"
+    """Importance weights w of the loss: of each token, of its whole sequence, or the sequence's geometric mean."""
+    rollout_is_threshold: PositiveFloat | Band | None = None
+    """Weights above it are cut to it (2.0 is usual), or with a band like "0.5_5.0" those outside are 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the optimizer step's tokens."""
+    rollout_rs: Rejection | None = None
+    """Tokens, or whole sequences, that are not trained because prox and mu differ too much there. With L = log w: k1 = -L,
+    k2 = L*L/2, k3 = w - 1 - L, of each token or as the sequence's sum, mean or maximum. Where w is 1, r takes its place."""
+    rollout_rs_threshold: PositiveFloat | Band | None = None
+    """Largest k2 or k3; for k1 a band of the ratio like "0.5_2.0", or its upper bound alone (1/x is the lower one then)."""

@@ -1,0 +1,28 @@
+"""DPPO with the binary total variation: tokens leave the trust region by how far their probability has moved, not their ratio.
+
+    loss = - u * A * (0 if A > 0 and theta - prox > delta_high, or A < 0 and prox - theta > delta_low; else 1)
+
+with u = theta / prox, and theta and prox the probabilities of the sampled token: |theta - prox| is the total variation between
+the two policies, if all other tokens are taken as one. A rare token may so change its ratio freely, which PPO's clip forbids.
+
+Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv:2602.04879), DPPO-Binary-TV.
+delta_low and delta_high are `clip_ratio_low` and `clip_ratio_high`, in probability: 0.15 there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.train.losses import LossBatch, Metric, mean_of
+
+
+def dppo(batch: LossBatch, algorithm: AlgorithmSection) -> tuple[torch.Tensor, dict[str, Metric]]:
+    """`correction/clipped_ratio`: share of tokens outside the trust region."""
+    advantages_N = batch.advantages_N
+    ratio_N = torch.exp(batch.logp_theta_N - batch.logp_prox_N)
+    moved_N = torch.exp(batch.logp_theta_N.detach()) - torch.exp(batch.logp_prox_N)
+    is_high_N = (advantages_N > 0) & (moved_N > algorithm.clip_ratio_high)
+    is_low_N = (advantages_N < 0) & (-moved_N > algorithm.clip_ratio_low)
+    is_out_N = is_high_N | is_low_N
+    return (-ratio_N * advantages_N).masked_fill(is_out_N, 0.0), {"correction/clipped_ratio": mean_of(is_out_N)}
