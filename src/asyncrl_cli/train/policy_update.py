@@ -135,7 +135,8 @@ class PolicyUpdate:
         steps_done: int,
         seen: list[dict[str, Metric]],
     ) -> tuple[float, float]:
-        """`steps_done`: optimizer steps of the window before this one. Adds the metrics of each microbatch to `seen`. Returns the gradient's norm and the learning rate."""
+        """`steps_done`: optimizer steps of the window before this one. Adds the metrics of each microbatch to `seen`. Returns the
+        gradient's norm and the learning rate."""
         normalizer = self._weight_normalizer(microbatches, prox)
         for microbatch, prox_N in zip(microbatches, prox, strict=True):
             self._model.before_backward(is_last=microbatch is microbatches[-1])
