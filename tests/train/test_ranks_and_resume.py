@@ -23,7 +23,7 @@ def assert_equal(ours, theirs):
     "settings",
     [
         {},
-        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "clip_ratio_high": 4e-3},
+        {"loss_mode": "gspo", "loss_agg_mode": "seq-mean-token-mean", "old_logprobs": "loglinear", "lr": 2e-5},
         {"loss_agg_mode": "seq-mean-token-sum-norm", "old_logprobs": "recompute", "rollout_is_batch_normalize": True},
     ],
 )
