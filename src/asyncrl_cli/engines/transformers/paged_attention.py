@@ -92,7 +92,7 @@ def packed_attention(
     query_QHD = query[0].transpose(0, 1)
     out_QHD = torch.empty(query_QHD.shape, dtype=query.dtype)
     for block in _blocks_of(kwargs["cu_seq_lens_q"], starts_k, places_K, query.dtype):
-        out_QHD[block.queries_BP] = _attend(query_QHD, keys_CJD, values_CJD, block, scaling)
+        out_QHD.index_copy_(0, block.queries_BP.view(-1), _attend(query_QHD, keys_CJD, values_CJD, block, scaling))
     return out_QHD[None], None
 
 
@@ -119,14 +119,14 @@ def own_paged_attention(
 def _attend(
     query_QHD: torch.Tensor, keys_CJD: torch.Tensor, values_CJD: torch.Tensor, block: _Block, scaling: float | None
 ) -> torch.Tensor:
-    """(B, P, H, D)."""
-    query_BPHD = query_QHD[block.queries_BP]
-    flat, shape = block.places_BL.view(-1), (*block.places_BL.shape, *keys_CJD.shape[1:])
-    keys_BJLD, values_BJLD = (cached.index_select(0, flat).view(shape).transpose(1, 2) for cached in (keys_CJD, values_CJD))
+    """(B * P, H, D)."""
+    query_BPHD = query_QHD.index_select(0, block.queries_BP.view(-1)).unflatten(0, block.queries_BP.shape)
+    flat, shape = block.places_BL.view(-1), block.places_BL.shape
+    keys_BJLD, values_BJLD = (kv.index_select(0, flat).unflatten(0, shape).transpose(1, 2) for kv in (keys_CJD, values_CJD))
     # With one query, the G query heads of a key-value head stand in for G queries, so that no key is repeated.
     is_single = query_BPHD.shape[1] == 1
     out = functional.scaled_dot_product_attention(
-        query_BPHD[:, 0].unflatten(1, (shape[2], -1)) if is_single else query_BPHD.transpose(1, 2),
+        query_BPHD[:, 0].unflatten(1, (keys_CJD.shape[1], -1)) if is_single else query_BPHD.transpose(1, 2),
         keys_BJLD,
         values_BJLD,
         attn_mask=block.mask_B1PL,
@@ -134,7 +134,7 @@ def _attend(
         scale=scaling,
         enable_gqa=not is_single,
     )
-    return out.flatten(1, 2)[:, None] if is_single else out.transpose(1, 2)
+    return out.flatten(1, 2) if is_single else out.transpose(1, 2).flatten(0, 1)
 
 
 def _blocks_of(starts_q: torch.Tensor, starts_k: torch.Tensor, places_K: torch.Tensor, dtype: torch.dtype) -> tuple[_Block, ...]:
