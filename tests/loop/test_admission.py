@@ -116,7 +116,7 @@ def test_the_worked_example_of_placing():
     a.change_evals(1), b.change_evals(2)
     assert machine.closed() is Closed.DEADLINES, "due in the window that has begun: version 4 is too old with a bound of 1"
     machine = admission(workers=3, slots=3, n=4, eta=Fraction(1), max_staleness=2)
-    machine.version = 5
+    machine.version, machine.fleet.travel.is_short = 5, False
     a, b, c = machine.workers.values()
     a.end_load(5), b.end_load(5), c.end_load(4)
     a.change_evals(1), b.change_evals(2)
@@ -157,6 +157,45 @@ def test_a_group_that_is_larger_than_a_worker_runs_on_several_and_a_whole_one_ne
     whole = admission(workers=3, slots=6, n=5, placement="group")
     assert [workers_of(start(whole, number)) for number in range(3)] == [[(f"rollout-{i}", (0, 1, 2, 3, 4))] for i in range(3)]
     assert whole.closed() is Closed.SLOTS
+
+
+def lagging(*, max_staleness, ended):
+    """Six groups of two responses run on the only worker when version 1 is made; `ended` of them end before it arrives. Then
+    version 2 is made."""
+    machine = admission(eta=Fraction(1), max_staleness=max_staleness, window_groups=8)
+    worker = machine.workers["rollout-0"]
+    attempts = [start(machine, number) for number in range(6)]
+    machine.publish()
+    worker.begin_prefetch(1)
+    for attempt in attempts[:ended]:
+        machine.leave(attempt, Stage.DROPPED, "failed")
+    worker.begin_load()
+    worker.end_load(1)
+    machine.publish()
+    return machine
+
+
+@pytest.mark.parametrize(("ended", "closed"), [(0, Closed.DEADLINES), (2, Closed.DEADLINES), (3, Closed.OPEN), (6, Closed.OPEN)])
+def test_a_group_waits_for_a_load_while_weights_arrive_before_half_of_what_runs_has_ended(ended, closed):
+    assert lagging(max_staleness=2, ended=ended).closed() is closed
+
+
+def test_where_weights_travel_long_a_group_still_waits_if_it_would_be_due_in_the_window_that_has_begun():
+    machine = lagging(max_staleness=2, ended=6)
+    assert machine.deadline_from(machine.workers["rollout-0"].version) == 3
+    machine.publish()
+    assert machine.closed() is Closed.DEADLINES
+
+
+@pytest.mark.parametrize("ended", [0, 6])
+def test_a_load_ends_the_wait(ended):
+    machine = lagging(max_staleness=2, ended=ended)
+    worker = machine.workers["rollout-0"]
+    worker.begin_prefetch(2)
+    worker.begin_load()
+    assert machine.closed() is Closed.LOADING
+    worker.end_load(2)
+    assert machine.closed() is Closed.OPEN
 
 
 def test_a_worker_that_loads_gets_nothing():

@@ -201,7 +201,7 @@ def test_failed_trajectories_leave_their_group_and_a_group_of_fewer_than_two_is_
 
 
 def test_too_many_failed_trajectories_fail_the_run_with_numbers():
-    ran = run_world(settings("stale-samples", n=4, train_steps=50), times={"failure_ratio": 0.5})
+    ran = run_world(settings("stale-samples", n=4, train_steps=50), times={"failure_ratio": 0.9})
     assert isinstance(ran.error, AsyncrlError)
     assert "task.max_failed_ratio = 0.1" in str(ran.error)
     assert "the reward raised" in str(ran.error)

@@ -17,6 +17,12 @@ CONFLICTS = [
         "staleness_threshold=0.5",
     ),
     (
+        "partial-rollout",
+        ["async_training.staleness_threshold=0.05", "trainer.ppo_mini_batch_size=3"],
+        ["partial_rollout = true", "staleness_threshold = 0.05", "floor((1 + 0.05) * W) = W = 12"],
+        "staleness_threshold=0.08334 or more",
+    ),
+    (
         "stale-samples",
         ["rollout.interrupt=keep-kv"],
         ['rollout.interrupt = "keep-kv"', "async_training.partial_rollout"],
@@ -212,6 +218,7 @@ def test_vllm_is_refused_what_it_cannot_do_and_others_are_refused_its_keys(sets:
         ("task.train_prompts=8", "R = 16"),
         ("trainer.warmup_steps=200", "110 optimizer steps"),
         ("run.stall_timeout_s=600.0", "rollout.call_timeout_s = 600"),
+        ("async_training.staleness_threshold=0.06", "no group is generated ahead"),
     ],
 )
 def test_what_is_allowed_but_odd_is_a_warning(text: str, part: str) -> None:

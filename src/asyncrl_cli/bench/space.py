@@ -112,7 +112,9 @@ class Space:
         """Raises ConfigError if `profile` names a way to interrupt rollouts and the bound allows none that could be interrupted."""
         current, interrupt = Setting.of(profile, plan), profile.rollout.interrupt
         some = {*ETAS, Decimal(bound), current.eta}
-        etas = tuple(sorted(eta for eta in some if eta <= bound and (eta > 0 or interrupt is None)))
+        shortest_window = current.require_batches * profile.trainer.ppo_mini_batch_size
+        whole = (eta for eta in some if eta <= bound and (eta == 0 or eta * shortest_window >= 1))
+        etas = tuple(sorted(eta for eta in whole if eta > 0 or interrupt is None))
         if not etas:
             raise ConfigError(
                 f'rollout.interrupt = "{interrupt}" with at most {bound} versions of staleness: '

@@ -15,7 +15,10 @@ can be served in time exactly if (earliest deadline first) for every d >= 0
 Admission checks (*) with the candidate, a take checks (*) without the taken group. Both are needed: checking takes
 alone lets admission fill the future with groups that cannot all be served, and the trainer waits forever.
 
-Beyond what (*) demands, no group starts on a lagging worker if it would be due in the window that has begun already.
+Beyond what (*) demands, a group waits for a lagging worker's load, which gives it a window more, if either holds:
+
+    rushed      it would be due in the window that has begun already
+    short       weights travel fast (travel.py): few slots idle until they arrive
 
 Responses whose worker has died are placed before any new group, on workers that are new enough for their group's deadline: they
 have their place in the window and in (*) already.
@@ -196,6 +199,7 @@ class Admission:
         """Raise the version and begin a window. Returns untaken groups whose deadline has passed (none under "wait")."""
         self.version += 1
         self.taken_in_window = 0
+        self.fleet.weights_set_out()
         untaken = [*self.ledger.finished.values(), *self.ledger.running.values()]
         late = [attempt for attempt in untaken if attempt.deadline < self.version]
         assert not (late and self._on_stale == "wait"), f"passed the staleness bound: {[attempt.key for attempt in late]}"
@@ -210,13 +214,14 @@ class Admission:
             placed.append(part)
         return placed
 
-    def _is_rushed(self, version: int, deadline: int) -> bool:
-        """Whether `version` lags, and a group that starts with it would be due in the window that has already begun, or late.
+    def _should_wait(self, version: int, deadline: int) -> bool:
+        """Whether `version` lags, and a group had better start after the load of a newer one, which makes it due a window later.
 
-        At the window's end the trainer would wait for that group's longest response. If the group starts after the next load
-        instead, it is due a window later.
+        At the end of the window in which a group is due, the trainer waits for its longest response. A group that starts now uses
+        up a window of its slack, unless it ends before the weights arrive anyway, as most do where these travel for long.
         """
-        return self._on_stale != "accept" and version < self.version and deadline <= self.version
+        lags = version < self.version
+        return self._on_stale != "accept" and lags and (deadline <= self.version or self.fleet.travel.is_short)
 
     def _in_time(self, untaken: Mapping[int, int], takes_left: int) -> bool:
         if self._on_stale != "wait":
@@ -256,4 +261,4 @@ class Admission:
         """Whether a new group, placed so, can be trained in time beside all others. (One with older weights could not either.)"""
         untaken, deadline = self.ledger.deadlines.copy(), self.deadline_from(placement.version)
         untaken[deadline] += 1
-        return not self._is_rushed(placement.version, deadline) and self._in_time(untaken, self.takes_left)
+        return not self._should_wait(placement.version, deadline) and self._in_time(untaken, self.takes_left)

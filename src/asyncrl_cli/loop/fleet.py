@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.loop.attempts import PartKey
 from asyncrl_cli.loop.ports import LoadReport, Published
+from asyncrl_cli.loop.travel import Travel
 
 Room = tuple[int, int, int]
 """How many units there is room for: in slots, if no worker were loading; in slots; in slots and queues. A unit is what is placed
@@ -80,10 +81,18 @@ class WorkerSlots:
         self.eval_sequences += sequences
         self._changed()
 
+    def begin_prefetch(self, version: int) -> None:
+        """That version is about to be sent to the worker, which generates on meanwhile if it holds weights already."""
+        self.begun = version
+        if self.fleet is not None and not self.loading:
+            self.fleet.travel.set_out(self.name, self.unfinished)
+
     def begin_load(self) -> None:
         """The version `begun` has arrived: nothing starts on the worker until the load has ended."""
         self.received = self.loading = True
         self._changed()
+        if self.fleet is not None:
+            self.fleet.travel.arrived(self.name, self.unfinished)
 
     def end_load(self, version: int) -> None:
         self.forget_weights(version)
@@ -93,6 +102,8 @@ class WorkerSlots:
     def forget_weights(self, version: int = -1) -> None:
         """The worker holds `version` (default: none) and has begun no other."""
         self.version, self.begun, self.received = version, None, False
+        if self.fleet is not None:
+            self.fleet.travel.lost(self.name)
 
     def set_down(self, is_down: bool) -> None:
         """The worker's process is gone, or (false) a new one has replaced it, which loads before anything starts on it."""
@@ -113,6 +124,7 @@ class Fleet:
     def __init__(self, workers: Iterable[WorkerSlots], *, unit: int, queue_sequences: int) -> None:
         """`unit` responses are placed together. At most `queue_sequences` may wait in each worker's queue."""
         self.by_name = {worker.name: worker for worker in workers}
+        self.travel = Travel(len(self.by_name))
         self._unit = unit
         self._queue_sequences = queue_sequences
         self._places = {name: (place, name) for place, name in enumerate(self.by_name)}
@@ -146,6 +158,12 @@ class Fleet:
         if rank is not None:
             self._ranks.setdefault(rank, set()).add(place)
         worker.rank = rank
+
+    def weights_set_out(self) -> None:
+        """A new version exists: it is on its way to every worker that an older one is not on its way to."""
+        for worker in self.by_name.values():
+            if worker.begun is None and not worker.loading:
+                self.travel.set_out(worker.name, worker.unfinished)
 
     def is_awake(self) -> bool:
         """Whether at least one worker is not loading."""

@@ -135,7 +135,7 @@ class WorkerTasks:
 
     async def _load(self, published: Published) -> None:
         board, name = self._board, self.worker.name
-        self.slots.begun = published.version
+        self.slots.begin_prefetch(published.version)
         send_s = await self.worker.prefetch(published)
         self.slots.begin_load()
         report = await self.worker.load(published.version, board.settings.interrupt)

@@ -57,9 +57,9 @@ class Schedule:
             mini_batch_groups=mini_batch,
             step_groups=step_groups,
             window_steps=window_steps,
-            window_groups=window_steps * step_groups,
+            window_groups=window_groups_of(profile),
             eta=training.staleness_threshold,
-            budget_groups=math.floor((1 + Fraction(training.staleness_threshold)) * window_steps * step_groups),
+            budget_groups=window_groups_of(profile) + groups_ahead(profile),
             max_staleness=staleness_bound(profile),
             train_steps=steps,
             optimizer_steps=steps * training.require_batches,
@@ -68,6 +68,17 @@ class Schedule:
             last_window_groups=(steps - (syncs - 1) * window_steps) * step_groups,
             mode=mode_of(profile),
         )
+
+
+def window_groups_of(profile: Profile) -> int:
+    """W"""
+    training = profile.async_training
+    return training.trigger_parameter_sync_step * training.require_batches * profile.trainer.ppo_mini_batch_size
+
+
+def groups_ahead(profile: Profile) -> int:
+    """Groups beyond the W of a window that may be generated in it, at most: what eta lets run ahead, in whole groups."""
+    return math.floor(Fraction(profile.async_training.staleness_threshold) * window_groups_of(profile))
 
 
 def staleness_bound(profile: Profile) -> int:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, combine
 from asyncrl_cli.plugins import ENGINES, engine_kind
-from asyncrl_cli.profile.arithmetic import Schedule, train_steps_of
-from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, TRANSPORT, Clash, direct, given
+from asyncrl_cli.profile.arithmetic import Schedule, groups_ahead, train_steps_of, window_groups_of
+from asyncrl_cli.profile.clashes import CLASHES, DUAL_BUFFER, ETA, PARTIAL, TRANSPORT, Clash, direct, given
 from asyncrl_cli.profile.keys import values_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.safe_files import check_name
@@ -86,6 +87,11 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"{rollout.max_response_tokens}: every response would be punished for its length",
             hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
         )
+    if training.partial_rollout and (too_small := _too_small_eta(profile)):
+        yield ConfigError(
+            f"{PARTIAL} = true with {too_small}: nothing is running at a weight sync, so no rollout can be partial",
+            hint=f"--set {ETA}={_least_eta(profile)} or more, or {PARTIAL.rpartition('.')[2]}=false",
+        )
     spread = rollout.workers or 1 if rollout.placement == "response" else 1
     if rollout.slots * spread < rollout.n:
         where = f" on {spread} workers" if spread > 1 else ""
@@ -93,6 +99,20 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: a group never finds room",
             hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
         )
+
+
+def _too_small_eta(profile: Profile) -> str:
+    """Says that an eta above 0 is so small that it comes to no whole group; "" if it is not."""
+    eta, window = profile.async_training.staleness_threshold, window_groups_of(profile)
+    if eta == 0 or groups_ahead(profile):
+        return ""
+    return f"{ETA} = {eta} (floor((1 + {eta}) * W) = W = {window}: no group is generated ahead)"
+
+
+def _least_eta(profile: Profile) -> str:
+    """The smallest eta that comes to a group ahead, rounded up."""
+    least = (Decimal(1) / window_groups_of(profile)).quantize(Decimal("0.00001"), ROUND_CEILING)
+    return str(least).rstrip("0").rstrip(".")
 
 
 def _warnings(profile: Profile) -> Iterator[str]:
@@ -107,6 +127,8 @@ def _warnings(profile: Profile) -> Iterator[str]:
             f'algorithm.rollout_is = "none": data up to {age} versions old is trained as if the current weights had sampled it, '
             "which biases the gradient and can end in a collapse"
         )
+    if too_small := _too_small_eta(profile):
+        yield f"{too_small}, as with {ETA.rpartition('.')[2]} = 0; {_least_eta(profile)} or more generates ahead"
     stall_s, call_s = profile.run.stall_timeout_s, rollout.call_timeout_s
     if stall_s is not None and stall_s <= call_s:
         yield (
