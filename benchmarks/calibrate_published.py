@@ -1,19 +1,21 @@
-"""Fit profiles/workloads/verl-7b-math-128.toml to its three published rows, and print every parameter and all residuals.
+"""Fit profiles/workloads/verl-7b-math-128.toml to its four published rows, and print every parameter and all residuals.
 
-    python benchmarks/calibrate_published.py [--evaluations 20] [--windows 5]
+    python benchmarks/calibrate_published.py [--evaluations 20] [--windows 5] [--processes 2]
 
-Three parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, from the file's values on: median and sigma
-of the response lengths, and the effective memory bandwidth that decoding sees. It stops after so many evaluations: the best
-point found, no proven optimum. Others are derived from these three and the rows (`derived`), the rest is assumed:
+Four parameters are fitted, by Nelder-Mead on simulated runs of all rows at once, from the file's values on: median and sigma
+of the response lengths, how alike the responses to one prompt are, and the effective memory bandwidth that decoding sees. It stops
+after so many evaluations: the best point found, no proven optimum. Others are derived from these four and the rows (`derived`), the
+rest is assumed:
 
     decode step             weight bytes / bandwidth + LAUNCH_S
     ... per sequence        KV bytes of the mean running context / bandwidth + its FLOP
     update, per token       6 FLOP per parameter at the assumed TRAIN_FLOP_PER_S
-    update, fixed           least squares over the three published updates, given that
+    update, fixed           least squares over the four published updates, given that
     old logprobs            the two published passes, exactly, where tokens allow it
-    overhead, lease         the published rest of the asynchronous row, then that of the colocated ones
+    overhead, lease         the published rest of the asynchronous rows, then that of the colocated ones
 
-The published rows and the sizes of the work are read from the workload file. No parameter knows of a profile.
+The published rows and the sizes of the work are read from the workload file. Nothing is fitted to rows with `calibrated = false`:
+they are predictions, which `--predict` shows, too. No parameter knows of a profile.
 The objective is the sum of squared errors of totals (by ROW_WEIGHTS) and parts (weight 1), each relative to its row's total.
 """
 
@@ -22,7 +24,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import NormalDist, fmean
 
 from asyncrl_cli.plan.job_plan import TRAINER, compile_job
@@ -33,15 +37,20 @@ from asyncrl_cli.simulate.workload_files import WINDOW, Residual, load_workload,
 from asyncrl_cli.simulate.world import virtual_cluster
 
 WORKLOAD = "verl-7b-math-128"
-ROW_WEIGHTS = {"colocate": 24.0, "colocate placement.gpus=64": 4.0, "partial-rollout": 24.0}
-"""Of a row's total. The two that a comparison of 128 GPUs rests on come first; the third contradicts them in its generation."""
+ROW_WEIGHTS = {
+    "colocate": 24.0,
+    "colocate placement.gpus=64": 4.0,
+    "partial-rollout": 24.0,
+    "partial-rollout async_training.staleness_threshold=0.1": 24.0,
+}
+"""Of a row's total. Those that a comparison of 128 GPUs rests on come first; the one of 64 contradicts them in its generation."""
 
 PARAMETERS, WEIGHT_BYTES, KV_BYTES_PER_TOKEN = 7.6e9, 15.2e9, 57_344
 DECODE_FLOP_PER_S, TRAIN_FLOP_PER_S, LAUNCH_S = 495e12, 445e12, 1e-3
 
 FITTED, DERIVED, ASSUMED = "fitted", "derived", "assumed"
 MARKS = {
-    "lengths": {"median_tokens": FITTED, "sigma": FITTED},
+    "lengths": {"median_tokens": FITTED, "sigma": FITTED, "prompt_variance_ratio": FITTED},
     "decoding": {"step_s": DERIVED, "step_s_per_sequence": DERIVED, "prefill_s_per_token": DERIVED},
     "training": {
         "s_per_token": DERIVED,
@@ -71,9 +80,9 @@ class Row:
 
 
 def published_rows(workload: Workload) -> list[Row]:
-    """The workload's references, each with what its profile comes to."""
+    """The rows that the workload is fitted to, each with what its profile comes to."""
     rows = []
-    for reference in workload.references:
+    for reference in calibrated(workload).references:
         profile = profile_for(workload, reference.profile, reference_sets(reference), groups=1, environ={}).profile
         schedule = Schedule.of(profile)
         rows.append(
@@ -90,11 +99,17 @@ def published_rows(workload: Workload) -> list[Row]:
     return rows
 
 
-def workload_at(base: Workload, median_tokens: float, sigma: float, bandwidth: float) -> Workload:
-    """The workload whose fitted parameters have these values (bytes per second)."""
-    lengths = base.lengths.model_copy(update={"median_tokens": median_tokens, "sigma": sigma})
+def calibrated(workload: Workload) -> Workload:
+    """The workload with only the rows that it is fitted to."""
+    return workload.model_copy(update={"references": tuple(row for row in workload.references if row.calibrated)})
+
+
+def workload_at(base: Workload, median_tokens: float, sigma: float, variance_ratio: float, bandwidth: float) -> Workload:
+    """The workload whose fitted parameters have these values (bandwidth in bytes per second)."""
+    fitted = {"median_tokens": median_tokens, "sigma": sigma, "prompt_variance_ratio": variance_ratio}
+    lengths = base.lengths.model_copy(update=fitted)
     rows = published_rows(base)
-    (ahead,) = [row for row in rows if not row.colocate]
+    ahead, *_ = apart = [row for row in rows if not row.colocate]
     tokens = ahead.trajectories * (mean_tokens(lengths, ahead.cap) + lengths.prompt_tokens)
     flop_s = 2 * PARAMETERS / DECODE_FLOP_PER_S
     decoding = {
@@ -102,7 +117,8 @@ def workload_at(base: Workload, median_tokens: float, sigma: float, bandwidth: f
         "step_s_per_sequence": running_context(lengths, ahead.cap) * KV_BYTES_PER_TOKEN / bandwidth + flop_s,
         "prefill_s_per_token": flop_s,
     }
-    overhead_s = (ahead.parts_s["rest"] - WEIGHT_BYTES / base.syncing.gather_bytes_per_s) / ahead.train_steps
+    gather_s = WEIGHT_BYTES / base.syncing.gather_bytes_per_s
+    overhead_s = fmean((row.parts_s["rest"] - gather_s) / row.train_steps for row in apart)
     training = training_of(rows, tokens) | {"step_overhead_s": overhead_s}
     leases_s = [row.parts_s["rest"] - row.train_steps * overhead_s for row in rows if row.colocate]
     syncing = {"parameter_bytes": WEIGHT_BYTES, "colocated_s": fmean(leases_s)}
@@ -116,11 +132,24 @@ def workload_at(base: Workload, median_tokens: float, sigma: float, bandwidth: f
     )
 
 
-def free_parameters(workload: Workload) -> tuple[float, float, float]:
-    """As the file has them: median, sigma and the bandwidth that its decode step stands for."""
-    assert workload.lengths.median_tokens is not None
-    assert workload.lengths.sigma is not None
-    return workload.lengths.median_tokens, workload.lengths.sigma, WEIGHT_BYTES / (workload.decoding.step_s - LAUNCH_S)
+def free_parameters(workload: Workload) -> tuple[float, float, float, float]:
+    """As the file has them: median, sigma, ratio of variances, and the bandwidth that its decode step stands for."""
+    lengths = workload.lengths
+    assert lengths.median_tokens is not None
+    assert lengths.sigma is not None
+    bandwidth = WEIGHT_BYTES / (workload.decoding.step_s - LAUNCH_S)
+    return lengths.median_tokens, lengths.sigma, lengths.prompt_variance_ratio, bandwidth
+
+
+def to_coordinates(median_tokens: float, sigma: float, variance_ratio: float, bandwidth: float) -> list[float]:
+    """Unbounded ones for the search: logarithms, and a logit for what lies between 0 and 1."""
+    ratio = min(max(variance_ratio, 0.01), 0.99)
+    return [math.log(median_tokens), math.log(sigma), math.log(ratio / (1 - ratio)), math.log(bandwidth)]
+
+
+def from_coordinates(point: Sequence[float]) -> tuple[float, float, float, float]:
+    median, sigma, logit, bandwidth = point
+    return math.exp(median), math.exp(sigma), 1 / (1 + math.exp(-logit)), math.exp(bandwidth)
 
 
 def training_of(rows: Sequence[Row], tokens: float) -> dict[str, float]:
@@ -197,9 +226,9 @@ def show(workload: Workload, found: Sequence[Residual]) -> None:
     """Every parameter with where it comes from, then every row's parts."""
     cap = published_rows(workload)[0].cap
     context = running_context(workload.lengths, cap)
-    print(f"bandwidth = {free_parameters(workload)[2]:.4g} bytes/s  # fitted; no key of its own: decoding follows from it")
+    print(f"bandwidth = {free_parameters(workload)[-1]:.4g} bytes/s  # fitted; no key of its own: decoding follows from it")
     print(f"mean response {mean_tokens(workload.lengths, cap):.0f} tokens, mean running context {context:.0f} tokens,")
-    print(f"whose {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB of KV cache")
+    print(f"of which {workload.profile['rollout']['slots']} slots take {_cache_gb(workload, context):.1f} GB of KV cache")
     for section, marks in MARKS.items():
         print(f"\n[{section}]")
         for name, value in getattr(workload, section):
@@ -222,24 +251,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--evaluations", type=int, default=20)
     parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--start", type=float, nargs=3, metavar=("MEDIAN", "SIGMA", "BANDWIDTH"), help="instead of the file's")
+    parser.add_argument("--processes", type=int, default=1, help="rows that are simulated at once")
+    parser.add_argument("--start", type=float, nargs=4, metavar=("MEDIAN", "SIGMA", "RATIO", "BANDWIDTH"), help="not the file's")
+    parser.add_argument("--predict", action="store_true", help="show the rows that nothing is fitted to, too")
     arguments = parser.parse_args()
     base = load_workload(WORKLOAD)
     tried: dict[float, list[Residual]] = {}
 
-    def at(point: Sequence[float]) -> Workload:
-        return workload_at(base, *(math.exp(value) for value in point))
+    with ProcessPoolExecutor(arguments.processes) as pool:
 
-    def value(point: list[float]) -> float:
-        found = residuals(at(point), windows=arguments.windows)
-        tried[loss(found)] = found
-        print(f"{loss(found):.5f}  " + "  ".join(f"{math.exp(coordinate):.4g}" for coordinate in point), flush=True)
-        return loss(found)
+        def found_at(workload: Workload) -> list[Residual]:
+            rows = [workload.model_copy(update={"references": (row,)}) for row in workload.references]
+            return [one for found in pool.map(partial(residuals, windows=arguments.windows), rows) for one in found]
 
-    start = [math.log(value) for value in arguments.start or free_parameters(base)]
-    best, least = nelder_mead(value, start, [-0.12, 0.06, -0.1], arguments.evaluations)
-    print(f"\nloss {least:.5f} after {len(tried)} evaluations of {arguments.windows} windows")
-    show(at(best), tried[least])
+        def value(point: list[float]) -> float:
+            found = found_at(calibrated(workload_at(base, *from_coordinates(point))))
+            tried[loss(found)] = found
+            print(f"{loss(found):.5f}  " + "  ".join(f"{parameter:.4g}" for parameter in from_coordinates(point)), flush=True)
+            return loss(found)
+
+        start = to_coordinates(*(arguments.start or free_parameters(base)))
+        best, least = nelder_mead(value, start, [-0.12, 0.06, 0.8, -0.1], arguments.evaluations)
+        fitted = workload_at(base, *from_coordinates(best))
+        print(f"\nloss {least:.5f} after {len(tried)} evaluations of {arguments.windows} windows")
+        show(fitted, found_at(fitted) if arguments.predict else tried[least])
 
 
 if __name__ == "__main__":

@@ -19,4 +19,5 @@ def test_the_published_rows_are_met() -> None:
     }
     assert found["colocate", "window"].ratio == pytest.approx(1.0, abs=0.05)
     assert found["partial-rollout", "window"].ratio == pytest.approx(1.0, abs=0.05)
+    assert found["partial-rollout async_training.staleness_threshold=0.1", "window"].ratio == pytest.approx(1.0, abs=0.05)
     assert found["colocate placement.gpus=64", "window"].ratio == pytest.approx(1.0, abs=0.15)
