@@ -10,11 +10,12 @@ import pytest
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.changes import Change, Changes
-from asyncrl_cli.loop.fleet import Fleet, WeightSync, WorkerSlots
+from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
 from asyncrl_cli.loop.rollouts import Publishing
 from asyncrl_cli.loop.states import StateClock
+from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.world import DeadlockError, NumberedFeed

@@ -13,12 +13,13 @@ from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import AttemptKey
 from asyncrl_cli.loop.changes import Changes
 from asyncrl_cli.loop.evals import Evaluator
-from asyncrl_cli.loop.fleet import WeightSync, WorkerSlots
+from asyncrl_cli.loop.fleet import WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.ports import CheckpointWriter, Feed, RolloutWorker, Trainer
 from asyncrl_cli.loop.reports import ReportBook
 from asyncrl_cli.loop.states import State, StateClock
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
+from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.profile.arithmetic import LoopSettings
 
 

@@ -1,0 +1,84 @@
+"""The versions on their way to the rollout workers. They are sent while a worker generates, and loaded worker by worker.
+
+    trainer --gather--> publish --offer--> [newest] --prefetch--> worker's second buffer --load--> worker generates
+
+At most two published versions exist: the one being loaded and the newest. A newer version replaces one that no
+worker has begun to receive; once workers have begun two, the next gather waits (`WeightSync.room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from asyncrl_cli.loop.fleet import WorkerSlots
+from asyncrl_cli.loop.ports import LoadReport, Published
+
+
+class WeightSync:
+    """Which version the workers should load, and what the last complete sync cost. Pure state."""
+
+    def __init__(self, workers: Collection[WorkerSlots]) -> None:
+        self.newest: Published | None = None
+        self.summary: dict[str, float | int | None] = {}
+        """The last version that every worker has loaded or skipped, with maxima over the workers that loaded it. `gather_s` is None
+        if the version came from a checkpoint, `loaded_share` is the share farthest from 1, and `unclear_loads` counts loads whose
+        probes could not tell the version from the one before. Empty before the first such version."""
+        self._summarised = -1
+        self._workers = workers
+        self._gather_s: dict[int, float] = {}
+        self._reports: dict[int, list[LoadReport]] = {}
+
+    @property
+    def begun(self) -> dict[str, int]:
+        """The version that each worker receives or loads, by worker; idle workers are left out."""
+        return {worker.name: worker.begun for worker in self._workers if worker.begun is not None}
+
+    @property
+    def room(self) -> bool:
+        """Whether one more version may be published."""
+        return len(set(self.begun.values())) < 2
+
+    def reserve(self) -> None:
+        """Call before a newer version is gathered. While an older version is being loaded, no worker may begin the one in between:
+        that would make three versions."""
+        begun = self.begun.values()
+        if begun and self.newest is not None and self.newest.version not in begun:
+            self.newest = None
+
+    def gathered(self, version: int, gather_s: float) -> None:
+        self._gather_s[version] = gather_s
+
+    def offer(self, published: Published) -> None:
+        assert self.newest is None or published.version > self.newest.version, "versions only rise"
+        self.newest = published
+
+    def wanted(self, worker: WorkerSlots) -> Published | None:
+        """The version that the worker should begin now, if any. After a restart it loads the newest version again, whose handle is
+        kept here, or waits for the one that is about to be offered (`reserve`)."""
+        return self.newest if self.newest is not None and self.newest.version > worker.version else None
+
+    def loaded(self, report: LoadReport) -> None:
+        """Take in the report of a load. The worker's `version` must already be the loaded one."""
+        self._reports.setdefault(report.version, []).append(report)
+        held_by_all = min([worker.version for worker in self._workers])
+        version = max([version for version in self._reports if version <= held_by_all], default=-1)
+        if version > self._summarised:
+            self._summarise(version)
+
+    def _summarise(self, version: int) -> None:
+        self._summarised, reports = version, self._reports[version]
+        diffs = [report.logprob_abs_diff for report in reports if report.logprob_abs_diff is not None]
+        shares = [report.loaded_share for report in reports if report.loaded_share is not None]
+        verdicts = [report.verdict for report in reports if report.verdict is not None]
+        self.summary = {
+            "version": version,
+            "gather_s": self._gather_s.get(version),
+            "send_s": max(report.send_s for report in reports),
+            "load_s": max(report.load_s for report in reports),
+            "pause_s": max(report.pause_s for report in reports),
+            "logprob_abs_diff": max(diffs, default=None),
+            "loaded_share": max(shares, key=lambda share: abs(share - 1), default=None),
+            "unclear_loads": verdicts.count("unclear") if verdicts else None,
+        }
+        self._reports = {later: reports for later, reports in self._reports.items() if later >= version}
+        self._gather_s = {later: gather_s for later, gather_s in self._gather_s.items() if later >= version}
