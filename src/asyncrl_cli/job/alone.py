@@ -220,7 +220,7 @@ def made_up_group(work: Work, number: int) -> GroupResult:
     key, metas = AttemptKey(str(number), 0, 0), tuple(episode.meta() for episode in episodes)
     trajectories = tuple(episode.trajectory() for episode in episodes)
     payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories))
-    return GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=payload)
+    return GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=(payload,))
 
 
 class CpuTime:
