@@ -17,7 +17,7 @@ from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.episode import render_prompts
 from asyncrl_cli.envs.group_runner import GroupRunner
-from asyncrl_cli.envs.port import End, OneTurn, Turn
+from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, Turn
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.loop.ports import EvalRequest, PartRequest
@@ -161,7 +161,7 @@ def test_a_trajectory_without_a_reward_leaves_the_group(model_dir: Path) -> None
         failed = [text for text in rewards.texts if "7" in text]
         assert 0 < len(failed) < 24
         assert len(result.failures) == len(failed)
-        assert all("no verdict" in failure and "sorting-7@2.1" in failure for failure in result.failures)
+        assert all("no verdict" in failure.text and "sorting-7@2.1" in failure.text for failure in result.failures)
         assert len(result.trajectories) == len(payload.trajectories) == 24 - len(failed)
         assert result.failed_tokens >= sum(len(text) for text in failed)
 
@@ -207,7 +207,7 @@ def test_a_prompt_that_is_too_long_fails_its_group_by_name(model_dir: Path) -> N
         async with runner_of(model_dir, Rewards()) as runner:
             result, payload = await runner.run(group(n=3, item=ITEM | {"prompt": "1" * 65}), lambda finished: None)
         reason = "prompt sorting-7 has 65 tokens, rollout.max_prompt_tokens is 64"
-        assert result.failures == (reason, reason, reason)
+        assert result.failures == (("prompt", reason),) * 3
         assert (result.trajectories, result.failed_tokens, payload.trajectories) == ((), 0, ())
 
     run(body)
@@ -221,7 +221,7 @@ def test_a_chat_template_is_used_where_there_is_one(model_dir: Path) -> None:
     assert render_prompts(tokenizer, [ITEM]) == [[tiny.VOCABULARY[character] for character in "<user>4,1,9=<assistant>"]]
 
 
-class Questions:
+class Questions(Environment):
     """Asks `num_turns` times; the reward is how much was said."""
 
     def __init__(self, num_turns: int = 3) -> None:
@@ -231,8 +231,8 @@ class Questions:
     async def start(self, item: dict[str, Any]) -> Turn:
         return Turn(messages=({"role": "user", "content": item["prompt"]},))
 
-    async def step(self, response: str) -> Turn | End:
-        self.said.append(response)
+    async def step(self, answer: Answer) -> Turn | End:
+        self.said.append(answer.text)
         if len(self.said) == self.num_turns:
             return End(reward=float(len("".join(self.said))))
         return Turn(messages=({"role": "user", "content": f"{len(self.said)}?"},), is_last=len(self.said) == self.num_turns - 1)
@@ -250,7 +250,7 @@ def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
         async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=LONG) as runner:
             result, payload = await runner.run(group(), finished.append)
         assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
-        ended = [failure for failure in result.failures if "take all rollout.max_response_tokens" in failure]
+        ended = [failure for failure in result.failures if failure.kind == "context"]
         assert len(result.trajectories) + len(ended) == 8
         assert result.trajectories, "no episode came to its end"
         for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
@@ -267,7 +267,7 @@ def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
 
 
 class Broken(Questions):
-    async def step(self, response: str) -> Turn | End:
+    async def step(self, answer: Answer) -> Turn | End:
         raise KeyError("no such tool")
 
 
@@ -275,7 +275,8 @@ def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_
     async def body() -> None:
         async with runner_of(model_dir, Rewards(), Broken) as runner:
             result, _ = await runner.run(group(n=2), lambda finished: None)
-        assert result.failures == tuple(f"environment of sorting-7@2.1/{i}: KeyError: 'no such tool'" for i in range(2))
+        assert [failure.kind for failure in result.failures] == ["environment"] * 2
+        assert result.failures[1].text == "environment of sorting-7@2.1/1: KeyError: 'no such tool'"
         assert result.failed_tokens > 0
 
     run(body)
@@ -286,7 +287,7 @@ def test_a_template_that_rewrites_earlier_turns_fails_the_trajectory(model_dir: 
         rewrites = "{{ messages[-1].content }}"
         async with runner_of(model_dir, Rewards(), Questions, chat_template=rewrites) as runner:
             result, _ = await runner.run(group(n=2), lambda finished: None)
-        assert all("rewrites earlier turns" in failure for failure in result.failures)
+        assert all("rewrites earlier turns" in failure.text for failure in result.failures)
         assert len(result.failures) == 2
 
     run(body)
@@ -308,7 +309,7 @@ def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -
         assert first == again
         assert first.version == 0
         assert len(first.rewards) == len(first.response_tokens) == 19
-        assert first.failures == ("prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64",)
+        assert first.failures == (("prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64"),)
 
     run(body)
 
@@ -343,7 +344,7 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
             result = await evaluating
             assert len((await beside)[0].trajectories) == 8
         assert len(result.rewards) + len(result.failures) == 40
-        assert set(result.failures) == {"aborted"}
+        assert {failure.kind for failure in result.failures} == {"aborted"}
 
     run(body)
 

@@ -19,7 +19,7 @@ from asyncrl_cli.job.adapters import RayRolloutWorker
 from asyncrl_cli.job.calls import Limit, answer
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, SETTLE_S, PartDesk, PartExchange
 from asyncrl_cli.job.rollout_actor import RolloutActor
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, PartResult
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S, LongPoll
 from asyncrl_cli.loop.ports import PartRequest, Progress
 from asyncrl_cli.loop.states import ExecutorReport, State
@@ -57,7 +57,7 @@ class Runner:
         if seconds < 0:
             raise ValueError(f"no engine for {key}")
         self.ended[key] = now()
-        result = PartResult(key=key, trajectories=(), failures=(str(key),), failed_tokens=0, payload=None)
+        result = PartResult(key=key, trajectories=(), failures=(Failure("reward", str(key)),), failed_tokens=0, payload=None)
         return result, GroupPayload(uid=str(key), epoch=0, attempt=0, trajectories=())
 
     async def abort(self, key: AttemptKey) -> None:
@@ -221,7 +221,7 @@ def test_every_part_comes_back_once_with_its_own_arrays_and_calls_do_not_grow_wi
             await asyncio.gather(*map(run, requests))
         for key, (result, _) in follower.ended.items():
             payload = await result.payload
-            assert (key, payload.uid, result.failures) == (result.key, str(key), (str(key),))
+            assert (key, payload.uid, result.failures) == (result.key, str(key), (Failure("reward", str(key)),))
         assert follower.ended.keys() == runner.ended.keys() == {request.key for request in requests}
         whole_s = asyncio.get_running_loop().time() - began_s
         # An answer comes DEBOUNCE_S after the last, or with all that ran, or at once if it leaves ended parts behind.

@@ -36,9 +36,9 @@ LOSS = """
         return loss_N, {"sequences/ratio": mean_of(ratio_B[lengths_B > 0])}
 """
 ENVIRONMENT = """
-    from asyncrl_cli.envs.port import End, Turn
+    from asyncrl_cli.envs.port import End, Environment, Turn
 
-    class Echo:
+    class Echo(Environment):
         '''Repeats what the model says and asks once more; the reward is the task's, of the second response.'''
 
         def __init__(self, rewards):
@@ -48,11 +48,11 @@ ENVIRONMENT = """
             self.item = item
             return Turn(messages=({"role": "user", "content": item["prompt"]},))
 
-        async def step(self, response):
+        async def step(self, answer):
             self.turns += 1
             if self.turns == 2:
-                return End(reward=await self.rewards.score(self.item, response))
-            return Turn(messages=({"role": "user", "content": response + "?"},), is_last=True)
+                return End(reward=await self.rewards.score(self.item, answer.text))
+            return Turn(messages=({"role": "user", "content": answer.text + "?"},), is_last=True)
 """
 ENGINE = """
     from asyncrl_cli.engines.port import Completion

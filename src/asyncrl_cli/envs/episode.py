@@ -16,8 +16,8 @@ import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from asyncrl_cli.engines.port import Completion
-from asyncrl_cli.envs.port import EpisodeFailed, Message, Turn, prompt_of
-from asyncrl_cli.loop.attempts import TrajectoryMeta
+from asyncrl_cli.envs.port import End, EpisodeFailed, Message, Turn, prompt_of
+from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.samples import NOT_SAMPLED, Segment, Trajectory
 
 NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
@@ -28,8 +28,8 @@ class Episode:
     """One trajectory of a group or eval. `completion` holds all tokens after the first prompt: sampled ones, and between them the
     environment's messages (version -1).
 
-    `reward` is None until there is one; `failure` says why there is none ("" if the trajectory was aborted). `needs_slot`: the
-    trajectory may generate again.
+    `end` and `failure` are None until the episode has ended; then one of them is set. `needs_slot`: the trajectory may generate
+    again. `tool_s`: waiting for the environment between turns.
     """
 
     id: str
@@ -37,10 +37,11 @@ class Episode:
     seed: int
     prompt_tokens: list[int] = field(default_factory=list)
     completion: Completion = NOTHING
-    reward: float | None = None
-    failure: str = ""
+    end: End | None = None
+    failure: Failure | None = None
     needs_slot: bool = True
     num_turns: int = 0
+    tool_s: float = 0.0
     _messages: list[Message] = field(default_factory=list)
 
     @property
@@ -53,9 +54,9 @@ class Episode:
         self.prompt_tokens = render(tokenizer, [turn.messages])[0]
         uid, count = self.item["uid"], len(self.prompt_tokens)
         if count > max_prompt_tokens:
-            raise EpisodeFailed(f"prompt {uid} has {count} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
+            raise EpisodeFailed("prompt", f"prompt {uid} has {count} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
         if not count:
-            raise EpisodeFailed(f"prompt {uid} has no tokens")
+            raise EpisodeFailed("prompt", f"prompt {uid} has no tokens")
 
     def turn_seed(self) -> int:
         """Seed of the next response's random numbers."""
@@ -74,28 +75,31 @@ class Episode:
     def go_on(self, tokenizer: PreTrainedTokenizerBase, response: str, turn: Turn, max_response_tokens: int) -> None:
         """Append a further turn's messages after the response. Raises EpisodeFailed if no tokens are left for an answer."""
         added = render_more(tokenizer, self._messages, response, self.completion.tokens[-1], turn.messages)
-        self.num_turns += 1
         self._messages += [{"role": "assistant", "content": response}, *turn.messages]
         num = len(added)
         self.add(replace(self.completion, tokens=added, logprobs=[0.0] * num, versions=[NOT_SAMPLED] * num))
         if len(self.completion.tokens) >= max_response_tokens:
-            raise EpisodeFailed(f"{self.id}: its turns take all rollout.max_response_tokens = {max_response_tokens} tokens")
+            limit = f"rollout.max_response_tokens = {max_response_tokens}"
+            raise EpisodeFailed("context", f"{self.id}: its turns take all {limit} tokens")
 
     def trajectory(self) -> Trajectory:
-        assert self.reward is not None
+        assert self.end is not None
         segment = segment_of(self.prompt_tokens, self.completion)
-        return Trajectory(segments=(segment,), reward=self.reward, finish_reason=self.completion.finish_reason)
+        return Trajectory(segments=(segment,), reward=self.end.reward, finish_reason=self.completion.finish_reason)
 
     def meta(self) -> TrajectoryMeta:
-        assert self.reward is not None
+        assert self.end is not None
         num_tokens = len(self.prompt_tokens) + len(self.completion.tokens)
         versions = Counter(version for version in self.completion.versions if version != NOT_SAMPLED)
         return TrajectoryMeta(
             prompt_tokens=num_tokens - self.num_sampled,
             response_tokens=self.num_sampled,
-            reward=self.reward,
+            reward=self.end.reward,
             finish_reason=self.completion.finish_reason,
             version_tokens=tuple(sorted(versions.items())),
+            num_turns=self.num_turns,
+            tool_s=self.tool_s,
+            facts=tuple(sorted(self.end.facts.items())),
         )
 
 
@@ -149,7 +153,7 @@ def render_more(
     begun = _text(tokenizer, seen) + response
     whole = _text(tokenizer, [*seen, {"role": "assistant", "content": response}, *new])
     if not whole.startswith(begun):
-        raise EpisodeFailed("the model's chat template rewrites earlier turns, so that no further turn can be added")
+        raise EpisodeFailed("context", "the model's chat template rewrites earlier turns, so that no further turn can be added")
     added = list(tokenizer(whole.removeprefix(begun), add_special_tokens=False)["input_ids"])
     return added[1:] if added[:1] == [tokenizer.eos_token_id] == [last_token] else added
 

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.episode import Episode, derived_seed
-from asyncrl_cli.envs.port import End, Environment, EpisodeFailed
+from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed
 from asyncrl_cli.errors import first_line
-from asyncrl_cli.loop.attempts import AttemptKey, PartResult
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartResult
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.rewards import RewardFailed
@@ -60,12 +60,15 @@ class GroupRunner:
         sampling: Sampling,
         *,
         max_prompt_tokens: int,
+        on_waiting: Callable[[int], None] = lambda change: None,
     ) -> None:
+        """`on_waiting(+1)`: one more trajectory waits for its environment between turns; -1: one fewer."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._make_environment = make_environment
         self._sampling = sampling
         self._max_prompt_tokens = max_prompt_tokens
+        self._on_waiting = on_waiting
         self._running: list[_Running] = []
 
     @property
@@ -99,12 +102,12 @@ class GroupRunner:
             for index, item in enumerate(request.items)
         ]
         await self._play(_Running(None, episodes, sampling), at_once=self._engine.slots)
-        scored = [(episode.reward, episode.num_sampled) for episode in episodes if episode.reward is not None]
+        scored = [(episode.end.reward, episode.num_sampled) for episode in episodes if episode.end is not None]
         return EvalResult(
             version=request.version,
             rewards=tuple(reward for reward, _ in scored),
             response_tokens=tuple(length for _, length in scored),
-            failures=tuple(episode.failure or "aborted" for episode in episodes if episode.reward is None),
+            failures=tuple(episode.failure for episode in episodes if episode.failure is not None),
         )
 
     async def abort(self, key: AttemptKey) -> None:
@@ -143,56 +146,74 @@ class GroupRunner:
 
     async def _play_one(self, running: _Running, episode: Episode) -> None:
         """One trajectory, from its environment's start to its end."""
+        environment = self._make_environment()
         try:
-            episode.reward = await self._reward_of(running, episode)
+            episode.end = await self._end_of(running, episode, environment)
         except EpisodeFailed as failed:
-            episode.failure = str(failed)
+            episode.failure = Failure(failed.kind, failed.text)
         finally:
             running.release(episode)
+            await environment.close()
 
-    async def _reward_of(self, running: _Running, episode: Episode) -> float:
-        environment = self._make_environment()
-        turn = await _answer(running, episode, environment.start(episode.item))
+    async def _end_of(self, running: _Running, episode: Episode, environment: Environment) -> End:
+        turn = await _result_of(running, episode, environment.start(episode.item))
         episode.open(self._tokenizer, turn, self._max_prompt_tokens)
         while True:
-            response = await self._respond(running, episode)
+            answer = await self._respond(running, episode)
+            step = environment.step(answer)
             if turn.is_last:
                 running.release(episode)
-            turn = await _answer(running, episode, environment.step(response))
-            if isinstance(turn, End):
-                return turn.reward
-            episode.go_on(self._tokenizer, response, turn, running.sampling.max_response_tokens)
+                following = await _result_of(running, episode, step)
+            else:
+                following = await self._between_turns(episode, _result_of(running, episode, step))
+            if isinstance(following, End):
+                return following
+            turn = following
+            episode.go_on(self._tokenizer, answer.text, turn, running.sampling.max_response_tokens)
 
-    async def _respond(self, running: _Running, episode: Episode) -> str:
-        """The text of the next response. It continues all tokens so far; all turns together stay within `max_response_tokens`."""
+    async def _between_turns(self, episode: Episode, step: Coroutine[Any, Any, T]) -> T:
+        """Await a step after which the model may speak again."""
+        began_s = asyncio.get_running_loop().time()
+        self._on_waiting(+1)
+        try:
+            return await step
+        finally:
+            self._on_waiting(-1)
+            episode.tool_s += asyncio.get_running_loop().time() - began_s
+
+    async def _respond(self, running: _Running, episode: Episode) -> Answer:
+        """The next response. It continues all tokens so far; all turns together stay within `max_response_tokens`."""
         if running.aborted:
-            raise EpisodeFailed("")
+            raise EpisodeFailed("aborted", "")
         tokens = episode.prompt_tokens + episode.completion.tokens
         num_left = running.sampling.max_response_tokens - len(episode.completion.tokens)
         left = replace(running.sampling, max_response_tokens=num_left)
-        answer = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
-        episode.add(answer)
-        if running.aborted or answer.finish_reason == "abort":
-            raise EpisodeFailed("")
-        return str(self._tokenizer.decode(answer.tokens, skip_special_tokens=True))
+        completion = await self._engine.generate(episode.id, tokens, left, episode.turn_seed())
+        episode.add(completion)
+        episode.num_turns += 1
+        if running.aborted or completion.finish_reason == "abort":
+            raise EpisodeFailed("aborted", "")
+        text = str(self._tokenizer.decode(completion.tokens, skip_special_tokens=True))
+        return Answer(text=text, message={"role": "assistant", "content": text}, finish_reason=completion.finish_reason)
 
 
-async def _answer(running: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
+async def _result_of(running: _Running, episode: Episode, work: Coroutine[Any, Any, T]) -> T:
     """Await a call of the environment. Raises EpisodeFailed if it raises, or if its part is aborted meanwhile."""
     task = asyncio.ensure_future(work)
     running.waits.add(task)
     try:
         await asyncio.wait({task})
         if task.cancelled():
-            raise EpisodeFailed("")
+            raise EpisodeFailed("aborted", "")
         return task.result()
     except EpisodeFailed:
         raise
     except RewardFailed as failed:
-        raise EpisodeFailed(f"reward of {episode.id}: {failed}") from failed
+        raise EpisodeFailed("reward", f"reward of {episode.id}: {failed}") from failed
     except Exception as error:  # a user's environment may raise anything
         logger.exception("the environment of %s failed", episode.id)
-        raise EpisodeFailed(f"environment of {episode.id}: {type(error).__name__}: {first_line(error)}") from error
+        why = f"environment of {episode.id}: {type(error).__name__}: {first_line(error)}"
+        raise EpisodeFailed("environment", why) from error
     finally:
         task.cancel()
         running.waits.discard(task)
@@ -200,12 +221,12 @@ async def _answer(running: _Running, episode: Episode, work: Coroutine[Any, Any,
 
 def _result(request: PartRequest, part: _Running) -> tuple[PartResult, GroupPayload]:
     """Metadata and trajectories, in the same order. The caller, who sends the payload, fills in `PartResult.payload`."""
-    kept = [episode for episode in part.episodes if episode.reward is not None and not part.aborted]
+    kept = [episode for episode in part.episodes if episode.end is not None and not part.aborted]
     lost = [episode for episode in part.episodes if episode not in kept]
     result = PartResult(
         key=request.key,
         trajectories=tuple(episode.meta() for episode in kept),
-        failures=tuple(episode.failure for episode in lost if episode.failure and not part.aborted),
+        failures=tuple(episode.failure for episode in lost if episode.failure is not None and not part.aborted),
         failed_tokens=sum(episode.num_sampled for episode in lost),
         payload=None,
     )

@@ -210,13 +210,16 @@ def endless_model(model_dir: Path, directory: Path) -> Path:
 def made_up_group(work: Work, number: int) -> GroupResult:
     """Group `number`. Its responses repeat the prompt's tokens; every second one has reward 1."""
     from asyncrl_cli.envs.episode import Episode
+    from asyncrl_cli.envs.port import End
 
     n, episodes = work.profile.rollout.n, []
     for index in range(number * n, (number + 1) * n):
         prompt, length = work.prompt(index), work.length(index)
         tokens = list(itertools.islice(itertools.cycle(prompt), length))
         completion = Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length")
-        episodes.append(Episode("", {}, seed=0, prompt_tokens=prompt, completion=completion, reward=float(index % 2)))
+        episodes.append(
+            Episode("", {}, seed=0, prompt_tokens=prompt, completion=completion, end=End(reward=float(index % 2)), num_turns=1)
+        )
     key, metas = AttemptKey(str(number), 0, 0), tuple(episode.meta() for episode in episodes)
     trajectories = tuple(episode.trajectory() for episode in episodes)
     payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories))

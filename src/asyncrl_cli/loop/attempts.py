@@ -64,11 +64,20 @@ class Prompt:
     item: Mapping[str, Any]
 
 
+class Failure(NamedTuple):
+    """Why a trajectory has no reward: a `kind`, which metrics count (`envs.port.EpisodeFailed`), and a text for people."""
+
+    kind: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryMeta:
     """What the driver knows of a trajectory: enough for advantages, balancing and every metric.
 
     Checkpoints hold it unchanged. `version_tokens` counts sampled tokens per version, ascending by version: `((3, 17), (4, 5))`.
+    `num_turns`: answers of the model; `num_forks`: contexts that the chat template rewrote; `tool_s`: waiting for the environment
+    between turns; `facts`: the environment's own figures.
     """
 
     prompt_tokens: Count
@@ -76,6 +85,10 @@ class TrajectoryMeta:
     reward: Finite
     finish_reason: str
     version_tokens: Annotated[tuple[tuple[Count, Count], ...], Len(1)]
+    num_turns: Count = 1
+    num_forks: Count = 0
+    tool_s: Finite = 0.0
+    facts: tuple[tuple[str, Finite], ...] = ()
 
     @property
     def oldest(self) -> int:
@@ -92,11 +105,11 @@ class TrajectoryMeta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartResult:
-    """What a worker returns for a part. Failed trajectories are not in `trajectories`; `failures` says why, one string each."""
+    """What a worker returns for a part. Failed trajectories are not in `trajectories`; `failures` says why, one each."""
 
     key: PartKey
     trajectories: tuple[TrajectoryMeta, ...]
-    failures: tuple[str, ...]
+    failures: tuple[Failure, ...]
     failed_tokens: Count
     payload: Any = None
 
@@ -114,7 +127,7 @@ class GroupResult:
 
     key: AttemptKey
     trajectories: tuple[TrajectoryMeta, ...]
-    failures: tuple[str, ...]
+    failures: tuple[Failure, ...]
     failed_tokens: Count
     payload: Any = None
 

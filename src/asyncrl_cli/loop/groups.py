@@ -211,7 +211,7 @@ class Groups:
         if self._failed_trajectories > most * self._trajectories:
             raise AsyncrlError(
                 f"{self._failed_trajectories} of {self._trajectories} trajectories failed, more than task.max_failed_ratio = "
-                f"{most} allows; the last one: {(result.failures or ('an earlier one',))[-1]}",
+                f"{most} allows; the last one: {result.failures[-1].text if result.failures else 'an earlier one'}",
                 hint="mend the reward (the run's log has every failure), or raise task.max_failed_ratio",
             )
 

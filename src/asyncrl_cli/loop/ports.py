@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, Prompt
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult, Prompt
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Value
 from asyncrl_cli.profile.schema import Interrupt
@@ -48,7 +48,7 @@ class EvalResult:
     version: int
     rewards: tuple[float, ...]
     response_tokens: tuple[int, ...]
-    failures: tuple[str, ...]
+    failures: tuple[Failure, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

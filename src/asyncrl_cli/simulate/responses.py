@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 
-from asyncrl_cli.loop.attempts import PartResult, TrajectoryMeta
+from asyncrl_cli.loop.attempts import Failure, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.simulate.decoding import SimulatedEngine
@@ -27,7 +27,8 @@ from asyncrl_cli.simulate.sequences import SimulatedSequence
 from asyncrl_cli.simulate.workload import Decoding, Lengths
 
 STANDARD = NormalDist()
-RAISED = "the reward raised"
+RAISED = Failure("reward", "the reward raised")
+ABORTED = Failure("aborted", "")
 Fate = tuple[int, float, float]
 """One response: its length in tokens, the seconds its reward takes, and a uniform number that decides the reward."""
 
@@ -163,7 +164,7 @@ class Responses:
             version=request.version,
             rewards=(0.5,) * len(kept),
             response_tokens=tuple(response.tokens for response in kept),
-            failures=("aborted",) * num_aborted + (RAISED,) * num_raised,
+            failures=(ABORTED,) * num_aborted + (RAISED,) * num_raised,
         )
 
     def _ended(self, response: SimulatedSequence) -> None:

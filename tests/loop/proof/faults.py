@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from asyncrl_cli.errors import ExecutorFailed, ExecutorLost
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey, PartResult
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, PartResult
 from asyncrl_cli.loop.ports import (
     EvalRequest,
     EvalResult,
@@ -277,7 +277,7 @@ def _pass_on(answer: asyncio.Future[Any], task: asyncio.Task[Any]) -> None:
 
 def _without_one(result: PartResult) -> PartResult:
     first, *others = result.trajectories
-    failures = (*result.failures, "the reward raised")
+    failures = (*result.failures, Failure("reward", "the reward raised"))
     return replace(
         result, trajectories=tuple(others), failures=failures, failed_tokens=result.failed_tokens + first.response_tokens
     )
