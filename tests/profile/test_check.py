@@ -50,6 +50,8 @@ CONFLICTS = [
     ),
     ("base", ["run.total_rollout_steps=100"], ["total_rollout_steps = 100", "R = 16"], "=96 or 112"),
     ("base", ["run.total_rollout_steps=15"], ["total_rollout_steps = 15", "R = 16"], "total_rollout_steps=16"),
+    ("base", ["env.max_context_tokens=256"], ["max_context_tokens = 256", "max_prompt_tokens = 256"], "max_context_tokens=352"),
+    ("base", ["env.tool_timeout_s=900"], ["tool_timeout_s = 900", "episode_timeout_s = 600"], "episode_timeout_s=900"),
     ("base", ["rollout.slots=7"], ["rollout.slots = 7", "rollout.n = 8"], "rollout.slots=8"),
     ("base", ["rollout.slots=3", "rollout.workers=2"], ["rollout.slots = 3 on 2 workers", "rollout.n = 8"], "rollout.slots=4"),
     ("base", ["rollout.slots=4", "rollout.workers=2", "rollout.placement=group"], ["rollout.slots = 4 is"], "rollout.slots=8"),

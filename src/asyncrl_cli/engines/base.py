@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from asyncrl_cli.engines.port import Completion, Engine, FinishReason, Sampling
 from asyncrl_cli.errors import ExecutorFailed
+from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Interrupt, Place, Profile
 
 
@@ -172,8 +173,7 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         self._raise_failure()
         if request_id in self._tracks:
             raise ValueError(f"request {request_id} is running already")
-        rollout, asked = self._profile.rollout, sampling.max_response_tokens
-        longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+        asked, longest = sampling.max_response_tokens, max_context_tokens(self._profile)
         if not prompt_tokens or len(prompt_tokens) + asked > longest:
             why = f"{len(prompt_tokens)} tokens and asks for {asked} more; the engine was configured for {longest} in total"
             raise ValueError(f"prompt of {request_id} has {why}")

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 
 from asyncrl_cli.errors import ConfigError, PreflightError, first_line
 from asyncrl_cli.models.shape import tensor_shapes
+from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.fields import MOST
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import load_json
@@ -142,13 +143,14 @@ def check_vocabulary(directory: Path, num_tokens: int, vocab_size: int) -> None:
 
 
 def check_positions(profile: Profile, positions: int | None) -> None:
-    """ConfigError if a prompt and its response may have more tokens than the model has `positions`; None is no limit."""
-    rollout = profile.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    """ConfigError if a sequence may have more tokens than the model has `positions`; None is no limit."""
+    longest, given = max_context_tokens(profile), profile.env.max_context_tokens is not None
     if positions is not None and longest > positions:
+        key = "env.max_context_tokens" if given else "rollout.max_prompt_tokens + rollout.max_response_tokens"
+        less = max(1, positions - profile.rollout.max_prompt_tokens)
         raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, and the model has {positions} positions",
-            hint=f"--set rollout.max_response_tokens={max(1, positions - rollout.max_prompt_tokens)}",
+            f"{key} = {longest}, and the model has {positions} positions",
+            hint=f"--set env.max_context_tokens={positions}" if given else f"--set rollout.max_response_tokens={less}",
         )
 
 

@@ -34,6 +34,7 @@ from asyncrl_cli.engines.transformers import PAGE_TOKENS, PREFILL_TOKENS_PACKED
 from asyncrl_cli.models.shape import ModelShape
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan
+from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 
 MASTER_BYTES = 4
@@ -133,14 +134,13 @@ def activation_bytes_per_token(shape: ModelShape, value_bytes: int) -> int:
 
 def kv_cache_bytes(profile: Profile, shape: ModelShape) -> int:
     """Bytes for all slots of one worker at full length, in whole pages, as the engine allocates them."""
-    tokens = profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
-    pages = profile.rollout.slots * -(-tokens // PAGE_TOKENS)
+    pages = profile.rollout.slots * -(-max_context_tokens(profile) // PAGE_TOKENS)
     return pages * PAGE_TOKENS * shape.kv_values_per_token * BYTES_OF[profile.model.dtype]
 
 
 def _trainer_device(profile: Profile, plan: JobPlan, shape: ModelShape) -> Iterator[MemoryItem]:
     ranks, e = plan.role(TRAINER).workers, BYTES_OF[profile.model.dtype]
-    shard, longest = -(-shape.parameters // ranks), profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+    shard, longest = -(-shape.parameters // ranks), max_context_tokens(profile)
     tokens = max(profile.trainer.max_tokens_per_microbatch, longest - 1)  # a longer trajectory is a microbatch of its own
     over = f"shared by {ranks} rank{'s' if ranks > 1 else ''}"
     per_token = shape.num_layers * activation_bytes_per_token(shape, e)
@@ -215,7 +215,7 @@ def _rollout(
     sampled = rollout.slots * shape.vocab_size * SAMPLED_LOGIT_BYTES
 
     apart = f", shared by {gpus} GPUs" if gpus > 1 else ""
-    weights, tokens = e * shape.parameters, rollout.max_prompt_tokens + rollout.max_response_tokens
+    weights, tokens = e * shape.parameters, max_context_tokens(profile)
     cached = f"{rollout.slots} slots * {tokens} tokens, {profile.model.dtype}{apart}"
     cache = ("KV cache", kv_cache_bytes(profile, shape) // gpus, cached)
     device, host = (partial(MemoryItem, ROLLOUT, workers, place) for place in ("device", "host"))

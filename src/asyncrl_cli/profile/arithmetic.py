@@ -142,6 +142,11 @@ def tensor_parallel_size(profile: Profile, device: str) -> int:
     return gpus
 
 
+def max_context_tokens(profile: Profile) -> int:
+    """The longest token sequence that an engine or the trainer meets."""
+    return profile.env.max_context_tokens or profile.rollout.max_prompt_tokens + profile.rollout.max_response_tokens
+
+
 STALL_MARGIN_S = 60.0
 MAX_LOGPROB_DIFF = {"float32": 1e-3, "bfloat16": 0.1}
 """By `model.dtype`. In bfloat16, trainer and worker both round logits between 8 and 16 to sixteenths, and round in every layer."""

@@ -58,7 +58,7 @@ def check(profile: Profile) -> list[str]:
     length = _raised(train_steps_of, profile)
     name = [] if profile.run.name is None else _raised(check_name, profile.run.name)
     wrong = [clash.error(values) for clash in clashes if clash.is_in(values)]
-    if problems := [*length, *name, *_sizes(profile), *wrong, *conflicts]:
+    if problems := [*length, *name, *_sizes(profile), *_limits(profile), *wrong, *conflicts]:
         raise combine(problems)
     return list(_warnings(profile))
 
@@ -80,13 +80,6 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
             f"ceil({training.staleness_threshold}) = {least}: groups admitted that far ahead are that old when they are trained",
             hint=f"--set async_training.max_staleness={least}, or a smaller async_training.staleness_threshold",
         )
-    buffer = profile.algorithm.overlong_buffer_tokens
-    if buffer is not None and buffer >= rollout.max_response_tokens:
-        yield ConfigError(
-            f"algorithm.overlong_buffer_tokens = {buffer} is not less than rollout.max_response_tokens = "
-            f"{rollout.max_response_tokens}: every response would be punished for its length",
-            hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
-        )
     if training.partial_rollout and (too_small := _too_small_eta(profile)):
         yield ConfigError(
             f"{PARTIAL} = true with {too_small}: nothing is running at a weight sync, so no rollout can be partial",
@@ -98,6 +91,30 @@ def _sizes(profile: Profile) -> Iterator[ConfigError]:
         yield ConfigError(
             f"rollout.slots = {rollout.slots}{where} is less than rollout.n = {rollout.n}: a group never finds room",
             hint=f"--set rollout.slots={-(-rollout.n // spread)} or more",
+        )
+
+
+def _limits(profile: Profile) -> Iterator[ConfigError]:
+    rollout, env = profile.rollout, profile.env
+    prompt, context = rollout.max_prompt_tokens, env.max_context_tokens
+    if context is not None and context <= prompt:
+        yield ConfigError(
+            f"env.max_context_tokens = {context} is not more than rollout.max_prompt_tokens = {prompt}: the longest prompt leaves "
+            "no token for an answer",
+            hint=f"--set env.max_context_tokens={prompt + rollout.max_response_tokens}, or leave it out",
+        )
+    if env.tool_timeout_s > env.episode_timeout_s:
+        yield ConfigError(
+            f"env.tool_timeout_s = {env.tool_timeout_s:g} is more than env.episode_timeout_s = {env.episode_timeout_s:g}: an "
+            "episode would end before its tool's limit names the tool",
+            hint=f"--set env.episode_timeout_s={env.tool_timeout_s:g} or more",
+        )
+    buffer = profile.algorithm.overlong_buffer_tokens
+    if buffer is not None and buffer >= rollout.max_response_tokens:
+        yield ConfigError(
+            f"algorithm.overlong_buffer_tokens = {buffer} is not less than rollout.max_response_tokens = "
+            f"{rollout.max_response_tokens}: every response would be punished for its length",
+            hint=f"--set algorithm.overlong_buffer_tokens={max(rollout.max_response_tokens // 4, 1)}",
         )
 
 

@@ -40,7 +40,7 @@ class RolloutSection(Section):
     max_prompt_tokens: PositiveInt = 256
     """Longest prompt, in tokens; a task with a longer one is refused before the run starts."""
     max_response_tokens: PositiveInt = 256
-    """Longest response."""
+    """Longest response, of one turn."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the trainer applies the same."""
     top_p: Share = 1.0
@@ -58,7 +58,7 @@ class RolloutSection(Section):
     """vllm: share of a GPU's memory for weights and KV cache; if not given, vLLM's own default, or 0.5 where a trainer shares
     the GPU (colocate). On CPUs: share of the machine's memory; if not given, the cache is as large as the slots need."""
     max_model_len: PositiveInt | None = None
-    """vllm: longest sequence; max_prompt_tokens + max_response_tokens if not given."""
+    """vllm: longest sequence; env.max_context_tokens if not given."""
     enforce_eager: bool | None = None
     """vllm: no compilation and no CUDA graphs; if not given, true on CPUs (compilation takes a minute) and false on GPUs."""
     engine_args: Params = Field(default_factory=dict)

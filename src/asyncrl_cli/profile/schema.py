@@ -1,6 +1,7 @@
 """The keys of a profile. A field's docstring is its help, its schema description and its reference: written once.
 
-`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py.
+`[rollout]`, `[async_training]` and `[weights]` are in rollout_sections.py, `[algorithm]` in algorithm_section.py, `[env]` in
+env_section.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.profile.env_section import EnvSection
 from asyncrl_cli.profile.fields import (
     Betas,
     NonNegativeFloat,
@@ -192,6 +194,7 @@ class Profile(Section):
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
     task: TaskSection = TaskSection()
+    env: EnvSection = EnvSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()

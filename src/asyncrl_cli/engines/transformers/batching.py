@@ -29,6 +29,7 @@ from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS,
 from asyncrl_cli.engines.transformers.token_sampler import TokenSampler
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.attention import choose_attention, takes_attention
+from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Place, Profile
 
 PREFILL_TOKENS_MASKED = 512
@@ -64,7 +65,7 @@ def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile
     prefill_tokens = PREFILL_TOKENS_PACKED if packed else PREFILL_TOKENS_MASKED
     config = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
-        num_blocks=_num_blocks(model, rollout.slots, rollout.max_prompt_tokens + rollout.max_response_tokens),
+        num_blocks=_num_blocks(model, rollout.slots, max_context_tokens(profile)),
         max_batch_tokens=rollout.slots + max(prefill_tokens, rollout.max_prompt_tokens),
         max_requests_per_batch=rollout.slots,
         max_blocks_per_request=0,

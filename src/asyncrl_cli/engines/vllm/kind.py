@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.engines.port import Engine, EngineKind
 from asyncrl_cli.engines.vllm.launch import OURS, check_engine_args, instead, memory
 from asyncrl_cli.errors import ConfigError, PreflightError
-from asyncrl_cli.profile.arithmetic import tensor_parallel_size
+from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, WeightsSection
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ def conflicts(profile: Profile) -> Iterator[ConfigError]:
 
 def _lengths(profile: Profile) -> Iterator[ConfigError]:
     rollout, probe_tokens = profile.rollout, PROBE_TOKENS + 1 if profile.weights.probe_sequences else 0
-    needed = max(rollout.max_prompt_tokens + rollout.max_response_tokens, probe_tokens)
+    needed = max(max_context_tokens(profile), probe_tokens)
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield ConfigError(
-            f"rollout.max_model_len = {rollout.max_model_len} is less than {needed}: what max_prompt_tokens + max_response_tokens "
-            "need, and a probe (weights.probe_sequences) with one token more",
+            f"rollout.max_model_len = {rollout.max_model_len} is less than {needed}: what env.max_context_tokens needs, "
+            "or else max_prompt_tokens + max_response_tokens, and a probe (weights.probe_sequences) with one token more",
             hint=f"--set rollout.max_model_len={needed}, or leave it out",
         )
 

@@ -12,8 +12,8 @@ from asyncrl_cli.engines.port import EngineMemory
 from asyncrl_cli.engines.vllm.plugin import BACKEND, OWNER_VARIABLE
 from asyncrl_cli.errors import ConfigError, nearest
 from asyncrl_cli.models.shape import ShapeUnknown, shape_of
-from asyncrl_cli.profile.arithmetic import tensor_parallel_size
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile, RolloutSection
+from asyncrl_cli.profile.arithmetic import max_context_tokens, tensor_parallel_size
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, Place, Profile
 
 OURS = {
     "model": "model.path",
@@ -61,9 +61,9 @@ DEFAULT_SHARE = 0.92
 """vLLM's default of gpu_memory_utilization (0.32.0)."""
 
 
-def max_model_len(rollout: RolloutSection) -> int:
+def max_model_len(profile: Profile) -> int:
     """Long enough for every response and for every probe: vLLM scores a sequence as a prompt, with room for one more token."""
-    return rollout.max_model_len or max(rollout.max_prompt_tokens + rollout.max_response_tokens, PROBE_TOKENS + 1)
+    return profile.rollout.max_model_len or max(max_context_tokens(profile), PROBE_TOKENS + 1)
 
 
 def is_truncated(profile: Profile) -> bool:
@@ -113,7 +113,7 @@ def set_environment(profile: Profile, place: Place) -> None:
 def engine_arguments(profile: Profile, place: Place) -> dict[str, Any]:
     """Arguments for `AsyncEngineArgs`. The user's `engine_args` override the others; `kind.conflicts` refuses names in OURS."""
     rollout, device = profile.rollout, place.device
-    processes, longest = tensor_parallel_size(profile, device), max_model_len(rollout)
+    processes, longest = tensor_parallel_size(profile, device), max_model_len(profile)
     arguments: dict[str, Any] = {
         "model": place.model_dir,
         "dtype": profile.model.dtype,
@@ -163,12 +163,13 @@ def check_engine_args(profile: Profile, device: str, known: Collection[str] | No
             "rollout.engine_args.enable_chunked_prefill: on CPUs vLLM crashes when it prefills a seeded prompt in parts",
             hint="leave it out",
         )
-    _check_batched_tokens(profile.rollout, device)
+    _check_batched_tokens(profile, device)
 
 
-def _check_batched_tokens(rollout: RolloutSection, device: str) -> None:
+def _check_batched_tokens(profile: Profile, device: str) -> None:
     """A forward pass needs room for one token of every slot, and for a whole sequence where prompts are not computed in parts."""
-    given, longest = rollout.engine_args.get("max_num_batched_tokens"), max_model_len(rollout)
+    rollout, longest = profile.rollout, max_model_len(profile)
+    given = rollout.engine_args.get("max_num_batched_tokens")
     is_whole = not rollout.engine_args.get("enable_chunked_prefill", device != "cpu")
     least = max(rollout.slots, longest if is_whole else 0)
     if given is not None and not isinstance(given, int):
