@@ -16,7 +16,7 @@ from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.phases import doubts_of, measured_lengths, with_capacities
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
-from asyncrl_cli.simulate.costs import Capacities
+from asyncrl_cli.simulate.capacities import Capacities
 
 SETS = ("placement.device=cpu",)
 

@@ -9,7 +9,7 @@ import pytest
 from asyncrl_cli.bench.measure import Edges, common_edges, figures_of, stretch_of
 from asyncrl_cli.bench.results import Contestant, Run, Spread, summarise
 from asyncrl_cli.errors import AsyncrlError
-from asyncrl_cli.simulate.costs import Capacities, ideal_times
+from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 
 def line(step: int, window: int, time_s: float, step_s: float, **changed: Any) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from itertools import product
 import pytest
 
 from asyncrl_cli.bench.search import SHORT_WINDOWS, Found, Outcome, Row, front, planned_windows, search
-from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space, scaled_sets, starting_point
+from asyncrl_cli.bench.space import MOST_SPLITS, Setting, Space
+from asyncrl_cli.bench.starting_point import scaled_sets, starting_point
 from asyncrl_cli.errors import AsyncrlError, ConfigError
 from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import compile_job

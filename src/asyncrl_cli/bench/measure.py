@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
-from asyncrl_cli.simulate.costs import Capacities, ideal_times
+from asyncrl_cli.simulate.capacities import Capacities, ideal_times
 
 PARTS = {
     "wait": ("wait_data",),

@@ -32,7 +32,7 @@ from asyncrl_cli.job.session import ray_session
 from asyncrl_cli.plan.job_plan import JobPlan
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection
 from asyncrl_cli.profile.schema import Profile, RunSection
-from asyncrl_cli.simulate.costs import Capacities
+from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.observed import lengths_of
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from asyncrl_cli.bench.measure import figures_of, stretch_of, stretches
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.observe.lines import Counts, Line, Spans, read_events, read_timeline
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER
-from asyncrl_cli.simulate.costs import Capacities
+from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.world import of_role, shown_workers
 
 SCHEMA_VERSION = 1

@@ -20,7 +20,8 @@ from typing import Any
 from asyncrl_cli.bench.measure import Edges, figures_of, stretch_of
 from asyncrl_cli.bench.search import FIGURES, LONG_RUNS, Evaluate, Found, Outcome, Row, front, planned_windows, search
 from asyncrl_cli.bench.simulated import simulators
-from asyncrl_cli.bench.space import DEFAULT_PROFILE, Setting, Space, starting_point
+from asyncrl_cli.bench.space import DEFAULT_PROFILE, Setting, Space
+from asyncrl_cli.bench.starting_point import starting_point
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.plan.cluster import counted, usable_cores
 from asyncrl_cli.profile.arithmetic import Schedule, staleness_bound

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 
 from asyncrl_cli.engines.port import Completion, Sampling, make_engine
 from asyncrl_cli.job.adapters import START_LIMIT
 from asyncrl_cli.job.calls import all_of, answer
+from asyncrl_cli.job.cpu_time import CpuTime
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of
 from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
@@ -224,31 +224,3 @@ def made_up_group(work: Work, number: int) -> GroupResult:
     trajectories = tuple(episode.trajectory() for episode in episodes)
     payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories))
     return GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=(payload,))
-
-
-class CpuTime:
-    """CPU seconds that a process (by default this one) and its children spend from now on, per core: those of the busiest thread
-    or, if that is more, the busiest process's sum divided by `threads`. (An engine may compute in a child.)
-
-    A plain sum would hide that other programs take cores: two threads with half a core each also add up to 1 s per second.
-    """
-
-    def __init__(self, threads: int, pid: int | None = None) -> None:
-        self._threads = threads
-        self._process = psutil.Process(pid)
-        self._began_s = self._thread_seconds()
-
-    def spent_s(self) -> float:
-        spent_s = {
-            pid: [seconds - self._began_s.get(pid, {}).get(thread, 0.0) for thread, seconds in own.items()]
-            for pid, own in self._thread_seconds().items()
-        }
-        return max(max(max(own), sum(own) / self._threads) for own in spent_s.values())
-
-    def _thread_seconds(self) -> dict[int, dict[int, float]]:
-        """CPU seconds so far by process id and thread id."""
-        seconds: dict[int, dict[int, float]] = {}
-        for process in (self._process, *self._process.children(recursive=True)):
-            with suppress(psutil.Error):  # a child that ends while we look
-                seconds[process.pid] = {thread.id: thread.user_time + thread.system_time for thread in process.threads()}
-        return seconds

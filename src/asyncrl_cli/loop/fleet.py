@@ -89,13 +89,12 @@ class WorkerSlots:
             self.fleet.travel.arrived(self.name, self.unfinished)
 
     def end_load(self, version: int) -> None:
-        self.forget_weights(version)
-        self.loading = False
+        self.version, self.begun, self.received, self.loading = version, None, False, False
         self._changed()
 
-    def forget_weights(self, version: int = -1) -> None:
-        """The worker holds `version` (default: none) and has begun no other."""
-        self.version, self.begun, self.received = version, None, False
+    def forget_weights(self) -> None:
+        """The worker's process is gone, with its weights and the version on its way to it."""
+        self.version, self.begun, self.received = -1, None, False
         if self.fleet is not None:
             self.fleet.travel.lost(self.name)
 
@@ -154,7 +153,7 @@ class Fleet:
         worker.rank = rank
 
     def weights_set_out(self) -> None:
-        """A new version exists: it is on its way to every worker that an older one is not on its way to."""
+        """A new version exists: from now on it is on its way to every worker that does not receive or load an older one."""
         for worker in self.by_name.values():
             if worker.begun is None and not worker.loading:
                 self.travel.set_out(worker.name, worker.unfinished)

@@ -44,5 +44,5 @@ class Travel:
         self.is_short = self._ended < self._ran / 2
 
     def lost(self, worker: str) -> None:
-        """The worker's process is gone, and what was on its way there, too."""
+        """The worker's process is gone, and with it the version on its way there."""
         self._ran_before.pop(worker, None)

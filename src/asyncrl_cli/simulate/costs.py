@@ -5,17 +5,6 @@
 
 Tokens are those of prompt and response. With `algorithm.old_logprobs = "recompute"` the proximal logprobs of all mini-batches but
 the window's first are computed before training (as in `train/policy_update.py`: the first mini-batch's own forward yields both).
-
-Also the ideal time, a lower bound for some work: each side alone, at full batch efficiency, without any waits.
-
-    apart       ideal = max(generation work / rollout capacity, train work / trainer capacity)
-    colocated   ideal = generation work / rollout capacity + train work / trainer capacity
-
-A colocated job's capacities are those of all its resources, in either phase. The ideal leaves out weight syncs, the long tail of a
-batch, rewards and waits, because a schedule can reduce these. bound_ratio = ideal / measured, over the same windows.
-
-Where both sides share a machine (CPU cores, caches, memory), no schedule can reach the ideal: each side is slower while the other
-works. `at_once_s` is the same maximum with these slower rates; only time beyond it is lost by the schedule.
 """
 
 from __future__ import annotations
@@ -32,6 +21,7 @@ from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.plan.cluster import cache_bytes_left
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.simulate.capacities import Capacities
 from asyncrl_cli.simulate.kv_cache import DEFAULT_BLOCK_TOKENS, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
@@ -221,34 +211,3 @@ def _tokens(groups: Sequence[GroupResult]) -> tuple[int, int]:
 
 def _spread(mean_s: float, spread: float) -> Callable[[random.Random], float]:
     return lambda rng: mean_s * (1 + spread * (2 * rng.random() - 1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacities:
-    """Sampled tokens per second that each phase generates or trains alone, with all the devices that the profile gives it.
-
-    Prompts take time but their tokens are not counted, as in `tokens_trained`. Training includes the old-logprob pass, if any.
-    """
-
-    rollout_tokens_per_s: float
-    trainer_tokens_per_s: float
-    colocated: bool
-    rollout_beside_tokens_per_s: float | None = None
-    trainer_beside_tokens_per_s: float | None = None
-    """Both `*_beside_*`: the same while the other side works, too. None if that makes no difference or was not measured."""
-
-
-def ideal_times(sampled_tokens: float, trained_tokens: float, capacities: Capacities) -> dict[str, float]:
-    """Seconds of each phase alone, of both (`ideal_s`), and `at_once_s` if the capacities beside each other are known.
-
-    `sampled_tokens`: tokens that the workers made within the measured time (not ahead of it); `trained_tokens`: tokens that the
-    trainer counted.
-    """
-    generation_s = sampled_tokens / capacities.rollout_tokens_per_s
-    training_s = trained_tokens / capacities.trainer_tokens_per_s
-    ideal_s = generation_s + training_s if capacities.colocated else max(generation_s, training_s)
-    times = {"generation_s": generation_s, "training_s": training_s, "ideal_s": ideal_s}
-    rollout, trainer = capacities.rollout_beside_tokens_per_s, capacities.trainer_beside_tokens_per_s
-    if rollout and trainer:
-        times["at_once_s"] = max(sampled_tokens / rollout, trained_tokens / trainer)
-    return times
