@@ -15,6 +15,7 @@ from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
 from asyncrl_cli.loop.rollouts import Publishing
 from asyncrl_cli.loop.states import StateClock
+from asyncrl_cli.loop.travel import Travel
 from asyncrl_cli.loop.weight_sync import WeightSync
 from asyncrl_cli.loop.worker_tasks import WorkerTasks
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -151,9 +152,8 @@ def publish_without_reset(admission):
     return []
 
 
-def publish_that_forgets_who_is_late(admission):
-    admission.version += 1
-    admission.taken_in_window = 0
+def publish_that_forgets_who_is_late(admission, original=Admission.publish):
+    original(admission)
     return []
 
 
@@ -254,6 +254,7 @@ MISTAKES = {
     "a death takes whole groups": (Admission, "lose", lose_whole_groups, {"admission", "slots", "restarts"}),
     "a take looks at no deadline": (Admission, "takeable", take_without_looking, {"takes", "deadlines"}),
     "admission looks at no deadline": (Admission, "_in_time", lambda *_: True, {"admission", "takes", "deadlines"}),
+    "weights count as travelling fast for ever": (Travel, "arrived", lambda *_: None, {"admission"}),
     "the window is never emptied": (Admission, "publish", publish_without_reset, {"admission"}),
     "late groups are kept": (Admission, "publish", publish_that_forgets_who_is_late, {"staleness"}),
     "the ledger's event is lost": (Groups, "_tell", tell_that_skips_finishes, {"ledger", "admission"}),

@@ -153,9 +153,9 @@ class Fleet:
         worker.rank = rank
 
     def weights_set_out(self) -> None:
-        """A new version exists: from now on it is on its way to every worker that does not receive or load an older one."""
+        """A new version exists: from now on it is on its way to every worker that loads no older one."""
         for worker in self.by_name.values():
-            if worker.begun is None and not worker.loading:
+            if not worker.loading:
                 self.travel.set_out(worker.name, worker.unfinished)
 
     def is_awake(self) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.profile.arithmetic import LoopSettings
+from tests.loop.proof.travel_book import TravelBook
 
 
 def in_time(deadlines: Iterable[int], version: int, takes_left: int, window_groups: int) -> bool:
@@ -103,8 +104,10 @@ class Books:
     waiting: list[AttemptKey] = field(default_factory=list)
     """Attempts that ended as requeued and whose prompt has not started again."""
     stale_requeues: Counter[tuple[str, int]] = field(default_factory=Counter)
-    is_travel_short: Callable[[], bool] = lambda: False
-    """The loop's own count of how long weights travel, which `tests/loop/test_travel.py` proves by itself."""
+    travel: TravelBook = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.travel = TravelBook(len(self.workers))
 
     @property
     def trained(self) -> int:
@@ -200,7 +203,7 @@ class Books:
         deadline, on_stale = version + self.settings.schedule.max_staleness, self.settings.profile.async_training.on_stale
         if on_stale == "accept":
             return True
-        if version != self.version and (deadline <= self.version or self.is_travel_short()):
+        if version != self.version and (deadline <= self.version or self.travel.is_short):
             return False
         if on_stale != "wait":
             return True

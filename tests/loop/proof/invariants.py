@@ -177,6 +177,9 @@ class Invariants:
         self.check(books.takes_left == 0, "steps", f"a window ends with {books.takes_left} groups to take")
         self.check(books.totals()["training"] == 0, "steps", "a window ends within a train step")
         books.version, books.taken_in_window = version, 0
+        for name, worker in books.workers.items():
+            if not worker.loading:
+                books.travel.set_out(name, worker.unfinished)
         late = books.late()
         if self.settings.profile.async_training.on_stale == "wait":
             self.check(not late, "staleness", f"version {version} and {late} are untaken, past their deadline")
@@ -212,6 +215,7 @@ class Invariants:
         left = event.fields["restarts_left"]
         self.check(left == allowed - self.lost[name], "restarts", f"{name}: {left} restarts are said to be left")
         self.ledger.discarded_tokens += self.books.workers[name].lost()
+        self.books.travel.lost(name)
         self.ledger.lost(name)
 
     def _on_restarted(self, event: Event) -> None:

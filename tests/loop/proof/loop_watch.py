@@ -16,7 +16,6 @@ class LoopWatch:
         self._settings = settings
         self._books = books
         self._check = check
-        books.is_travel_short = lambda: groups.admission.fleet.travel.is_short
 
     def ledger(self) -> None:
         ledger, mine = self._groups.ledger.totals(), self._books.totals()

@@ -42,6 +42,7 @@ class WatchedWorker:
         self._worker = worker
         self._invariants = invariants
         self._book = invariants.books.workers[worker.name]
+        self._travel = invariants.books.travel
         self._on_the_way = on_the_way
         self._load_limit_s = load_limit_s
         self._prefetched = -1
@@ -79,8 +80,11 @@ class WatchedWorker:
         self._on_the_way[version] += 1
         versions = sorted(+self._on_the_way)
         check(len(versions) <= 2, "loads", f"versions {versions} are on their way at once")
+        if not self._book.loading:
+            self._travel.set_out(self.name, self._book.unfinished)
         with self._sent_or_lost(version):
             send_s = await self._worker.prefetch(published)
+        self._travel.arrived(self.name, self._book.unfinished)
         self._prefetched = version
         self._book.loading = True
         return send_s
