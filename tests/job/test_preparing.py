@@ -28,7 +28,7 @@ def profile_of(max_prompt_tokens: int) -> Any:
     )
 
 
-def task_of(train: list[str], held_out: list[str]) -> Any:
+def task_of(train: list[Any], held_out: list[str]) -> Any:
     items = [
         [{"uid": f"{split}-{i}", "prompt": text} for i, text in enumerate(texts)]
         for split, texts in (("t", train), ("e", held_out))
@@ -50,6 +50,12 @@ def test_the_longest_prompt_of_both_splits_is_named_with_its_length(tokenizer: A
 
 def test_tokens_are_counted_and_not_bytes(tokenizer: Any) -> None:
     check_prompt_lengths(profile_of(8), task_of(["ä" * 8, "1" * 8], []), partial(tokens, tokenizer))
+
+
+def test_each_message_of_a_prompt_counts(tokenizer: Any) -> None:
+    chat = [{"role": "system", "content": "1" * 5}, {"role": "user", "content": "2" * 4}]
+    with pytest.raises(ConfigError, match="prompt t-1 has 9 tokens"):
+        check_prompt_lengths(profile_of(8), task_of(["1" * 8, chat], []), partial(tokens, tokenizer))
 
 
 def saved(directory: Path, **changes: Any) -> Path:

@@ -52,8 +52,8 @@ def test_the_last_of_several_sets_of_one_key_counts() -> None:
     [
         ("run.name=first", "first"),
         ('run.name="7"', "7"),
-        ("task.prompt_column=a=b", "a=b"),
-        ("task.prompt_column=", ""),
+        ("task.prompt_key=a=b", "a=b"),
+        ("task.prompt_key=", ""),
         ('task.params.names=["a", "b"]', ["a", "b"]),
         ("task.params.low=0.5", 0.5),
         ("task.params.low=-3", -3),

@@ -102,12 +102,29 @@ JSONL = {
     "an empty object": (b"{}\n", ':1: no column "prompt"; it has: none'),
     "10,000 other columns": (json.dumps({f"c{i}": i for i in range(10_000)}).encode(), "it has: c0, c1, .*and 9980 more"),
     "a column name of 1 MB": (json.dumps({"x" * 1_000_000: 1}).encode(), 'no column "prompt"'),
-    "a null prompt": (b'{"prompt": null, "answer": "1"}\n', ':1: column "prompt" is not text but null.*task.prompt_column'),
-    "a chat as prompt": (row(prompt=[{"role": "user", "content": "x"}]), ':1: column "prompt" is not text but list'),
+    "a null prompt": (
+        b'{"prompt": null, "answer": "1"}\n',
+        ':1: column "prompt" is neither .* null.*task.prompt_key',
+    ),
+    "an object as prompt": (row(prompt={"role": "user", "content": "x"}), "neither text nor a list of messages but dict"),
+    "no messages": (row(prompt=[]), ':1: column "prompt" holds no messages'),
+    "texts as messages": (row(prompt=["x"]), r":1: prompt\[0\] is not a message, .*; it has: str"),
+    "messages by other names": (row(prompt=[{"from": "user", "value": "x"}]), r":1: prompt\[0\] is not a message, .*: from, value"),
+    "a message of nobody": (row(prompt=[{"role": "human", "content": "x"}]), r":1: prompt\[0\] .*role is one of system, .*user"),
+    "an image in a message": (row(prompt=[{"role": "user", "content": "x", "images": ["a.png"]}]), "role, content, images"),
+    "parts in a message": (
+        row(prompt=[{"role": "user", "content": [{"type": "text"}]}]),
+        r"prompt\[0\] is not a message",
+    ),
+    "an empty message": (row(prompt=[{"role": "user", "content": " "}]), r'column "prompt\[0\].content" is empty'),
+    "a prompt with its answer": (
+        row(prompt=[{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}]),
+        ':1: column "prompt" ends with the assistant\'s message',
+    ),
     "a prompt of spaces": (row(prompt=" \t "), ':1: column "prompt" is empty'),
-    "a prompt of the wrong case": (b'{"Prompt": "a", "answer": "1"}\n', 'task.prompt_column = "Prompt"'),
+    "a prompt of the wrong case": (b'{"Prompt": "a", "answer": "1"}\n', 'task.prompt_key = "Prompt"'),
     "a truth as answer": (row(answer=True), ':1: column "answer" is neither text nor a number but bool'),
-    "an object as answer": (row(answer={"a": 1}), ":1: .*neither text nor a number but dict.*task.answer_column"),
+    "an object as answer": (row(answer={"a": 1}), ":1: .*neither text nor a number but dict.*task.answer_key"),
     "no answer": (b'{"prompt": "a"}\n', ':1: no column "answer"'),
 }
 
@@ -226,7 +243,7 @@ def refusal_of_eval(source: Path, eval_path: Path) -> str:
 )
 def test_a_name_that_no_file_has_is_refused(name, expected):
     """Also where no profile has refused it before."""
-    columns = {"prompt_column": "prompt", "answer_column": "answer", "needs_answer": True}
+    columns = {"prompt": "prompt", "answer": "answer", "needs_answer": True}
     with pytest.raises(ConfigError, match=expected) as refused:
         read_items(Path(name), key="task.source", limit=None, **columns)
     assert len(refused.value.message) < 500
@@ -330,10 +347,16 @@ PARQUET = {
     "no rows": ({"prompt": pa.array([], pa.string()), "answer": pa.array([], pa.string())}, "holds no rows"),
     "no columns": ({}, "holds no rows"),
     "no such column": ({"question": ["a"], "answer": ["1"]}, 'data.parquet:1: no column "prompt"; it has: question, answer'),
-    "a null prompt": ({"prompt": ["a", None], "answer": ["1", "2"]}, 'data.parquet:2: column "prompt" is not text but null'),
+    "a null prompt": (
+        {"prompt": ["a", None], "answer": ["1", "2"]},
+        'data.parquet:2: column "prompt" is neither .* null',
+    ),
     "a null answer": ({"prompt": ["a", "b"], "answer": ["1", None]}, 'data.parquet:2: column "answer" is neither .* null'),
-    "a nested prompt": ({"prompt": [[{"role": "user"}]], "answer": ["1"]}, 'data.parquet:1: column "prompt" is not text but list'),
-    "bytes as prompt": ({"prompt": [b"a"], "answer": ["1"]}, 'data.parquet:1: column "prompt" is not text but bytes'),
+    "a nested prompt": ({"prompt": [[{"role": "user"}]], "answer": ["1"]}, r"data.parquet:1: prompt\[0\] is not a message"),
+    "bytes as prompt": (
+        {"prompt": [b"a"], "answer": ["1"]},
+        'data.parquet:1: column "prompt" is neither .* bytes',
+    ),
     "a date as answer": ({"prompt": ["a"], "answer": [datetime.date(2026, 1, 2)]}, "data.parquet:1: .*neither .* date"),
     "NaN as answer": ({"prompt": ["a"], "answer": [float("nan")]}, "data.parquet:1: .*nan, which cannot be an answer"),
     "2,000 rows and a bad one": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from asyncrl_cli.envs.port import OneTurn
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.task import Task, load_task
@@ -113,8 +115,68 @@ def test_a_file_with_no_more_rows_than_wanted_is_taken_whole(tmp_path):
 
 def test_other_column_names_and_numbers_as_answers_are_read(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"question": f"{i}+1=", "result": i + 1} for i in range(5)])
-    task = load(path, prompt_column="question", answer_column="result")
+    task = load(path, prompt_key="question", answer_key="result")
     assert {item["answer"] for item in (*task.train, *task.eval)} == {"1", "2", "3", "4", "5"}
+
+
+def dapo(num: int) -> list[dict]:
+    """Rows as verl's DAPO data has them; a system message in every third one."""
+    return [
+        {
+            "data_source": "math_dapo",
+            "prompt": [{"role": "system", "content": "Think."}] * (i % 3 == 0) + [{"role": "user", "content": f"{i}+1=?"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": str(i + 1), "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": str(i)},
+        }
+        for i in range(num)
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_of_verl_is_read_as_it_is(tmp_path, suffix):
+    task = load(write(tmp_path / f"data.{suffix}", dapo(9)), answer_key="reward_model.ground_truth", reward="math-verify")
+    items = sorted((*task.train, *task.eval), key=lambda item: int(item["answer"]))
+    assert [item["answer"] for item in items] == [str(i + 1) for i in range(9)]
+    system, user = items[3]["prompt"]
+    assert (system, user) == ({"role": "system", "content": "Think."}, {"role": "user", "content": "3+1=?"})
+    assert [message["role"] for message in items[4]["prompt"]] == ["user"]
+    assert items[4]["metadata"]["data_source"] == "math_dapo"
+    assert items[4]["metadata"]["extra_info"] == {"index": "4"}
+    assert len({item["uid"] for item in items}) == 9
+    assert asyncio.run(OneTurn(None).start(items[3])).messages == (system, user)
+    assert asyncio.run(OneTurn(None).start({"prompt": "x"})).messages == ({"role": "user", "content": "x"},)
+
+
+def test_the_answer_of_a_verl_file_is_named_in_the_hint(tmp_path):
+    with pytest.raises(ConfigError, match='no column "answer"') as refused:
+        load(write(tmp_path / "data.parquet", dapo(5)))
+    assert refused.value.hint == 'set task.answer_key = "reward_model.ground_truth"'
+
+
+def test_a_verl_file_is_noted_if_its_rewards_would_be_exact_matches(tmp_path):
+    path = write(tmp_path / "data.parquet", dapo(5))
+    (note,) = load(path, answer_key="reward_model.ground_truth").notes
+    assert "data_source" in note
+    assert "math-verify" in note
+    assert load(path, answer_key="reward_model.ground_truth", reward="math-verify").notes == ()
+
+
+def test_chats_that_repeat_or_are_eval_prompts_are_left_out(tmp_path):
+    eval_path = write(tmp_path / "eval.parquet", dapo(3))
+    keys = {"answer_key": "reward_model.ground_truth", "reward": "math-verify"}
+    task = load(write(tmp_path / "data.parquet", dapo(9) + dapo(5)), eval_path=str(eval_path), **keys)
+    assert (len(task.train), len(task.eval)) == (6, 3)
+    assert [note.partition(": ")[2] for note in task.notes] == [
+        "left out 3 rows whose prompt is among the eval prompts",
+        "left out 5 rows whose prompt repeats an earlier one",
+    ]
+
+
+@pytest.mark.parametrize(("name", "found"), [("a.b", "whole"), ("a.c", "inner"), ("d.e.f", "deep")])
+def test_a_key_names_a_column_or_a_field_in_it(tmp_path, name, found):
+    row = {"prompt": "x", "a.b": "whole", "a": {"b": "hidden", "c": "inner"}, "d": {"e": {"f": "deep"}}}
+    assert load(write(tmp_path / "data.jsonl", [row]), num_eval=0, answer_key=name).train[0]["answer"] == found
 
 
 def test_a_file_that_ends_in_empty_lines_is_fine(tmp_path):
@@ -137,7 +199,7 @@ GOOD = json.dumps({"prompt": "1+1=", "answer": "2"})
         (f'{GOOD}\n{{"prompt": "x"}}\n', 'data.jsonl:2: no column "answer"'),
         ('{"prompt": "  ", "answer": "2"}\n', 'data.jsonl:1: column "prompt" is empty'),
         ('{"prompt": "x", "answer": ""}\n', 'data.jsonl:1: column "answer" is empty'),
-        ('{"prompt": ["x"], "answer": "2"}\n', 'data.jsonl:1: column "prompt" is not text but list'),
+        ('{"prompt": ["x"], "answer": "2"}\n', r"data.jsonl:1: prompt\[0\] is not a message, .* it has: str"),
         (
             '{"prompt": "x", "answer": null}\n',
             'data.jsonl:1: column "answer" is neither text nor a number but null',
@@ -156,7 +218,7 @@ def test_a_missing_column_is_refused_with_the_nearest_one(tmp_path):
     path = write(tmp_path / "data.jsonl", [{"prompts": "x", "answer": "y"}])
     with pytest.raises(ConfigError) as refused:
         load(path)
-    assert refused.value.hint == 'set task.prompt_column = "prompts"'
+    assert refused.value.hint == 'set task.prompt_key = "prompts"'
 
 
 def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):

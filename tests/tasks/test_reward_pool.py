@@ -220,6 +220,16 @@ def test_math_verify_takes_equal_mathematics_for_equal():
     ]
 
 
+@pytest.mark.slow
+def test_math_verify_agrees_with_verls_rules_for_dapo_and_gsm8k():
+    """What verl's `math_dapo` ("Answer: ...", 1 or -1) and `gsm8k` ("#### ...") say of these, with 0 for -1."""
+    spec = resolve_reward("math-verify", dataset="", params={}, adapter="plain")
+    dapo, gsm8k = make_item("p", "34", {"data_source": "math_dapo"}), make_item("p", "1072", {"data_source": "openai/gsm8k"})
+    answers = ["17 twice.\nAnswer: 34", "Answer: $34$", "Answer: \\boxed{34}", "34 less 22, hence\nAnswer: 12", "Answer: -34", "So"]
+    assert score(spec, answers, dapo) == [1, 1, 1, 0, 0, 0]
+    assert score(spec, ["so 1000 + 72\n#### 1,072", "#### 72"], gsm8k) == [1, 0]
+
+
 def test_a_reward_that_raises_fails_with_its_error_and_place(functions):
     raised, fine, exited = score(spec_of(functions, "by_command"), ["raise", "ok", "exit"])
     assert raised.startswith("KeyError: 'nothing here' (my_rewards.py:")

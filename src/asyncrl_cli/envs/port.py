@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.item import Item, messages_of
 
 Message = Mapping[str, Any]
 """A chat message in OpenAI's shape: `role`, `content`, and where they apply `tool_calls`, `tool_call_id`, `name` and
@@ -103,4 +103,4 @@ class OneTurn(Environment):
 
 
 def prompt_of(item: Mapping[str, Any]) -> tuple[Message, ...]:
-    return ({"role": "user", "content": item["prompt"]},)
+    return messages_of(item["prompt"])

@@ -27,6 +27,7 @@ from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss
 
@@ -124,7 +125,11 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
     """
     limit = profile.rollout.max_prompt_tokens
     (around,) = tokens([{"prompt": "x"}])
-    suspects = [item for item in (*task.train, *task.eval) if len(item["prompt"].encode()) + around > limit]
+
+    def num_bytes(item: Item) -> int:
+        return sum(len(message["content"].encode()) + around for message in messages_of(item["prompt"]))
+
+    suspects = [item for item in (*task.train, *task.eval) if num_bytes(item) > limit]
     lengths = tokens(suspects)
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long:

@@ -85,10 +85,10 @@ class TaskSection(Section):
     that write their working first; `auto` takes `worked` if the dataset has that form and the model is builtin:tiny."""
     train_prompts: PositiveInt | None = None
     """Number of training prompts: made by reasoning-gym (4096 if not given) or taken from a file's beginning (all if not given)."""
-    prompt_column: str = "prompt"
-    """Column of the prompt in a file."""
-    answer_column: str = "answer"
-    """Column of the answer in a file."""
+    prompt_key: str = "prompt"
+    """Column of the prompt in a file: text, or a list of messages with `role` and `content`. `column.field` is a field in it."""
+    answer_key: str = "answer"
+    """Column of the answer in a file, or a field in it: `reward_model.ground_truth` in verl's files."""
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
     environment: str = "one-turn"

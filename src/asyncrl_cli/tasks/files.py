@@ -5,22 +5,20 @@ lists and dicts). Every error names the file and the line or row.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
-from asyncrl_cli.errors import ConfigError, first_line, first_names, nearest
+from asyncrl_cli.errors import ConfigError, first_line
 from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
-from asyncrl_cli.tasks.item import Item, make_item
+from asyncrl_cli.tasks.item import Item, prompt_key
+from asyncrl_cli.tasks.rows import item_of
 
 MAX_NESTING = 64
-MAX_COLUMNS_NAMED = 20
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 1024
 
@@ -35,8 +33,9 @@ class Read:
     num_behind: int
 
 
-def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, needs_answer: bool, limit: int | None) -> Read:
-    """The first `limit` items with distinct prompts. Columns other than prompt and answer become an item's metadata.
+def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: bool, limit: int | None) -> Read:
+    """The first `limit` items with distinct prompts. `prompt` and `answer` name columns, or fields in them (`column.field`). All
+    other columns become an item's metadata.
 
     `key`: the profile's key that names the file, for errors. Raises ConfigError.
     """
@@ -46,13 +45,8 @@ def read_items(path: Path, *, key: str, prompt_column: str, answer_column: str, 
     with _readable(path, key):
         for place, row in rows(path):
             num_rows += 1
-            prompt = _whole_text(_text(row, prompt_column, place, "task.prompt_column"), prompt_column, place)
-            answer = _answer(row, answer_column, place, needs_answer)
-            if prompt in items:
-                continue
-            others = {name: value for name, value in row.items() if name not in (prompt_column, answer_column)}
-            items[prompt] = make_item(prompt, answer, others)
-            if len(items) == limit:
+            item = item_of(row, prompt, answer, place, needs_answer=needs_answer)
+            if items.setdefault(prompt_key(item["prompt"]), item) is item and len(items) == limit:
                 num_behind = count(path) - num_rows
                 break
     if not items:
@@ -131,46 +125,6 @@ def _depth(value: Any) -> int:
 
 def _too_deep(place: str) -> ConfigError:
     return ConfigError(f"{place}: nested more than {MAX_NESTING} deep", hint="write the inner value as text")
-
-
-def _text(row: Mapping[str, Any], column: str, place: str, key: str, *, may_be_number: bool = False) -> str:
-    value = _column(row, column, place, key)
-    if may_be_number and isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        if not isinstance(value, int) and not math.isfinite(value):
-            raise ConfigError(f'{place}: column "{column}" is {value}, which cannot be an answer')
-        return str(value)
-    if not isinstance(value, str):
-        kind = "null" if value is None else type(value).__name__
-        expected = "neither text nor a number" if may_be_number else "not text"
-        raise ConfigError(f'{place}: column "{column}" is {expected} but {kind}', hint=f"{key} names the column")
-    return value
-
-
-def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool) -> str | None:
-    if not needs_answer and row.get(column) is None:
-        return None
-    text = _text(row, column, place, "task.answer_column", may_be_number=True)
-    return _whole_text(text, column, place) if needs_answer else text
-
-
-def _whole_text(value: str, column: str, place: str) -> str:
-    if not value.strip():
-        raise ConfigError(f'{place}: column "{column}" is empty')
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(value[error.start]):04X}"
-        raise ConfigError(f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}') from error
-    return value
-
-
-def _column(row: Mapping[str, Any], column: str, place: str, key: str) -> Any:
-    if column in row:
-        return row[column]
-    listed = first_names([f"{name:.80}" for name in row], MAX_COLUMNS_NAMED) or "none"
-    guess = nearest(column, row)
-    hint = f'set {key} = "{guess}"' if guess else f"set {key} to one of them"
-    raise ConfigError(f'{place}: no column "{column}"; it has: {listed}', hint=hint)
 
 
 def parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -13,6 +13,7 @@ into such a prompt, writes a correct response, and tells whether a response is c
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time, timedelta
 from numbers import Number
@@ -21,7 +22,9 @@ from typing import Any
 from uuid import UUID
 
 Item = Mapping[str, Any]
-"""`{"uid": str, "prompt": str, "answer": str | None, "metadata": {...}}`; metadata holds any Python values of the source."""
+"""`{"uid": str, "prompt": Prompt, "answer": str | None, "metadata": {...}}`; metadata holds any Python values of the source."""
+Prompt = str | Sequence[Mapping[str, str]]
+"""What the user says, or a conversation up to the model's answer: messages with `role` and `content`."""
 PLAIN = (str, bytes, Number, type(None), date, time, timedelta, UUID)
 """Types whose `repr` identifies the value. `datetime` is a subclass of `date`; `Decimal` is registered as a `Number`."""
 DIGITS = "0123456789ab"
@@ -29,17 +32,27 @@ Entry = Mapping[str, Any]
 """An entry of a reasoning-gym dataset: `question`, `answer` and `metadata`."""
 
 
-def make_item(prompt: str, answer: str | None, metadata: Mapping[str, Any]) -> Item:
+def make_item(prompt: Prompt, answer: str | None, metadata: Mapping[str, Any]) -> Item:
     return {"uid": content_uid(prompt, answer), "prompt": prompt, "answer": answer, "metadata": dict(metadata)}
 
 
-def content_uid(prompt: str, answer: str | None) -> str:
+def content_uid(prompt: Prompt, answer: str | None) -> str:
     """16 hex digits: the same item has the same uid in every run, whatever its place in the source."""
     content = hashlib.blake2b(digest_size=8)
-    for text in (prompt, answer or ""):
+    for text in (prompt_key(prompt), answer or ""):
         encoded = text.encode("utf-8", "surrogatepass")
         content.update(len(encoded).to_bytes(8, "little") + encoded)
     return content.hexdigest()
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """The same text for the same prompt."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+
+
+def messages_of(prompt: Prompt) -> tuple[Mapping[str, str], ...]:
+    """The prompt as messages; text is the user's."""
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else tuple(prompt)
 
 
 def fingerprint(items: Iterable[Item]) -> str:

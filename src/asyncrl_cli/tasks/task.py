@@ -15,7 +15,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
-from asyncrl_cli.tasks.item import WORKED, Item
+from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 
@@ -25,6 +25,10 @@ MADE_PROMPTS = 4096
 HELD_OUT_AT_LEAST = 512
 """Minimum of eval prompts made by a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the
 training prompts, which exclude these, so it is the same model for every smaller `eval.prompts`."""
+
+DATA_SOURCE = "data_source"
+"""verl's column that chooses a row's reward."""
+EXACT = 'task.reward = "exact-match" compares the whole response with the answer ("math-verify" judges mathematics)'
 
 Demonstration = Callable[[Item, Random], str] | None
 Splits = tuple[list[Item], list[Item], list[str]]
@@ -131,14 +135,16 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     reward, said = _reward(profile, run_dir, "", {}, _adapter(profile, ""))
     read = partial(
         read_items,
-        prompt_column=profile.task.prompt_column,
-        answer_column=profile.task.answer_column,
+        prompt=profile.task.prompt_key,
+        answer=profile.task.answer_key,
         needs_answer=reward.kind != "function",
     )
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, read)
     else:
         train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), read)
+    if reward.kind == "exact-match" and DATA_SOURCE in train[0]["metadata"]:
+        notes.append(f"{path}: its column {DATA_SOURCE} chooses no rule here: {EXACT}")
     return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=(*said, *notes))
 
 
@@ -175,9 +181,9 @@ def _two_files(profile: Profile, path: Path, eval_path: Path, read_file: Callabl
         notes += _left_out(eval_path, read, f"eval.prompts = {num_eval}")
     if len(held_out) < num_eval:
         notes.append(f"{eval_path}: has {len(held_out)} distinct prompts, fewer than eval.prompts = {num_eval}")
-    eval_prompts = {item["prompt"] for item in held_out}
+    eval_prompts = {prompt_key(item["prompt"]) for item in held_out}
     read = read_file(path, key="task.source", limit=None if wanted is None else wanted + len(held_out))
-    train = [item for item in read.items if item["prompt"] not in eval_prompts]
+    train = [item for item in read.items if prompt_key(item["prompt"]) not in eval_prompts]
     if len(train) < len(read.items):
         notes.append(f"{path}: left out {len(read.items) - len(train):,} rows whose prompt is among the eval prompts")
     if not train:

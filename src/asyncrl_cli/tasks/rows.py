@@ -1,0 +1,112 @@
+"""Makes an item of one row of a file: finds the prompt and the answer in it, and refuses what can be neither.
+
+A prompt is text, or a list of messages as verl's and SkyRL's files have it. Every error names the file and the line or row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any
+
+from asyncrl_cli.errors import ConfigError, first_names, nearest
+from asyncrl_cli.tasks.item import Item, Prompt, make_item
+
+PROMPT_KEY, ANSWER_KEY = "task.prompt_key", "task.answer_key"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+GROUND_TRUTH = "ground_truth"
+"""The field of the answer in verl's column `reward_model` and in SkyRL's `reward_spec`."""
+MAX_COLUMNS_NAMED = 20
+
+
+def item_of(row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool) -> Item:
+    """`prompt` and `answer` name a column, or a field in one (`column.field`); all other columns are metadata. `place`: the row's,
+    for errors. Raises ConfigError."""
+    others = {name: value for name, value in row.items() if name not in (prompt, answer)}
+    return make_item(_prompt(row, prompt, place), _answer(row, answer, place, needs_answer), others)
+
+
+def _prompt(row: Mapping[str, Any], column: str, place: str) -> Prompt:
+    value = _column(row, column, place, PROMPT_KEY)
+    if isinstance(value, str):
+        return _whole_text(value, column, place)
+    if not isinstance(value, list):
+        raise _unfit(value, "text nor a list of messages", column, place, PROMPT_KEY)
+    messages = tuple(_message(entry, f"{column}[{index}]", place) for index, entry in enumerate(value))
+    if not messages or messages[-1]["role"] == "assistant":
+        end = "ends with the assistant's message" if messages else "holds no messages"
+        raise ConfigError(f'{place}: column "{column}" {end}', hint="a prompt ends where the model is to answer")
+    return messages
+
+
+def _message(value: Any, where: str, place: str) -> Mapping[str, str]:
+    """Fields that are null or empty count as absent: in Parquet every message of a column has the same fields."""
+    given = {name: field for name, field in value.items() if field} if isinstance(value, Mapping) else {}
+    role, content = given.get("role"), given.get("content")
+    if role not in ROLES or not isinstance(content, str) or len(given) > 2:
+        fields = first_names([f"{name:.80}" for name in given], MAX_COLUMNS_NAMED) or _kind(value)
+        raise ConfigError(
+            f"{place}: {where} is not a message, a role and a content, both text, and nothing else; it has: {fields}",
+            hint=f"role is one of {', '.join(ROLES)}",
+        )
+    return {"role": role, "content": _whole_text(content, f"{where}.content", place)}
+
+
+def _answer(row: Mapping[str, Any], column: str, place: str, needs_answer: bool) -> str | None:
+    if not needs_answer and _find(row, column) is None:
+        return None
+    value = _column(row, column, place, ANSWER_KEY)
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        if not isinstance(value, int) and not math.isfinite(value):
+            raise ConfigError(f'{place}: column "{column}" is {value}, which cannot be an answer')
+        return str(value)
+    if not isinstance(value, str):
+        raise _unfit(value, "text nor a number", column, place, ANSWER_KEY)
+    return _whole_text(value, column, place) if needs_answer else value
+
+
+def _unfit(value: Any, expected: str, column: str, place: str, key: str) -> ConfigError:
+    return ConfigError(f'{place}: column "{column}" is neither {expected} but {_kind(value)}', hint=f"{key} names the column")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _whole_text(value: str, column: str, place: str) -> str:
+    if not value.strip():
+        raise ConfigError(f'{place}: column "{column}" is empty')
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(value[error.start]):04X}"
+        raise ConfigError(f'{place}: column "{column}" holds the lone surrogate {half} at {error.start}') from error
+    return value
+
+
+def _column(row: Mapping[str, Any], name: str, place: str, key: str) -> Any:
+    """What `_find` finds. ConfigError, which guesses what was meant, if the row has no such column or field."""
+    value = _find(row, name)
+    if value is not None or name in (names := list(_names(row))):
+        return value
+    listed = first_names([f"{column:.80}" for column in row], MAX_COLUMNS_NAMED) or "none"
+    truth = (found for found in names if key == ANSWER_KEY and found.rpartition(".")[2] == GROUND_TRUTH)
+    guess = next(truth, None) or nearest(name, names)
+    hint = f'set {key} = "{guess}"' if guess else f"set {key} to one of them"
+    raise ConfigError(f'{place}: no column "{name}"; it has: {listed}', hint=hint)
+
+
+def _find(row: Mapping[str, Any], name: str) -> Any:
+    """The value of a column, or of a field at any depth in it: `column.field`. None if there is none."""
+    column, _, rest = name.partition(".")
+    inner = row.get(column)
+    return _find(inner, rest) if rest and name not in row and isinstance(inner, Mapping) else row.get(name)
+
+
+def _names(row: Mapping[str, Any]) -> Iterator[str]:
+    """Every name that `_find` finds."""
+    for column, value in row.items():
+        yield column
+        if isinstance(value, Mapping):
+            yield from (f"{column}.{field}" for field in _names(value))
