@@ -42,11 +42,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One or more segments that share a reward (several: multi-turn, or a rewritten context)."""
+    """One or more segments that share a reward; several where the context was rewritten. `turn_rewards`: what the reward is made
+    of, if the environment says so."""
 
     segments: tuple[Segment, ...]
     reward: float
     finish_reason: str
+    turn_rewards: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

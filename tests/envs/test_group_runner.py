@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
-from asyncrl_cli.envs.episode import render_prompts
+from asyncrl_cli.envs.chat import Chat, render_prompts
+from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, Turn
 from asyncrl_cli.errors import ExecutorFailed
@@ -57,11 +58,13 @@ async def runner_of(
     engine = TransformersEngine(*made_for(model_dir, slots=8, max_prompt_tokens=64, max_response_tokens=128))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = changes.pop("chat_template", None)
-    values = {"sampling": SAMPLING, "max_prompt_tokens": 64} | changes
+    on_waiting = changes.pop("on_waiting", lambda change: None)
+    sampling, limits = changes.pop("sampling", SAMPLING), Limits(64, 192, max_turns=8)._replace(**changes)
+    means = Means(engine, Chat(tokenizer), make_environment or partial(OneTurn, rewards), limits, on_waiting)
     try:
         async with asyncio.timeout(60):
             await engine.start()
-            yield GroupRunner(engine, tokenizer, make_environment or partial(OneTurn, rewards), **values)
+            yield GroupRunner(means, sampling)
     finally:
         await engine.close()
 
@@ -184,7 +187,7 @@ def test_an_aborted_group_ends_soon_without_trajectories(model_dir: Path, hangs:
             result, payload = await running
             assert (result.trajectories, result.failures, payload.trajectories) == ((), (), ())
             assert result.failed_tokens > 0
-            assert runner._engine.running == 0
+            assert runner._means.engine.running == 0
 
     run(body)
 
@@ -196,7 +199,7 @@ def test_a_group_that_is_aborted_as_it_begins_samples_nothing(model_dir: Path) -
             await asyncio.sleep(0)  # it is known, and none of its responses has begun
             await runner.abort(KEY)
             result, _ = await running
-            assert (result.trajectories, result.failed_tokens, runner._engine.sampled_tokens) == ((), 0, 0)
+            assert (result.trajectories, result.failed_tokens, runner._means.engine.sampled_tokens) == ((), 0, 0)
 
     run(body)
 
@@ -250,7 +253,7 @@ def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
         async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=LONG) as runner:
             result, payload = await runner.run(group(), finished.append)
         assert finished == [1, 2, 3, 4, 5, 6, 7, 8]
-        ended = [failure for failure in result.failures if failure.kind == "context"]
+        ended = [failure for failure in result.failures if failure.kind == "cut"]
         assert len(result.trajectories) + len(ended) == 8
         assert result.trajectories, "no episode came to its end"
         for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
@@ -282,13 +285,68 @@ def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_
     run(body)
 
 
-def test_a_template_that_rewrites_earlier_turns_fails_the_trajectory(model_dir: Path) -> None:
+def test_where_the_template_rewrites_earlier_turns_a_new_segment_begins(model_dir: Path) -> None:
     async def body() -> None:
-        rewrites = "{{ messages[-1].content }}"
-        async with runner_of(model_dir, Rewards(), Questions, chat_template=rewrites) as runner:
-            result, _ = await runner.run(group(n=2), lambda finished: None)
-        assert all("rewrites earlier turns" in failure.text for failure in result.failures)
-        assert len(result.failures) == 2
+        forgets = "{{ messages[-1].content }}"
+        async with runner_of(model_dir, Rewards(), Questions, chat_template=forgets) as runner:
+            result, payload = await runner.run(group(n=2), lambda finished: None)
+        for meta, trajectory in zip(result.trajectories, payload.trajectories, strict=True):
+            prompts = ["".join(tiny.VOCABULARY_INVERSE[token] for token in s.tokens_T[~s.mask_T]) for s in trajectory.segments]
+            assert prompts == ["4,1,9=", "1?", "2?"]
+            assert (meta.num_turns, meta.num_forks) == (3, 2)
+            assert meta.response_tokens == sum(int(segment.mask_T.sum()) for segment in trajectory.segments)
+            assert meta.version_tokens == ((0, meta.response_tokens),)
+
+    run(body)
+
+
+class Judged(Questions):
+    """Whatever ends it, its reward is how many turns there were."""
+
+    async def cut(self, reason: str) -> End:
+        return End(reward=float(len(self.said)), turn_rewards=(1.0,) * len(self.said), facts={"asked": len(self.said)})
+
+
+def test_an_episode_that_is_cut_short_has_the_reward_of_what_it_reached(model_dir: Path) -> None:
+    async def body() -> None:
+        short = Sampling(temperature=0.9, max_response_tokens=4)
+        async with runner_of(model_dir, Rewards(), partial(Judged, 9), sampling=short, max_turns=2) as runner:
+            by_turns, payload = await runner.run(group(n=2), lambda finished: None)
+        async with runner_of(model_dir, Rewards(), partial(Judged, 9), sampling=short, max_context_tokens=14) as runner:
+            by_length, whole = await runner.run(group(n=2), lambda finished: None)
+        for meta in by_turns.trajectories:
+            assert (meta.reward, meta.num_turns, meta.finish_reason, meta.facts) == (2.0, 2, "max_turns", (("asked", 2),))
+        assert payload.trajectories[0].turn_rewards == (1.0, 1.0)
+        assert {meta.finish_reason for meta in by_length.trajectories} == {"length"}
+        assert all(len(trajectory.segments[0].tokens_T) <= 14 for trajectory in whole.trajectories)
+        assert all(trajectory.segments[0].mask_T[-1] for trajectory in whole.trajectories)
+
+    run(body)
+
+
+class Hangs(Questions):
+    closed = 0
+
+    async def step(self, answer: Answer) -> Turn | End:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def close(self) -> None:
+        Hangs.closed += 1
+
+
+def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) -> None:
+    """Its environment hangs, or (with a limit of no time) it has not begun to generate."""
+
+    async def body() -> None:
+        for limit_s in (0.3, 1e-9):
+            waiting: list[int] = []
+            async with runner_of(model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.append) as runner:
+                result, _ = await runner.run(group(n=2), lambda finished: None)
+            assert [failure.kind for failure in result.failures] == ["episode-timeout"] * 2
+            assert f"env.episode_timeout_s = {limit_s:g}" in result.failures[0].text
+            assert sum(waiting) == 0
+        assert Hangs.closed == 4
 
     run(body)
 
@@ -358,14 +416,14 @@ def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path)
             evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, items=items, seed=1), SAMPLING))
             while len(rewards.texts) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert runner._engine.sampled_tokens > runner.running_tokens == 0
-            eval_tokens = runner._engine.sampled_tokens
+            assert runner._means.engine.sampled_tokens > runner.running_tokens == 0
+            eval_tokens = runner._means.engine.sampled_tokens
             running = asyncio.create_task(runner.run(group(), lambda finished: None))
             while len(rewards.texts) < 11:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert runner.running_tokens == runner._engine.sampled_tokens - eval_tokens
+            assert runner.running_tokens == runner._means.engine.sampled_tokens - eval_tokens
             await runner.abort(KEY)
-            assert (await running)[0].failed_tokens == runner._engine.sampled_tokens - eval_tokens
+            assert (await running)[0].failed_tokens == runner._means.engine.sampled_tokens - eval_tokens
             assert runner.running_tokens == 0
             await runner.abort_evals()
             await evaluating
@@ -379,7 +437,7 @@ def test_an_engine_that_fails_fails_the_group_with_its_own_error(model_dir: Path
         async with runner_of(model_dir, Rewards()) as runner:
             running = asyncio.create_task(runner.run(group(), lambda finished: None))
             await asyncio.sleep(0)
-            await runner._engine.close()
+            await runner._means.engine.close()
             with pytest.raises(ExecutorFailed, match="closed"):
                 await running
 

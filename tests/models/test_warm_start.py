@@ -9,23 +9,27 @@ import pytest
 import torch
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.models.tiny import Recipe, make_lessons, tiny_model
+from asyncrl_cli.models.tiny import IGNORED, Recipe, Taught, make_lessons, tiny_model
 from asyncrl_cli.models.warm_start import _batches, warm_start
 from asyncrl_cli.tasks.scoring import RewardSpec
 from asyncrl_cli.tasks.task import Task
 from tests.products import counted_products
 
 
-def pairs_of(num: int, longest: int = 12) -> list:
+def taught(prompt: list[int], response: list[int]) -> Taught:
+    return prompt + response, [IGNORED] * len(prompt) + response
+
+
+def lessons_of(num: int, longest: int = 12) -> list[Taught]:
     rng = Random(0)
-    return [([3] * rng.randint(1, longest), [rng.randint(4, 9), 1]) for _ in range(num)]
+    return [taught([3] * rng.randint(1, longest), [rng.randint(4, 9), 1]) for _ in range(num)]
 
 
 @pytest.mark.slow
 def test_a_model_learns_to_answer_and_its_prompts_are_not_learned():
     model = tiny_model(10, seed=0)
-    pairs = [([3, letter], [letter, letter, 1]) for letter in (4, 5, 6, 7)] * 40
-    losses = warm_start(model, pairs, Recipe(steps=40, batch_size=4), seed=0)
+    lessons = [taught([3, letter], [letter, letter, 1]) for letter in (4, 5, 6, 7)] * 40
+    losses = warm_start(model, lessons, Recipe(steps=40, batch_size=4), seed=0)
     assert len(losses) == 40
     assert losses[-1] < 0.1 < losses[0]
     with torch.no_grad():
@@ -33,19 +37,19 @@ def test_a_model_learns_to_answer_and_its_prompts_are_not_learned():
     assert logits[1:].argmax(-1).tolist() == [6, 6, 1]
 
 
-def test_every_pair_is_used_once_and_batches_hold_pairs_of_like_length():
-    pairs = [(prompt, [index]) for index, (prompt, _) in enumerate(pairs_of(64))]
-    batches = list(_batches(pairs, Recipe(steps=16, batch_size=4, bucket_batches=16), Random(1)))
+def test_every_lesson_is_used_once_and_batches_hold_lessons_of_like_length():
+    lessons = [(tokens, [index]) for index, (tokens, _) in enumerate(lessons_of(64))]
+    batches = list(_batches(lessons, Recipe(steps=16, batch_size=4, bucket_batches=16), Random(1)))
     assert [len(batch) for batch in batches] == [4] * 16
-    assert sorted(response[0] for batch in batches for _, response in batch) == list(range(64))
-    spread = [max(map(len, prompts)) - min(map(len, prompts)) for prompts in ([p for p, _ in b] for b in batches)]
+    assert sorted(labels[0] for batch in batches for _, labels in batch) == list(range(64))
+    spread = [max(map(len, texts)) - min(map(len, texts)) for texts in ([tokens for tokens, _ in b] for b in batches)]
     assert sum(spread) / len(spread) < 2
 
 
 def test_the_same_seed_gives_the_same_weights():
     models = [tiny_model(10, seed=0) for _ in range(2)]
     for model in models:
-        warm_start(model, pairs_of(24), Recipe(steps=3, batch_size=8), seed=1)
+        warm_start(model, lessons_of(24), Recipe(steps=3, batch_size=8), seed=1)
     assert all(torch.equal(*both) for both in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
@@ -53,7 +57,7 @@ def test_the_same_seed_gives_the_same_weights():
 def test_every_matrix_product_is_in_float32(tmp_path: Path):
     """Most CPUs have no instructions for bfloat16: 1.1 s per step instead of 0.15."""
     with counted_products(tmp_path) as products:
-        warm_start(tiny_model(10, seed=0), pairs_of(24), Recipe(steps=3, batch_size=8), seed=1)
+        warm_start(tiny_model(10, seed=0), lessons_of(24), Recipe(steps=3, batch_size=8), seed=1)
     assert {dtype for _, dtype in products} == {"float"}
     assert sum(products.values()) > 3 * 21 * 3  # three steps of forward, backward and Muon on 21 matrices
 
@@ -63,16 +67,16 @@ def test_one_thread_computes_and_the_caller_gets_its_number_back():
     torch.set_num_threads(2)
     try:
         report = lambda losses: seen.append((len(losses), torch.get_num_threads()))  # noqa: E731
-        warm_start(tiny_model(10, seed=0), pairs_of(16), Recipe(steps=2, batch_size=8), seed=1, progress=report)
+        warm_start(tiny_model(10, seed=0), lessons_of(16), Recipe(steps=2, batch_size=8), seed=1, progress=report)
         assert seen == [(1, 1), (2, 1)]
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
 
 
-def test_too_few_pairs_are_refused():
-    with pytest.raises(ValueError, match="3 steps of 8 pairs need more than the 23 given"):
-        warm_start(tiny_model(10, seed=0), pairs_of(23), Recipe(steps=3, batch_size=8), seed=1)
+def test_too_few_lessons_are_refused():
+    with pytest.raises(ValueError, match="3 steps of 8 lessons need more than the 23 given"):
+        warm_start(tiny_model(10, seed=0), lessons_of(23), Recipe(steps=3, batch_size=8), seed=1)
 
 
 def test_the_given_share_of_lessons_has_a_slip(task):

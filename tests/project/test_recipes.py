@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.envs import check_environment, find_environment
+from asyncrl_cli.envs.chat import Chat
+from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.loop.ports import PartRequest
@@ -118,10 +120,10 @@ def test_a_loss_of_another_package_trains_a_step_and_its_figures_are_reduced(tmp
 class Letters:
     """A tokenizer whose tokens are letters."""
 
-    chat_template = None
+    chat_template = eos_token_id = None
 
-    def __call__(self, texts: Any, add_special_tokens: bool = True) -> dict[str, Any]:
-        return {"input_ids": [ord(c) for c in texts] if isinstance(texts, str) else [[ord(c) for c in text] for text in texts]}
+    def __call__(self, texts: str, add_special_tokens: bool = True) -> dict[str, Any]:
+        return {"input_ids": [ord(c) for c in texts]}
 
     def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, tokens))
@@ -139,7 +141,7 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     engine = find("rollout.engine", "counting", {}, "asyncrl.engines")()
     sampling = Sampling(temperature=1.0, max_response_tokens=32)
     make = partial(find_environment("echo"), Lengths())
-    runner = GroupRunner(engine, Letters(), make, sampling, max_prompt_tokens=8)
+    runner = GroupRunner(Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2)), sampling)
     key = PartKey(AttemptKey("a", 0, 0), 0)
     request = PartRequest(key=key, item={"uid": "a", "prompt": "!"}, indices=(0, 1), seed=0)
     result, payload = asyncio.run(runner.run(request, lambda finished: None))

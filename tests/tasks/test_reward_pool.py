@@ -183,7 +183,7 @@ def test_the_plain_form_is_scored_by_the_datasets_own_verifier(tmp_path):
 
 
 def test_a_file_has_no_verifier_of_a_dataset(tmp_path):
-    with pytest.raises(ConfigError, match="a file has none") as refused:
+    with pytest.raises(ConfigError, match="this source has none") as refused:
         resolve_reward("dataset", dataset="", params={}, adapter="plain")
     assert "exact-match" in refused.value.hint
 

@@ -153,7 +153,7 @@ def measure_all(
 
     Raises ExecutorFailed with the error of an actor that failed.
     """
-    from asyncrl_cli.envs.episode import load_tokenizer, render_prompts
+    from asyncrl_cli.envs.chat import load_tokenizer, render_prompts
     from asyncrl_cli.job.alone import Alone, Work
 
     every = list(sides.values())

@@ -10,13 +10,17 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import (
+    Any,
+    Literal,
+    NotRequired,  # pydantic reads typing's own from Python 3.12 on
+)
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
-from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
+from typing_extensions import TypedDict
 
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.safe_files import Count, Finite, load_json, open_regular, reason
@@ -33,6 +37,7 @@ class _Trajectory(TypedDict):
     reward: Finite
     finish_reason: str
     segment_lengths: list[Count]
+    turn_rewards: NotRequired[list[Finite]]
 
 
 class _Group(TypedDict):
@@ -94,6 +99,8 @@ def _structure(group: GroupPayload) -> _Group:
     for trajectory in group.trajectories:
         lengths = [len(segment.tokens_T) for segment in trajectory.segments]
         entry = _Trajectory(reward=trajectory.reward, finish_reason=trajectory.finish_reason, segment_lengths=lengths)
+        if trajectory.turn_rewards:
+            entry["turn_rewards"] = list(trajectory.turn_rewards)
         trajectories.append(entry)
     return {"uid": group.uid, "epoch": group.epoch, "attempt": group.attempt, "trajectories": trajectories}
 
@@ -102,5 +109,6 @@ def _group(entry: _Group, segments: Iterator[Segment]) -> GroupPayload:
     trajectories = []
     for told in entry["trajectories"]:
         own = tuple(next(segments) for _ in told["segment_lengths"])
-        trajectories.append(Trajectory(segments=own, reward=told["reward"], finish_reason=told["finish_reason"]))
+        end: Any = {"finish_reason": told["finish_reason"], "turn_rewards": tuple(told.get("turn_rewards", ()))}
+        trajectories.append(Trajectory(segments=own, reward=told["reward"], **end))
     return GroupPayload(uid=entry["uid"], epoch=entry["epoch"], attempt=entry["attempt"], trajectories=tuple(trajectories))

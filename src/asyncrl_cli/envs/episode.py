@@ -1,103 +1,244 @@
-"""One trajectory while it is made: what the model has seen, what it has sampled, and the arrays that this becomes.
+"""One trajectory while it is made: an environment and a model in turns, within limits, and what becomes of it.
 
-Messages are rendered with the tokenizer's chat template if it has one; the driver checks prompt lengths with the same functions.
+    environment.start ─> Turn ─> ask ─> engine.generate ─> take ─> environment.step ─> End
+                           ^                                              │
+                           └──────────────────── Turn <───────────────────┘
+
+Who waits for whom: an episode for its environment and for the engine, in turns. `stop` ends either wait; so does
+`env.episode_timeout_s`, if there may be several turns.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import random
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
-from asyncrl_cli.engines.port import Completion
-from asyncrl_cli.envs.port import End, EpisodeFailed, Message, Turn, prompt_of
+from asyncrl_cli.engines.port import Engine, Sampling
+from asyncrl_cli.envs.chat import Chat
+from asyncrl_cli.envs.conversation import Conversation
+from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Turn
+from asyncrl_cli.errors import first_line
 from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
-from asyncrl_cli.samples import NOT_SAMPLED, Segment, Trajectory
+from asyncrl_cli.profile.arithmetic import max_context_tokens
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.samples import Trajectory
+from asyncrl_cli.tasks.rewards import RewardFailed
 
-NOTHING = Completion(tokens=[], logprobs=[], versions=[], finish_reason="abort")
+T = TypeVar("T")
+CLOSE_LIMIT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+class Limits(NamedTuple):
+    """Of an episode: rollout.max_prompt_tokens, and those of [env]."""
+
+    max_prompt_tokens: int
+    max_context_tokens: int
+    max_turns: int = 1
+    episode_timeout_s: float | None = None
+    """Of episodes whose first turn is not also their last."""
+
+    @classmethod
+    def of(cls, profile: Profile) -> Limits:
+        env = profile.env
+        return cls(profile.rollout.max_prompt_tokens, max_context_tokens(profile), env.max_turns, env.episode_timeout_s)
+
+
+class Means(NamedTuple):
+    """What the episodes of a worker have in common. `on_waiting(+1)`: one more of them waits for its environment between turns."""
+
+    engine: Engine
+    chat: Chat
+    make_environment: Callable[[], Environment]
+    limits: Limits
+    on_waiting: Callable[[int], None] = lambda change: None
 
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """One trajectory of a group or eval. `completion` holds all tokens after the first prompt: sampled ones, and between them the
-    environment's messages (version -1).
+    """One trajectory of a group or eval.
 
-    `end` and `failure` are None until the episode has ended; then one of them is set. `needs_slot`: the trajectory may generate
-    again. `tool_s`: waiting for the environment between turns.
+    `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
+    there was no further one ("length", "max_turns"). `on_free`: called once, when the trajectory will not generate again.
     """
 
     id: str
     item: Mapping[str, Any]
     seed: int
-    prompt_tokens: list[int] = field(default_factory=list)
-    completion: Completion = NOTHING
+    means: Means
+    sampling: Sampling
+    on_free: Callable[[], None] = lambda: None
     end: End | None = None
     failure: Failure | None = None
-    needs_slot: bool = True
-    num_turns: int = 0
+    finish_reason: str = ""
     tool_s: float = 0.0
-    _messages: list[Message] = field(default_factory=list)
+    has_one_turn: bool = False
+    conversation: Conversation = field(init=False)
+    _stopped: EpisodeFailed | None = None
+    _wait: asyncio.Future[Any] | None = None
+    _is_free: bool = False
 
-    @property
-    def num_sampled(self) -> int:
-        return sum(version != NOT_SAMPLED for version in self.completion.versions)
+    def __post_init__(self) -> None:
+        self.conversation = Conversation(self.means.chat)
 
-    def open(self, tokenizer: PreTrainedTokenizerBase, turn: Turn, max_prompt_tokens: int) -> None:
-        """Render the first turn as the prompt. Raises EpisodeFailed if it is empty or too long."""
-        self._messages = list(turn.messages)
-        self.prompt_tokens = render(tokenizer, [turn.messages])[0]
-        uid, count = self.item["uid"], len(self.prompt_tokens)
-        if count > max_prompt_tokens:
-            raise EpisodeFailed("prompt", f"prompt {uid} has {count} tokens, rollout.max_prompt_tokens is {max_prompt_tokens}")
-        if not count:
-            raise EpisodeFailed("prompt", f"prompt {uid} has no tokens")
+    async def play(self) -> None:
+        """From the environment's start to its end. Raises only what the engine raises."""
+        try:
+            self._check_stopped()
+            environment = self._made()
+            try:
+                self.end = await self._end_of(environment)
+            finally:
+                self._free()
+                await self._close(environment)
+        except EpisodeFailed as failed:
+            self.failure = Failure(failed.kind, failed.text)
+        finally:
+            self._free()
 
-    def turn_seed(self) -> int:
-        """Seed of the next response's random numbers."""
-        return derived_seed(self.seed, str(self.num_turns)) if self.num_turns else self.seed
+    async def stop(self, kind: str, text: str) -> None:
+        """End the episode soon, as failed."""
+        self._stopped = self._stopped or EpisodeFailed(kind, text)
+        await self.means.engine.abort(self.id)
+        if self._wait is not None:
+            self._wait.cancel()
 
-    def add(self, more: Completion) -> None:
-        """Append a response, or the environment's messages, to all tokens so far."""
-        done = self.completion
-        self.completion = Completion(
-            tokens=done.tokens + more.tokens,
-            logprobs=done.logprobs + more.logprobs,
-            versions=done.versions + more.versions,
-            finish_reason=more.finish_reason,
-        )
+    async def stop_late(self) -> None:
+        """Stop the episode after env.episode_timeout_s. A single turn ends by its own limits: of tokens, and of the reward."""
+        limit_s = self.means.limits.episode_timeout_s
+        await asyncio.sleep(limit_s or math.inf)
+        if not self.has_one_turn:
+            await self.stop("episode-timeout", f"{self.id} had not ended after env.episode_timeout_s = {limit_s:g}")
 
-    def go_on(self, tokenizer: PreTrainedTokenizerBase, response: str, turn: Turn, max_response_tokens: int) -> None:
-        """Append a further turn's messages after the response. Raises EpisodeFailed if no tokens are left for an answer."""
-        added = render_more(tokenizer, self._messages, response, self.completion.tokens[-1], turn.messages)
-        self._messages += [{"role": "assistant", "content": response}, *turn.messages]
-        num = len(added)
-        self.add(replace(self.completion, tokens=added, logprobs=[0.0] * num, versions=[NOT_SAMPLED] * num))
-        if len(self.completion.tokens) >= max_response_tokens:
-            limit = f"rollout.max_response_tokens = {max_response_tokens}"
-            raise EpisodeFailed("context", f"{self.id}: its turns take all {limit} tokens")
+    async def _end_of(self, environment: Environment) -> End:
+        turn = await self._call(environment.start(self.item))
+        self.has_one_turn = turn.is_last
+        while True:
+            prompt = self._ask(turn)
+            if prompt is None:
+                self._free()
+                return await self._call(environment.cut(self.finish_reason))
+            answer = await self._answer(prompt)
+            if turn.is_last:
+                self._free()
+                following = await self._call(environment.step(answer))
+            else:
+                following = await self._between_turns(environment.step(answer))
+            if isinstance(following, End):
+                return following
+            turn = following
+
+    def _ask(self, turn: Turn) -> list[int] | None:
+        """Ids to generate from; None if no further answer is possible, with `finish_reason` saying why.
+
+        Raises EpisodeFailed if the first prompt is empty or too long.
+        """
+        num_turns, limits = self.conversation.num_turns, self.means.limits
+        if num_turns >= limits.max_turns:
+            self.finish_reason = "max_turns"
+            return None
+        prompt = self.conversation.ask(turn.messages, turn.tools)
+        if not num_turns:
+            _check_first(prompt, self.item["uid"], limits.max_prompt_tokens)
+        if len(prompt) >= limits.max_context_tokens:
+            self.finish_reason = "length"
+            return None
+        return prompt
+
+    async def _answer(self, prompt: list[int]) -> Answer:
+        """The model's answer, within `max_response_tokens` and the context."""
+        self._check_stopped()
+        num_turns, room = self.conversation.num_turns, self.means.limits.max_context_tokens - len(prompt)
+        sampling = replace(self.sampling, max_response_tokens=min(self.sampling.max_response_tokens, room))
+        seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
+        completion = await self.means.engine.generate(self.id, prompt, sampling, seed)
+        answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
+        self._check_stopped()
+        if completion.finish_reason == "abort":
+            raise EpisodeFailed("aborted", "")
+        return answer
+
+    async def _between_turns(self, step: Coroutine[Any, Any, T]) -> T:
+        """Await a step after which the model may speak again."""
+        began_s = asyncio.get_running_loop().time()
+        self.means.on_waiting(+1)
+        try:
+            return await self._call(step)
+        finally:
+            self.means.on_waiting(-1)
+            self.tool_s += asyncio.get_running_loop().time() - began_s
+
+    async def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await a call of the environment. Raises EpisodeFailed if it raises, or if the episode is stopped meanwhile."""
+        self._wait = task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task})
+            self._check_stopped()
+            if task.cancelled():
+                raise EpisodeFailed("environment", f"environment of {self.id}: it cancelled its own call")
+            return task.result()
+        except RewardFailed as failed:
+            raise EpisodeFailed("reward", f"reward of {self.id}: {failed}") from failed
+        except EpisodeFailed:
+            raise
+        except Exception as error:  # a user's environment may raise anything
+            raise self._failed(error) from error
+        finally:
+            self._wait = None
+            task.cancel()
+
+    def _made(self) -> Environment:
+        try:
+            return self.means.make_environment()
+        except Exception as error:  # as above
+            raise self._failed(error) from error
+
+    async def _close(self, environment: Environment) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_LIMIT_S):
+                await environment.close()
+        except Exception:  # the trajectory is what it is
+            logger.exception("the environment of %s could not be closed", self.id)
+
+    def _failed(self, error: Exception) -> EpisodeFailed:
+        logger.error("the environment of %s failed", self.id, exc_info=error)
+        return EpisodeFailed("environment", f"environment of {self.id}: {type(error).__name__}: {first_line(error)}")
+
+    def _check_stopped(self) -> None:
+        if self._stopped is not None:
+            raise self._stopped
+
+    def _free(self) -> None:
+        if not self._is_free:
+            self._is_free = True
+            self.on_free()
 
     def trajectory(self) -> Trajectory:
         assert self.end is not None
-        segment = segment_of(self.prompt_tokens, self.completion)
-        return Trajectory(segments=(segment,), reward=self.end.reward, finish_reason=self.completion.finish_reason)
+        return Trajectory(
+            segments=self.conversation.segments(),
+            reward=self.end.reward,
+            finish_reason=self.finish_reason,
+            turn_rewards=self.end.turn_rewards,
+        )
 
     def meta(self) -> TrajectoryMeta:
         assert self.end is not None
-        num_tokens = len(self.prompt_tokens) + len(self.completion.tokens)
-        versions = Counter(version for version in self.completion.versions if version != NOT_SAMPLED)
+        said = self.conversation
         return TrajectoryMeta(
-            prompt_tokens=num_tokens - self.num_sampled,
-            response_tokens=self.num_sampled,
+            prompt_tokens=said.num_tokens - said.num_sampled,
+            response_tokens=said.num_sampled,
             reward=self.end.reward,
-            finish_reason=self.completion.finish_reason,
-            version_tokens=tuple(sorted(versions.items())),
-            num_turns=self.num_turns,
+            finish_reason=self.finish_reason,
+            version_tokens=said.version_tokens(),
+            num_turns=said.num_turns,
+            num_forks=said.num_forks,
             tool_s=self.tool_s,
             facts=tuple(sorted(self.end.facts.items())),
         )
@@ -108,55 +249,8 @@ def derived_seed(seed: int, name: str) -> int:
     return random.Random(f"{seed}/{name}").getrandbits(63)
 
 
-def segment_of(prompt_tokens: list[int], completion: Completion) -> Segment:
-    """The segment of one token sequence. Tokens that were not sampled have mask 0, version -1 and logprob 0."""
-    num_prompt = len(prompt_tokens)
-    versions_T = np.array([NOT_SAMPLED] * num_prompt + completion.versions, dtype=np.int32)
-    return Segment(
-        tokens_T=np.array(prompt_tokens + completion.tokens, dtype=np.int32),
-        logprobs_T=np.array([0.0] * num_prompt + completion.logprobs, dtype=np.float32),
-        versions_T=versions_T,
-        mask_T=versions_T != NOT_SAMPLED,
-    )
-
-
-def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> Any:
-    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
-
-
-def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    return render(tokenizer, [prompt_of(item) for item in items])
-
-
-def render(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """Tokens of each conversation, up to where the model's answer begins."""
-    if not conversations:
-        return []
-    if tokenizer.chat_template is not None:
-        chats = [list(messages) for messages in conversations]
-        rendered = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
-    else:
-        rendered = tokenizer(["".join(message["content"] for message in messages) for messages in conversations])["input_ids"]
-    return [list(tokens) for tokens in rendered]
-
-
-def render_more(
-    tokenizer: PreTrainedTokenizerBase, seen: Sequence[Message], response: str, last_token: int, new: Sequence[Message]
-) -> list[int]:
-    """Tokens that `new` messages add after the response to `seen`. Sampled tokens, of which `last_token` is the last, are never
-    tokenized again.
-
-    Raises EpisodeFailed if the chat template would change what the model has seen already.
-    """
-    if tokenizer.chat_template is None:
-        return list(tokenizer("".join(message["content"] for message in new), add_special_tokens=False)["input_ids"])
-    begun = _text(tokenizer, seen) + response
-    whole = _text(tokenizer, [*seen, {"role": "assistant", "content": response}, *new])
-    if not whole.startswith(begun):
-        raise EpisodeFailed("context", "the model's chat template rewrites earlier turns, so that no further turn can be added")
-    added = list(tokenizer(whole.removeprefix(begun), add_special_tokens=False)["input_ids"])
-    return added[1:] if added[:1] == [tokenizer.eos_token_id] == [last_token] else added
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+def _check_first(prompt: list[int], uid: str, most: int) -> None:
+    if len(prompt) > most:
+        raise EpisodeFailed("prompt", f"prompt {uid} has {len(prompt)} tokens, rollout.max_prompt_tokens is {most}")
+    if not prompt:
+        raise EpisodeFailed("prompt", f"prompt {uid} has no tokens")

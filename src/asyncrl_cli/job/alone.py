@@ -25,12 +25,12 @@ from asyncrl_cli.job.calls import all_of, answer
 from asyncrl_cli.job.cpu_time import CpuTime
 from asyncrl_cli.job.process import set_up_process
 from asyncrl_cli.job.workers import make_trainer, makers_of
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, JobPlan, place_of
 from asyncrl_cli.profile.schema import Place, Profile
-from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.samples import GroupPayload, Trajectory
 
 BATCHES = 2
 """Different batches that training takes in turns."""
@@ -209,18 +209,17 @@ def endless_model(model_dir: Path, directory: Path) -> Path:
 
 def made_up_group(work: Work, number: int) -> GroupResult:
     """Group `number`. Its responses repeat the prompt's tokens; every second one has reward 1."""
-    from asyncrl_cli.envs.episode import Episode
-    from asyncrl_cli.envs.port import End
+    from asyncrl_cli.envs.conversation import Context
 
-    n, episodes = work.profile.rollout.n, []
+    n, metas, trajectories = work.profile.rollout.n, [], []
     for index in range(number * n, (number + 1) * n):
         prompt, length = work.prompt(index), work.length(index)
         tokens = list(itertools.islice(itertools.cycle(prompt), length))
-        completion = Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length")
-        episodes.append(
-            Episode("", {}, seed=0, prompt_tokens=prompt, completion=completion, end=End(reward=float(index % 2)), num_turns=1)
-        )
-    key, metas = AttemptKey(str(number), 0, 0), tuple(episode.meta() for episode in episodes)
-    trajectories = tuple(episode.trajectory() for episode in episodes)
-    payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=trajectories))
-    return GroupResult(key=key, trajectories=metas, failures=(), failed_tokens=0, payload=(payload,))
+        context = Context()
+        context.grow(prompt, Completion(tokens=tokens, logprobs=[-1.0] * length, versions=[0] * length, finish_reason="length"))
+        end: Any = {"reward": float(index % 2), "finish_reason": "length"}
+        metas.append(TrajectoryMeta(prompt_tokens=len(prompt), response_tokens=length, version_tokens=((0, length),), **end))
+        trajectories.append(Trajectory(segments=(context.segment(),), **end))
+    key = AttemptKey(str(number), 0, 0)
+    payload = ray.put(GroupPayload(uid=key.uid, epoch=0, attempt=0, trajectories=tuple(trajectories)))
+    return GroupResult(key=key, trajectories=tuple(metas), failures=(), failed_tokens=0, payload=(payload,))

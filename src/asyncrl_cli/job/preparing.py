@@ -14,13 +14,14 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.engines.port import check_engine
-from asyncrl_cli.envs import check_environment
+from asyncrl_cli.envs import check_environment, environment_of
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.session import check_reachable
 from asyncrl_cli.loop.cuts import read_state
 from asyncrl_cli.models.inspection import check_model, check_vocabulary
 from asyncrl_cli.models.resolve import is_builtin, model_here, resolve_model
+from asyncrl_cli.models.tiny_chat import AROUND_PROMPT
 from asyncrl_cli.observe import observers
 from asyncrl_cli.observe.wandb_sink import check_login
 from asyncrl_cli.plan.cluster import local_cluster
@@ -76,7 +77,7 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that the loss and the environment exist, the job fits here (or the cluster answers), the engine is installed, and
     W&B has a login. Call it before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
-    check_environment(profile.task.environment)
+    check_environment(environment_of(profile.task))
     if address is None:
         compile_job(profile, local_cluster())
     else:
@@ -90,14 +91,15 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     """Check the prompts' lengths in tokens and, if `model_dir` is known, the model and its tokenizer. Without a directory only the
     built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
-        check_prompt_lengths(profile, task, lambda items: [len(item["prompt"]) for item in items])
+        around = 0 if task.words is None else AROUND_PROMPT
+        check_prompt_lengths(profile, task, lambda items: [around + len(item["prompt"]) for item in items])
     elif model_dir is not None:
         check_prompt_lengths(profile, task, partial(tokens, checked_tokenizer(profile, model_dir)))
 
 
 def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
     """The model's tokenizer. Raises PreflightError if it or the model cannot be used."""
-    from asyncrl_cli.envs.episode import load_tokenizer
+    from asyncrl_cli.envs.chat import load_tokenizer
 
     vocab_size = check_model(profile, model_dir)
     try:
@@ -112,7 +114,7 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
 
 def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
     """Number of tokens of each prompt."""
-    from asyncrl_cli.envs.episode import render_prompts
+    from asyncrl_cli.envs.chat import render_prompts
 
     return list(map(len, render_prompts(tokenizer, items)))
 

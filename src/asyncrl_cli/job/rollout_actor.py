@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
-from asyncrl_cli.envs import find_environment
+from asyncrl_cli.envs import environment_of, find_environment
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
@@ -78,14 +78,15 @@ class RolloutActor:
         self._desk = PartDesk(self._runner.run, self._changes)
 
     def _make_runner(self) -> Any:
-        from asyncrl_cli.envs.episode import load_tokenizer
+        from asyncrl_cli.envs.chat import load_chat
+        from asyncrl_cli.envs.episode import Limits, Means
         from asyncrl_cli.envs.group_runner import GroupRunner
 
-        rollout = self._profile.rollout
-        tokenizer = load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code)
-        sampling = Sampling.of(rollout, rollout.temperature)
-        environment = partial(find_environment(self._profile.task.environment), self._rewards)
-        return GroupRunner(self._engine, tokenizer, environment, sampling, max_prompt_tokens=rollout.max_prompt_tokens)
+        profile = self._profile
+        chat = load_chat(self._place.model_dir, trust_remote_code=profile.model.trust_remote_code)
+        environment = partial(find_environment(environment_of(profile.task)), self._rewards)
+        means = Means(self._engine, chat, environment, Limits.of(profile))
+        return GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
 
     async def connect(self, rank_zero: RayRankZero) -> None:
         """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""

@@ -178,7 +178,7 @@ class TrainerActor:
 
     @cached_property
     def _decode(self) -> Any:
-        from asyncrl_cli.envs.episode import load_tokenizer
+        from asyncrl_cli.envs.chat import load_tokenizer
 
         return load_tokenizer(self._place.model_dir, trust_remote_code=self._profile.model.trust_remote_code).decode
 

@@ -4,6 +4,7 @@ resolve.resolve_model(profile, task) -> Path     a Hugging Face directory with c
     resolve.py                                   which of the three it is; builtin:tiny is built once, then found again
     inspection.py                                checks that the model is complete and can be opened
     tiny.py                                      builtin:tiny's configuration, its character tokenizer, its lessons
+    tiny_chat.py                                 its form of conversations: chat template, tokens of roles and tool calls
     warm_start.py                                supervised learning on the lessons
 
 attention.choose_attention(model)                sdpa where it equals the model's own attention, else eager

@@ -21,14 +21,16 @@ from asyncrl_cli.models.tiny import (
     MAX_POSITIONS,
     Course,
     Lesson,
-    Pair,
     Recipe,
+    Taught,
     characters_of,
     make_lessons,
+    taught_response,
     tiny_model,
     tiny_sizes,
     tiny_tokenizer,
 )
+from asyncrl_cli.models.tiny_chat import CHARACTERS, CHAT_TEMPLATE, chat_tokenizer, taught_conversation
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.storage import appearing_directory, naming, storage_error
@@ -116,8 +118,7 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     recipe, seed = Recipe(steps=profile.model.warm_start_steps), profile.run.seed
     num_lessons = recipe.steps * recipe.batch_size
     lessons = make_lessons(task, num=num_lessons, label_noise=profile.model.warm_start_label_noise, seed=seed)
-    characters = characters_of(task, lessons)
-    description = _describe(recipe, characters, lessons, seed)
+    description = _describe(recipe, task, lessons, seed)
     directory = _cache_directory(profile) / f"tiny-{_digest(description)[:16]}"
     if (directory / DESCRIPTION).is_file():
         progress(f"cached model {directory}", 0, 0, "")
@@ -127,15 +128,13 @@ def built_tiny(profile: Profile, task: Course, *, progress: Progress = lambda *_
     from asyncrl_cli.models.warm_start import warm_start
 
     logging.disable_progress_bar()
-    tokenizer = tiny_tokenizer(characters)
+    tokenizer, taught = _written(task, lessons)
     model = tiny_model(len(tokenizer), seed=seed)
-    end = tokenizer.eos_token_id
-    pairs: list[Pair] = [(tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), end]) for lesson in lessons]
 
     def report(losses: Sequence[float]) -> None:
         progress(PHASE, len(losses), recipe.steps, f"loss {fmean(losses[-SHOWN_LOSSES:]):.2f}")
 
-    losses = warm_start(model, pairs, recipe, seed=seed, progress=report)
+    losses = warm_start(model, taught, recipe, seed=seed, progress=report)
     _save(directory, model, tokenizer, {**description, "losses": [round(loss, 4) for loss in losses]})
     return directory
 
@@ -148,8 +147,19 @@ def _cache_directory(profile: Profile) -> Path:
     return expand(base) / "asyncrl" / "models"
 
 
-def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
+def _written(task: Course, lessons: Sequence[Lesson]) -> tuple[Any, list[Taught]]:
+    """The task's tokenizer, and its lessons in tokens."""
+    if task.words is not None:
+        tokenizer = chat_tokenizer(task.words)
+        return tokenizer, [taught_conversation(tokenizer, lesson.response) for lesson in lessons]
+    tokenizer = tiny_tokenizer(characters_of(task, lessons))
+    return tokenizer, [taught_response(tokenizer, lesson) for lesson in lessons]
+
+
+def _describe(recipe: Recipe, task: Course, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
     """All that the weights depend on. Library versions too: another torch may start from other random numbers."""
+    chat: dict[str, Any] = {} if task.words is None else {"words": task.words, "chat_template": CHAT_TEMPLATE}
+    characters = characters_of(task, lessons) if task.words is None else CHARACTERS
     return {
         "recipe_version": RECIPE_VERSION,
         "config": tiny_sizes(len(characters)),
@@ -159,6 +169,7 @@ def _describe(recipe: Recipe, characters: Sequence[str], lessons: Sequence[Lesso
         "seed": seed,
         "torch": version("torch"),
         "transformers": version("transformers"),
+        **chat,
     }
 
 

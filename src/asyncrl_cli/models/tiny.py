@@ -22,7 +22,11 @@ SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 """Their ids are 0, 1, 2; the characters follow."""
 
 MAX_POSITIONS = 2048
-Demonstration = Callable[[Mapping[str, Any], Random], str] | None
+IGNORED = -100
+"""Label of a token that is not part of the loss."""
+Response = str | Sequence[Mapping[str, Any]]
+"""What follows a prompt: a text; or a whole conversation, prompt included, as chat messages."""
+Demonstration = Callable[[Mapping[str, Any], Random], Response] | None
 
 TINY: dict[str, Any] = {
     "hidden_size": 128,
@@ -37,15 +41,20 @@ TINY: dict[str, Any] = {
 """Its sizes, under the names of a Qwen3's config.json."""
 
 
-def tiny_tokenizer(characters: Iterable[str]) -> PreTrainedTokenizerFast:
-    """One token per character, in the order given. Adds no special tokens; decoding gives the text back unchanged."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def tiny_tokenizer(
+    characters: Iterable[str], *, special: Sequence[str] = SPECIAL_TOKENS, words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """One token per character, in the order given, after the `special` ones; and one for each of `words`, wherever it occurs. Adds
+    no special tokens; decoding gives the text back unchanged."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
+    vocabulary = {token: index for index, token in enumerate((*special, *characters))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special if token not in SPECIAL_TOKENS])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
@@ -84,7 +93,8 @@ def tiny_model(vocab_size: int, *, seed: int) -> Qwen3ForCausalLM:
 class Course(Protocol):
     """A task as source of lessons: the prompts of both splits, and functions that write responses to them.
 
-    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if the task has none.
+    `demonstration` writes a correct response to an item, `flawed_demonstration` one with a mistake; None if the task has none. They
+    write conversations if `words` is not None: texts that get a token of their own.
     """
 
     name: str
@@ -92,6 +102,7 @@ class Course(Protocol):
     eval: Sequence[Mapping[str, Any]]
     demonstration: Demonstration
     flawed_demonstration: Demonstration
+    words: tuple[str, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,16 +117,16 @@ class Recipe:
     grad_clip: float = 1.0
     lr_warmup_steps: int = 20
     bucket_batches: int = 32
-    """Pairs of this many batches at a time are sorted by length before they are cut into batches: padding would triple the work."""
+    """Lessons of this many batches at a time are sorted by length and then cut into batches: padding would triple the work."""
 
 
-Pair = tuple[list[int], list[int]]
-"""Token ids of a prompt, and of the response to it with its end-of-sequence token."""
+Taught = tuple[list[int], list[int]]
+"""Token ids of a lesson, and its labels: the same ids where they are to be learned, `IGNORED` elsewhere."""
 
 
 class Lesson(NamedTuple):
     prompt: str
-    response: str
+    response: Response
 
 
 def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> list[Lesson]:
@@ -126,7 +137,7 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
     if task.demonstration is None or task.flawed_demonstration is None:
         raise ConfigError(
             f'model.path = "builtin:tiny" learns from demonstrations, and {task.name} provides none',
-            hint='task.source = "reasoning-gym:number_sorting" has, or name a pretrained model',
+            hint="the tasks reasoning-gym:number_sorting, builtin:calculator and builtin:guess have; or name a pretrained model",
         )
     rng = Random(f"lessons {seed}")
     items = list(task.train)
@@ -139,8 +150,15 @@ def make_lessons(task: Course, *, num: int, label_noise: float, seed: int) -> li
     return lessons
 
 
+def taught_response(tokenizer: PreTrainedTokenizerFast, lesson: Lesson) -> Taught:
+    """The response is learned, with its end-of-sequence token; the prompt is read."""
+    assert isinstance(lesson.response, str)
+    prompt, response = tokenizer.encode(lesson.prompt), [*tokenizer.encode(lesson.response), tokenizer.eos_token_id]
+    return prompt + response, [IGNORED] * len(prompt) + response
+
+
 def characters_of(task: Course, lessons: Sequence[Lesson]) -> list[str]:
     """Every character of any prompt or lesson, sorted: the tokenizer's vocabulary."""
     texts = [item["prompt"] for split in (task.train, task.eval) for item in split]
-    texts += [text for lesson in lessons for text in lesson]
+    texts += [text for lesson in lessons for text in lesson if isinstance(text, str)]
     return sorted(set().union(*texts))

@@ -1,7 +1,7 @@
 """Supervised warm start: a model learns to answer prompts as demonstrations do, in a few hundred steps.
 
 Matrices inside the layers are trained by Muon and the rest by AdamW: the model learns to copy earlier text, which every worked
-answer needs, in about half the steps that AdamW alone takes. The loss is plain next-token cross entropy on the responses only.
+answer needs, in about half the steps that AdamW alone takes. The loss is plain next-token cross entropy on what has labels.
 The warm start is not part of the RL run: its optimizer states are not kept.
 
 Muon is momentum whose direction is made orthogonal (Jordan et al., 2024). torch.optim.Muon orthogonalises in bfloat16, which CPUs
@@ -18,10 +18,8 @@ from random import Random
 import torch
 from transformers import PreTrainedModel
 
-from asyncrl_cli.models.tiny import Pair, Recipe
+from asyncrl_cli.models.tiny import IGNORED, Recipe, Taught
 
-IGNORED = -100
-"""Label of a token that is not part of the loss."""
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic that pulls singular values towards 1 fastest."""
 ITERATIONS = 5
@@ -30,25 +28,25 @@ SMALLEST_NORM = 1e-7
 
 def warm_start(
     model: PreTrainedModel,
-    pairs: Sequence[Pair],
+    lessons: Sequence[Taught],
     recipe: Recipe,
     *,
     seed: int,
     progress: Callable[[Sequence[float]], None] = lambda losses: None,
 ) -> list[float]:
-    """Teach `model` in place; returns each step's loss (nats per response token). Needs steps * batch_size pairs.
+    """Teach `model` in place; returns each step's loss (nats per learned token). Needs steps * batch_size lessons.
 
     `progress` is called after each step with the losses so far.
     """
-    if len(pairs) < recipe.steps * recipe.batch_size:
-        raise ValueError(f"{recipe.steps} steps of {recipe.batch_size} pairs need more than the {len(pairs)} given")
+    if len(lessons) < recipe.steps * recipe.batch_size:
+        raise ValueError(f"{recipe.steps} steps of {recipe.batch_size} lessons need more than the {len(lessons)} given")
     optimizers = _optimizers(model, recipe)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     peaks = [group["lr"] for group in groups]
     losses: list[float] = []
     model.train()
     with _one_thread():
-        for step, batch in enumerate(_batches(pairs, recipe, Random(seed))):
+        for step, batch in enumerate(_batches(lessons, recipe, Random(seed))):
             for group, peak in zip(groups, peaks, strict=True):
                 group["lr"] = peak * _schedule(step, recipe)
             loss = _loss(model, batch)
@@ -91,26 +89,25 @@ def _schedule(step: int, recipe: Recipe) -> float:
     return warmup * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 
 
-def _batches(pairs: Sequence[Pair], recipe: Recipe, rng: Random) -> Iterator[list[Pair]]:
-    """`recipe.steps` batches of pairs of similar length, in random order within a bucket."""
+def _batches(lessons: Sequence[Taught], recipe: Recipe, rng: Random) -> Iterator[list[Taught]]:
+    """`recipe.steps` batches of lessons of similar length, in random order within a bucket."""
     size = recipe.batch_size
-    wanted = pairs[: recipe.steps * size]
+    wanted = lessons[: recipe.steps * size]
     for start in range(0, len(wanted), size * recipe.bucket_batches):
-        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=lambda pair: len(pair[0]) + len(pair[1]))
+        bucket = sorted(wanted[start : start + size * recipe.bucket_batches], key=lambda lesson: len(lesson[0]))
         batches = [bucket[first : first + size] for first in range(0, len(bucket), size)]
         rng.shuffle(batches)
         yield from batches
 
 
-def _loss(model: PreTrainedModel, batch: Sequence[Pair]) -> torch.Tensor:
-    """Mean cross entropy of the response tokens. Padding is on the right, so causal attention needs no mask."""
-    width = max(len(prompt) + len(response) for prompt, response in batch)
+def _loss(model: PreTrainedModel, batch: Sequence[Taught]) -> torch.Tensor:
+    """Mean cross entropy of the tokens with labels. Padding is on the right, so causal attention needs no mask."""
+    width = max(len(tokens) for tokens, _ in batch)
     tokens_BT = torch.zeros(len(batch), width, dtype=torch.long)
     labels_BT = torch.full((len(batch), width), IGNORED)
-    for row, (prompt, response) in enumerate(batch):
-        end = len(prompt) + len(response)
-        tokens_BT[row, :end] = torch.tensor(prompt + response)
-        labels_BT[row, len(prompt) : end] = torch.tensor(response)
+    for row, (tokens, labels) in enumerate(batch):
+        tokens_BT[row, : len(tokens)] = torch.tensor(tokens)
+        labels_BT[row, : len(labels)] = torch.tensor(labels)
     logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
         logits_BTV[:, :-1].flatten(0, 1).float(), labels_BT[:, 1:].flatten(), ignore_index=IGNORED

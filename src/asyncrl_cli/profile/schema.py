@@ -77,23 +77,25 @@ class TaskSection(Section):
     """Prompts and their rewards."""
 
     source: PathText = "reasoning-gym:number_sorting"
-    """`reasoning-gym:<dataset>`, `jsonl:<path>` or `parquet:<path>`."""
+    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>`, or a task of many turns that comes with asyncrl:
+    `builtin:calculator` or `builtin:guess`."""
     params: Params = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset; a layer that sets `source` discards those of lower layers."""
+    """Parameters of the reasoning-gym dataset or the builtin task; a layer that sets `source` discards those of lower layers."""
     adapter: Literal["auto", "plain", "worked"] = "auto"
     """How a dataset item becomes a prompt: `plain` is its question; `worked` is the compact form with demonstrations
-    that write their working first; `auto` takes `worked` if the dataset has that form and the model is builtin:tiny."""
+    that write their working first; `auto` takes `worked` if the source has that form and the model is builtin:tiny."""
     train_prompts: PositiveInt | None = None
-    """Number of training prompts: made by reasoning-gym (4096 if not given) or taken from a file's beginning (all if not given)."""
+    """Number of training prompts: made by reasoning-gym (4096 if not given) or by a builtin task (2048), or taken from a file's
+    beginning (all if not given)."""
     prompt_key: str = "prompt"
     """Column of the prompt in a file: text, or a list of messages with `role` and `content`. `column.field` is a field in it."""
     answer_key: str = "answer"
     """Column of the answer in a file, or a field in it: `reward_model.ground_truth` in verl's files."""
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
-    environment: str = "one-turn"
+    environment: str = "auto"
     """The episode that a prompt starts: `one-turn` is one response and its reward. Packages add others as entry points
-    `asyncrl.environments`."""
+    `asyncrl.environments`. `auto` is the builtin task's own, and one-turn for other sources."""
     reward: str = "auto"
     """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`
     or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""

@@ -2,7 +2,8 @@
 
     task.load_task(profile) -> Task        items of both splits, the reward's description, demonstrations
         gym.py                             where items come from: a reasoning-gym dataset,
-        files.py, rows.py                  or a jsonl or parquet file, row by row
+        files.py, rows.py                  a jsonl or parquet file, row by row,
+        builtin.py                         or a task that comes with asyncrl: arithmetic.py, guessing.py
         reward_choice.py                   which reward is meant, tried out in a child process; where a user's function lies
         item.py                            what an item is; compact prompts with written-out working, for builtin:tiny
     rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop:

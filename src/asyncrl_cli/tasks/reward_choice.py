@@ -55,7 +55,7 @@ def resolve_reward(
         reward = "dataset" if dataset and adapter == "plain" else "exact-match"
     if reward == "dataset" and not dataset:
         raise ConfigError(
-            'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and a file has none',
+            'task.reward = "dataset" is the verifier of a reasoning-gym dataset, and this source has none',
             hint='task.reward = "exact-match", "math-verify" or "module:function"',
         )
     if reward in BUILT_IN:

@@ -13,15 +13,17 @@ from typing import Any
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
+from asyncrl_cli.tasks.builtin import builtin_task, drawn
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 
-SOURCES = ("reasoning-gym", "jsonl", "parquet")
-MADE_PROMPTS = 4096
-"""Training prompts made by a reasoning-gym dataset if `task.train_prompts` is not set: a dataset could make any number."""
+SOURCES = {"builtin": "<task>", "reasoning-gym": "<dataset>", "jsonl": "<path>", "parquet": "<path>"}
+MADE_PROMPTS, DRAWN_PROMPTS = 4096, 2048
+"""Training prompts made by a reasoning-gym dataset, or drawn by a builtin task, if `task.train_prompts` is not set: they could make
+any number."""
 HELD_OUT_AT_LEAST = 512
 """Minimum of eval prompts made by a dataset in its worked form, even if `eval.prompts` is smaller. builtin:tiny learns from the
 training prompts, which exclude these, so it is the same model for every smaller `eval.prompts`."""
@@ -30,7 +32,7 @@ DATA_SOURCE = "data_source"
 """verl's column that chooses a row's reward."""
 EXACT = 'task.reward = "exact-match" compares the whole response with the answer ("math-verify" judges mathematics)'
 
-Demonstration = Callable[[Item, Random], str] | None
+Demonstration = Callable[[Item, Random], str | Sequence[Mapping[str, Any]]] | None
 Splits = tuple[list[Item], list[Item], list[str]]
 """What files give: training items, eval items, and notes for the user."""
 
@@ -40,7 +42,9 @@ class Task:
     """Items and reward of a task. All prompts differ, also between `train` and `eval`.
 
     `eval` does not depend on the run's seed, so runs with different seeds can be compared. builtin:tiny learns from demonstrations,
-    correct and flawed ones (None if the task has none). `notes` tell the user what was left out of the source, and why.
+    correct and flawed ones (None if the task has none): texts, or conversations if `words` is not None. `words`: what comes up so
+    often that builtin:tiny has a token for it. `notes` tell the user what was left out of the source and why, or what rewards to
+    expect.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Task:
     reward: RewardSpec
     demonstration: Demonstration = None
     flawed_demonstration: Demonstration = None
+    words: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -60,9 +65,11 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     kind, colon, name = profile.task.source.partition(":")
     if kind not in SOURCES or not (colon and name):
         raise ConfigError(
-            f'task.source = "{profile.task.source}" is none of reasoning-gym:<dataset>, jsonl:<path>, parquet:<path>',
+            f'task.source = "{profile.task.source}" is none of {", ".join(map(":".join, SOURCES.items()))}',
             hint='for example task.source = "reasoning-gym:number_sorting"',
         )
+    if kind == "builtin":
+        return _builtin_task(profile, name, run_dir)
     if kind == "reasoning-gym":
         return _gym_task(profile, name, run_dir)
     return _file_task(profile, expand(name), run_dir)
@@ -80,12 +87,36 @@ def _reward(
     return spec, (note,) if note else ()
 
 
-def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
+def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
+    _refuse_eval_path(profile)
+    form, num_eval = _adapter(profile, None), profile.eval.prompts
+    task = builtin_task(name, profile.task.params, form)
+    reward, notes = _reward(profile, run_dir, "", {}, "plain")
+    taken: set[str] = set()
+    held_out = drawn(task, name, "eval", max(num_eval, HELD_OUT_AT_LEAST), taken)[:num_eval]
+    train = drawn(task, name, f"train/{profile.run.seed}", profile.task.train_prompts or DRAWN_PROMPTS, taken)
+    return Task(
+        name=profile.task.source,
+        train=tuple(train),
+        eval=tuple(held_out),
+        reward=reward,
+        demonstration=task.demonstration,
+        flawed_demonstration=task.flawed_demonstration,
+        words=task.words,
+        notes=(*notes, f"{profile.task.source}: the best play earns {task.ceiling(train):.3f} per episode on average"),
+    )
+
+
+def _refuse_eval_path(profile: Profile) -> None:
     if profile.task.eval_path is not None:
         raise ConfigError(
-            "task.eval_path is for files; a reasoning-gym dataset makes its eval prompts itself",
+            f"task.eval_path is for files; {profile.task.source} makes its eval prompts itself",
             hint="leave it out; eval.prompts says how many are made",
         )
+
+
+def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:
+    _refuse_eval_path(profile)
     dataset_module(dataset)
     adapter, params = _adapter(profile, dataset), dict(profile.task.params)
     worked = WORKED[dataset] if adapter == "worked" else None
@@ -113,20 +144,22 @@ def _made(reward: RewardSpec, num_prompts: Mapping[str, int]) -> dict[str, list[
     return make_entries(reward, num_prompts)
 
 
-def _adapter(profile: Profile, dataset: str) -> Adapter:
-    if profile.task.adapter == "worked" and dataset not in WORKED:
+def _adapter(profile: Profile, dataset: str | None) -> Adapter:
+    """`dataset`: of reasoning-gym, "" for a file, None for a builtin task, all of which have a worked form."""
+    has_worked_form = dataset is None or dataset in WORKED
+    if profile.task.adapter == "worked" and not has_worked_form:
         raise ConfigError(
             f'task.adapter = "worked": {profile.task.source} has no worked form, only {", ".join(WORKED)} has',
             hint='task.adapter = "plain"',
         )
     if profile.task.adapter == "auto":
-        return "worked" if dataset in WORKED and profile.model.path == "builtin:tiny" else "plain"
+        return "worked" if has_worked_form and profile.model.path == "builtin:tiny" else "plain"
     return profile.task.adapter
 
 
 def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
-        raise ConfigError(f"task.params is for reasoning-gym, not for {profile.task.source}", hint="leave it out")
+        raise ConfigError(f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}", hint="leave it out")
     if profile.task.source.startswith("parquet:") != (path.suffix == ".parquet"):
         raise ConfigError(
             f'task.source = "{profile.task.source}": the file does not look like {profile.task.source.partition(":")[0]}',

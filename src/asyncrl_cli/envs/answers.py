@@ -1,0 +1,162 @@
+"""Reads what a model said: thinking, content and tool calls, out of the text of an answer.
+
+The form of calls is a response template of transformers (`PreTrainedTokenizerBase.parse_response`): the tokenizer's own, if its
+directory has one (`response_template` in tokenizer_config.json), or the first of FORMS that reads back the call that the model's
+chat template writes. A form is chosen by that proof, not by the model's name.
+"""
+# ruff: noqa: RUF001 (DeepSeek's tokens have full-width bars)
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from asyncrl_cli.envs.port import Answer, Message, ToolSchema
+from asyncrl_cli.errors import first_line
+
+THINK, THINK_END = "<think>", "</think>"
+_NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+"""For forms whose opening has the tool's name."""
+
+
+def _in_json(arguments: str) -> dict[str, Any]:
+    function = {"name": "{content.name}", "arguments": f"{{content.{arguments}}}"}
+    return {"content": "json", "transform": {"type": "function", "function": function}}
+
+
+FORMS: Mapping[str, Mapping[str, Any]] = {
+    "hermes, qwen": {"open": "<tool_call>", "close": "</tool_call>", **_in_json("arguments")},
+    "qwen coder": {
+        "open_pattern": r"<tool_call>\s*<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*</tool_call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+        "transform": _NAMED,
+    },
+    "glm": {
+        "open_pattern": r"<tool_call>(?P<name>[^<\n]+)\n?",
+        "close": "</tool_call>",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"},
+        "transform": _NAMED,
+    },
+    "llama 3": {"open_pattern": r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type)")', **_in_json("parameters")},
+    "mistral": {
+        "open": "[TOOL_CALLS]",
+        "content": "json",
+        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform_each": True,
+    },
+    "mistral 3": {
+        "open_pattern": r"\[TOOL_CALLS\](?P<name>[^\[{]+)(?:\[ARGS\])?",
+        "close_pattern": r"(?=\[TOOL_CALLS\])",
+        "content": "json",
+        "transform": _NAMED,
+    },
+    "deepseek v3, r1": {
+        "open_pattern": r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[^\n]+)\n```json\n",
+        "close_pattern": r"\n```<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
+        "content": "json",
+        "transform": _NAMED,
+    },
+    "deepseek v3.1": {
+        "open_pattern": r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?P<name>[^<\n]+)<｜tool▁sep｜>",
+        "close_pattern": r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
+        "content": "json",
+        "transform": _NAMED,
+    },
+}
+"""The field `tool_calls` of a response template, by the models that write so."""
+
+
+class Parser:
+    """Reads the answers of one tokenizer. `prompt` and `written`: how its chat template writes EXAMPLE in answer to a question; by
+    that the form of calls is found. `written` is "" if it writes no calls."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, written: str) -> None:
+        self._tokenizer = tokenizer
+        self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
+        self._plain = self._own or _template()
+        if "tool_calls" in self._plain["fields"]:
+            fields = {name: field for name, field in self._plain["fields"].items() if name != "tool_calls"}
+            self._plain = {**self._plain, "fields": fields}
+        known = [self._own] if self._own else map(_template, FORMS.values())
+        self._with_calls = next((spec for spec in known if written and self._reads(spec, written, prompt)), None)
+
+    @property
+    def reads_calls(self) -> bool:
+        return self._with_calls is not None
+
+    def answer(self, text: str, whole: str, finish_reason: str, prompt: str, tools: Sequence[ToolSchema]) -> Answer:
+        """`text`: what was said without special tokens; `whole`: with them, but without the one that ended it; `prompt`: the end of
+        what it answers. Calls are looked for only if `tools` were offered."""
+        if tools and self._with_calls is not None:
+            try:
+                message = self._parsed(self._with_calls, whole, prompt, tools)
+                return Answer(text=text, message=message, finish_reason=finish_reason)
+            except (ValueError, KeyError) as error:  # transformers' parsers raise both
+                malformed = first_line(error)
+        else:
+            malformed = ""
+        return Answer(
+            text=text, message=self._parsed(self._plain, whole, prompt, ()), finish_reason=finish_reason, malformed=malformed
+        )
+
+    def _parsed(self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
+        """The message. Raises ValueError or KeyError if a call cannot be read."""
+        if not self._own:  # our templates read only what the prompt has begun of the answer
+            prompt = THINK if prompt.rstrip().endswith(THINK) else ""
+        read = self._tokenizer.parse_response(whole, dict(spec), prefix=prompt, tools=list(tools) or None)
+        message = {**read, "role": "assistant", "content": (read.get("content") or "").strip()}
+        if "tool_calls" in message:
+            number = zlib.crc32(f"{prompt}{whole}".encode(errors="replace")) % 10**7
+            message["tool_calls"] = [_checked(call, f"{number:07}{index:02}") for index, call in enumerate(message["tool_calls"])]
+        return message
+
+    def _reads(self, spec: Mapping[str, Any], written: str, prompt: str) -> bool:
+        try:
+            calls = self._parsed(spec, written, prompt, ()).get("tool_calls", ())
+        except (ValueError, KeyError):
+            return False
+        return [call["function"] for call in calls] == [EXAMPLE["function"]]
+
+
+def plain_answer(text: str, finish_reason: str) -> Answer:
+    """The answer of a model without a chat template: text."""
+    return Answer(text=text, message={"role": "assistant", "content": text}, finish_reason=finish_reason)
+
+
+EXAMPLE: Mapping[str, Any] = {
+    "id": "call00000",  # Mistral's templates demand 9 letters and digits
+    "type": "function",
+    "function": {"name": "name", "arguments": {"key": "value"}},
+}
+
+
+def _template(calls: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A response template for answers that think between <think> and </think>, with calls of this form."""
+    unstripped = {"repeats": True, "join": "", "content_args": {"strip": False}}
+    fields: dict[str, Any] = {
+        "content": unstripped,
+        "reasoning_content": {"open": THINK, "close": THINK_END, "repeats": True, "join": "\n"},
+    }
+    if calls:
+        fields["tool_calls"] = {**calls} if calls.get("transform_each") else {**calls, "repeats": True}
+    return {"start_anchor_pattern": r"\A", "defaults": {"role": "assistant"}, "fields": fields}
+
+
+def _checked(call: Mapping[str, Any], id: str) -> dict[str, Any]:
+    """The call with its id. Raises ValueError unless it names a tool and has arguments by name."""
+    function = call["function"]
+    name, arguments = function["name"], function["arguments"]
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    if not isinstance(name, str) or not name.strip():
+        raise ValueError(f"a tool call names no tool, but {name!r}")
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f"the arguments of {name} are no JSON object, but {arguments!r}")
+    return {"id": id, "type": "function", "function": {"name": name.strip(), "arguments": dict(arguments)}}

@@ -1,0 +1,263 @@
+"""The tokenizer's side of a conversation: messages become ids, ids become messages, and ids that stand get further messages.
+
+    render   messages ─────────────────────────────> the ids of a first prompt
+    parse    sampled ids ──────────────────────────> Answer (answers.py)
+    bridge   ids so far, and new messages ─────────> the ids that the new messages add; None where the template rewrites
+
+A bridge is proven, not assumed. The template writes the conversation with the new messages, in which the last answer is replaced
+by a mark:
+
+    before   <user>2+2?<model>                                              what the answer continued
+    after    <user>2+2?<model> MARK <eos> <user>and 3+3?<model>             must begin with `before`, and have the mark
+                                    ----- -----------------
+                                    close what is added                     tokenized from `close` on, a special token
+
+If `after` does not begin with `before`, the template has changed what the model has seen: tools that move, thinking that is
+dropped. If the answer's thinking is missing in `after`, the template drops it. Then there is no bridge, and the caller begins anew
+with all messages rendered. How the template writes the answer itself does not matter: what was sampled stands as it is.
+
+Why not the package `renderers` (0.1.12), which bridges too: it knows models by their names on the hub, and a model here is a
+directory whose template may be anybody's, and is the one that the trained model will be served with; for all others it renders the
+whole history again. The templates decide here, and nothing but them has to be kept up to date.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.envs.answers import EXAMPLE, Parser, plain_answer
+from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema, prompt_of
+from asyncrl_cli.errors import first_line
+
+MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
+QUESTION: Message = {"role": "user", "content": "q"}
+PREFIX_TOKENS = 64
+"""As many last tokens of a prompt show how it began the answer."""
+Tools = Sequence[ToolSchema]
+
+
+class Style(NamedTuple):
+    """How a template takes the message of an assistant. Templates differ; the first style that works is found by rendering."""
+
+    thinks: bool
+    """It takes `reasoning_content`. Otherwise thinking is put into `content`, as the model wrote it."""
+    empty: str | None = ""
+    """`content` beside tool calls, if there is none."""
+    arguments_as_text: bool = False
+    writes_calls: bool = True
+
+
+class Chat:
+    """`stop_tokens`: those at which the engine ends a response, beside the tokenizer's own."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_tokens: Collection[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._stops = {*stop_tokens} | ({tokenizer.eos_token_id} - {None})
+
+    @property
+    def has_template(self) -> bool:
+        return self.tokenizer.chat_template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text by itself, as a prompt would have them."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Ids of a conversation, up to where the model's answer begins. Without a chat template: of the contents, end to end.
+
+        Raises EpisodeFailed if the template refuses the messages.
+        """
+        if not self.has_template:
+            return self.encode("".join(message["content"] for message in messages))
+        return list(self._applied(messages, tools, tokenize=True, add_generation_prompt=True))
+
+    def bridge(
+        self, tokens: Sequence[int], messages: Sequence[Message], new: Sequence[Message], tools: Tools = ()
+    ) -> list[int] | None:
+        """Ids to append to `tokens` so that they go on with the `new` messages, up to where the next answer begins.
+
+        `messages` is what `tokens` say; the last one is an answer, whose sampled ids `tokens` end with. None if the template would
+        change what is there. Raises EpisodeFailed if it refuses the new messages.
+        """
+        if not self.has_template:
+            return list(self.tokenizer("".join(message["content"] for message in new), add_special_tokens=False)["input_ids"])
+        *seen, answer = messages
+        before, marked = self._text(seen, tools), _marked(answer)
+        after = self._text([*seen, marked, *new], tools)
+        written, mark, rest = after.removeprefix(before).partition(MARK)
+        if not after.startswith(before) or not mark or (_thinks(answer) and THOUGHT not in written):
+            return None
+        closes = [(rest.index(text), text) for text in self._stop_texts if text in rest] if self._closes else []
+        if not closes:
+            return self._unclosed(after, [*seen, marked], tools)
+        at, _ = min(closes)
+        added = list(self.tokenizer(rest[at:], add_special_tokens=False)["input_ids"])
+        return added[1:] if tokens and tokens[-1] in self._stops else added
+
+    def parse(self, prompt: Sequence[int], completion: Completion, tools: Tools = ()) -> Answer:
+        """What the model said in answer to `prompt`. Calls are looked for only if `tools` were offered."""
+        text, reason = self.decode(completion.tokens), completion.finish_reason
+        if not self.has_template:
+            return plain_answer(text, reason)
+        prefix = str(self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])))
+        is_closed = bool(completion.tokens) and completion.tokens[-1] in self._stops
+        said = completion.tokens[:-1] if is_closed else completion.tokens
+        whole = str(self.tokenizer.decode(said))
+        return self.parser.answer(text, whole, reason, prefix, tools)
+
+    @cached_property
+    def parser(self) -> Parser:
+        """Reads what this template writes."""
+        call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
+        prompt, written = self._example(call)
+        ends = [written.index(text) for text in self._stop_texts if text in written]
+        return Parser(self.tokenizer, prompt, written[: min(ends, default=len(written))])
+
+    def check(self, *, tools: bool) -> None:
+        """Raises ValueError if the template cannot write a second turn, or with `tools` a tool call and its result."""
+        if not self.has_template:
+            if tools:
+                raise ValueError("its tokenizer has no chat template, which tools need")
+            return
+        try:
+            self._text([QUESTION, {"role": "assistant", "content": "a"}, QUESTION], ())
+            if tools:
+                self._check_tools()
+        except EpisodeFailed as failed:
+            raise ValueError(failed.text) from None
+
+    def _check_tools(self) -> None:
+        if not self._style.writes_calls:
+            raise ValueError("its chat template does not write tool calls")
+        if not self.parser.reads_calls:
+            raise ValueError("its chat template writes tool calls in a form that is not known")
+        call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
+        result = {"role": "tool", "content": MARK, "tool_call_id": EXAMPLE["id"], "name": EXAMPLE["function"]["name"]}
+        if MARK not in self._text([QUESTION, call, result], ()):
+            raise ValueError("its chat template does not write the results of tools")
+
+    def _unclosed(self, after: str, said: Sequence[Message], tools: Tools) -> list[int] | None:
+        """For templates that do not close an answer with a token at which the model stops: what follows the answer as text."""
+        alone = self._text(said, tools, add_generation_prompt=False)
+        if not after.startswith(alone):
+            return None
+        return list(self.tokenizer(after.removeprefix(alone), add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def _style(self) -> Style:
+        thinks = (
+            THOUGHT in self._example({"role": "assistant", "content": "a", "reasoning_content": THOUGHT}, Style(thinks=True))[1]
+        )
+        call = {**EXAMPLE, "function": {**EXAMPLE["function"], "arguments": {MARK: ""}}}
+        for empty in ("", None):
+            for arguments_as_text in (False, True):
+                style = Style(thinks, empty, arguments_as_text)
+                if MARK in self._example({"role": "assistant", "content": "", "tool_calls": [call]}, style)[1]:
+                    return style
+        return Style(thinks, writes_calls=False)
+
+    @cached_property
+    def _closes(self) -> bool:
+        """Whether the template closes an answer with a token at which the model stops."""
+        _, _, rest = self._example({"role": "assistant", "content": MARK})[1].partition(MARK)
+        return any(text in rest for text in self._stop_texts)
+
+    @cached_property
+    def _stop_texts(self) -> tuple[str, ...]:
+        texts = (self.tokenizer.convert_ids_to_tokens(token) for token in sorted(self._stops))
+        return tuple(text for text in texts if text)
+
+    def _example(self, message: Message, style: Style | None = None) -> tuple[str, str]:
+        """How the template writes QUESTION, and then the answer `message`; two empty texts if it cannot."""
+        try:
+            whole = self._text([QUESTION, message], (), add_generation_prompt=False, style=style)
+            for begins_answer in (True, False):  # a prompt that begins to think is no part of what is said later
+                before = self._text([QUESTION], (), add_generation_prompt=begins_answer)
+                if whole.startswith(before):
+                    return before, whole.removeprefix(before)
+        except EpisodeFailed:
+            pass
+        return "", ""
+
+    def _text(
+        self, messages: Sequence[Message], tools: Tools, *, add_generation_prompt: bool = True, style: Style | None = None
+    ) -> str:
+        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        return str(self._applied(messages, tools, style, **how))
+
+    def _applied(self, messages: Sequence[Message], tools: Tools, style: Style | None = None, **how: bool) -> Any:
+        dressed = [self._dressed(message, style) if message["role"] == "assistant" else dict(message) for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(dressed, tools=list(tools) or None, return_dict=False, **how)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # whatever a template's expressions may raise
+            raise EpisodeFailed("template", f"the model's chat template refuses these messages: {first_line(error)}") from error
+
+    def _dressed(self, message: Message, style: Style | None) -> dict[str, Any]:
+        """An assistant's message in the template's style."""
+        dressed, calls, thinking = dict(message), message.get("tool_calls"), message.get("reasoning_content")
+        if thinking is None and not calls:
+            return dressed
+        style = style or self._style
+        if thinking is not None and not style.thinks:
+            dressed["content"] = f"<think>\n{thinking}\n</think>\n\n{message.get('content') or ''}"
+        if calls:
+            dressed["content"] = dressed.get("content") or style.empty
+            dressed["tool_calls"] = [_dressed_call(call, style.arguments_as_text) for call in calls]
+        return dressed
+
+
+def load_chat(model_dir: str | Path, *, trust_remote_code: bool) -> Chat:
+    """The chat of a model's directory, with the stop tokens of its generation config."""
+    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    try:
+        ends = GenerationConfig.from_pretrained(model_dir).eos_token_id
+    except OSError:  # a model need not have one
+        ends = None
+    return Chat(tokenizer, ends if isinstance(ends, list) else [ends] if ends is not None else [])
+
+
+def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> Any:
+    return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+
+
+def render_prompts(tokenizer: PreTrainedTokenizerBase, items: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Ids of the items' prompts, each as the only message of a conversation."""
+    chat = Chat(tokenizer)
+    return [chat.render(prompt_of(item)) for item in items]
+
+
+def _marked(answer: Message) -> Message:
+    """The answer with MARK as the last thing that it says, and THOUGHT as its thinking, if it has any."""
+    calls, thinking = answer.get("tool_calls"), dict.fromkeys(_thinks(answer), THOUGHT)
+    if not calls:
+        return {**answer, **thinking, "content": MARK}
+    last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {MARK: ""}}}
+    return {**answer, **thinking, "tool_calls": [*calls[:-1], last]}
+
+
+def _thinks(answer: Message) -> list[str]:
+    """The keys under which the answer has thinking."""
+    return [name for name in ("reasoning_content", "thinking") if answer.get(name)]
+
+
+def _dressed_call(call: Message, as_text: bool) -> dict[str, Any]:
+    """The call with its arguments as text, or as values. Clients of the gateway send text."""
+    arguments = call["function"]["arguments"]
+    if as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not as_text and isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**call["function"], "arguments": arguments}}

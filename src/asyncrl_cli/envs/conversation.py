@@ -1,0 +1,115 @@
+"""A trajectory's conversation while it is made: token sequences that only grow, and the messages that they stand for.
+
+    ask(new messages) ─> the ids so far + ids of the new messages ─────> generate ─> take(completion) ─> Answer
+                    └──> where the template rewrites what came before,     ^
+                         a fork: all messages rendered, as the prompt ─────┘
+                         of a new segment
+
+What was sampled is never tokenized again: in the segment in which it was sampled it is trained, as it was sampled, once. A fork's
+prompt may repeat it as text; there it is not trained. So the segments of a trajectory share its reward, and its tokens count once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.envs.chat import Chat, Tools
+from asyncrl_cli.envs.port import Answer, Message
+from asyncrl_cli.samples import NOT_SAMPLED, Segment
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """A segment while it grows. `messages`: what its tokens say, the last of them an answer (empty before the first one, and where
+    only the tokens are known)."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    tools: Tools = ()
+    num_sampled: int = 0
+
+    def begins(self, tokens: Sequence[int]) -> bool:
+        """Whether `tokens` begin with all of these."""
+        return list(tokens[: len(self.tokens)]) == self.tokens
+
+    def grow(self, prompt: Sequence[int], completion: Completion) -> None:
+        """Append what `prompt` adds to the tokens so far (version -1, logprob 0), and the completion."""
+        added = list(prompt[len(self.tokens) :])
+        self.tokens += added + completion.tokens
+        self.logprobs += [0.0] * len(added) + completion.logprobs
+        self.versions += [NOT_SAMPLED] * len(added) + completion.versions
+        self.num_sampled += len(completion.tokens)
+
+    def segment(self) -> Segment:
+        """Tokens that were not sampled have mask 0, version -1 and logprob 0."""
+        versions_T = np.array(self.versions, dtype=np.int32)
+        return Segment(
+            tokens_T=np.array(self.tokens, dtype=np.int32),
+            logprobs_T=np.array(self.logprobs, dtype=np.float32),
+            versions_T=versions_T,
+            mask_T=versions_T != NOT_SAMPLED,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """`contexts`: all so far; the last one goes on. A question that was never answered leaves no trace."""
+
+    chat: Chat
+    contexts: list[Context] = field(default_factory=list)
+    num_turns: int = 0
+    _asked: Context = field(default_factory=Context)
+    _prompt: list[int] = field(default_factory=list)
+    _messages: list[Message] = field(default_factory=list)
+
+    def ask(self, new: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Ids to generate from, after these further messages. Raises EpisodeFailed if the chat template refuses them."""
+        context = self.contexts[-1] if self.contexts else Context()
+        self._messages = [*context.messages, *new]
+        added = None
+        if context.messages and context.tools == tools:
+            added = self.chat.bridge(context.tokens, context.messages, new, tools)
+        if added is None:
+            context, self._prompt = Context(), self.chat.render(self._messages, tools)
+        else:
+            self._prompt = context.tokens + added
+        context.tools, self._asked = tools, context
+        return self._prompt
+
+    def take(self, completion: Completion) -> Answer:
+        """The answer to the last question."""
+        answer, context = self.chat.parse(self._prompt, completion, self._asked.tools), self._asked
+        if not self.contexts or context is not self.contexts[-1]:
+            self.contexts.append(context)
+        context.grow(self._prompt, completion)
+        context.messages = [*self._messages, answer.message]
+        self.num_turns += 1
+        return answer
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(context.num_sampled for context in self.contexts)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(context.tokens) for context in self.contexts)
+
+    @property
+    def num_forks(self) -> int:
+        return max(len(self.contexts) - 1, 0)
+
+    def version_tokens(self) -> tuple[tuple[int, int], ...]:
+        """Sampled tokens per version, ascending by version."""
+        versions = Counter(version for context in self.contexts for version in context.versions)
+        del versions[NOT_SAMPLED]
+        return tuple(sorted(versions.items()))
+
+    def segments(self) -> tuple[Segment, ...]:
+        return tuple(context.segment() for context in self.contexts)
