@@ -125,7 +125,7 @@ def _train(place: Place, loaded: Loaded) -> list[Any]:
             feed=PromptFeed(task.train, seed=0),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=0.1, publish_s=0.05)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, times, 0, None) for i in range(2)],
-            eval_items=task.eval,
+            eval_sets={"": task.eval},
             observers=[observers],
             checkpoints=checkpoints,
         )

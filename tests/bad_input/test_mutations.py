@@ -69,7 +69,7 @@ def resume_and_go_on(place: Place) -> None:
             feed=PromptFeed(task.train, seed=profile.run.seed),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, worker_times(), 0, None) for i in range(2)],
-            eval_items=task.eval,
+            eval_sets={"": task.eval},
             observers=[Observers(RunFacts.of(profile, place.run, 2), [])],
             resume_from=ResumeFrom(loop_state=resumed.checkpoint.loop_state, payloads=payloads),
         )

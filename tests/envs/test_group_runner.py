@@ -20,8 +20,8 @@ from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, Turn
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, PartKey
-from asyncrl_cli.loop.ports import EvalRequest, PartRequest
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
+from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest
 from asyncrl_cli.samples import joined
 from asyncrl_cli.tasks.rewards import RewardFailed
 from tests.engines import tiny
@@ -354,20 +354,20 @@ def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) ->
 @pytest.mark.slow
 def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -> None:
     async def body() -> None:
-        items = tuple({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}} for i in range(20))
+        tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1" * (70 if i == 3 else 1 + i), "metadata": {}}) for i in range(20))
         greedy = Sampling(temperature=0.0, max_response_tokens=16)
-        request = EvalRequest(version=0, items=items, seed=1)
+        request = EvalRequest(version=0, tries=tries, seed=1)
         async with runner_of(model_dir, Rewards()) as runner:
             running = asyncio.create_task(runner.run(group(), lambda finished: None))
             first = await runner.evaluate(request, greedy)
             assert len((await running)[0].trajectories) == 8
             again = await runner.evaluate(request, greedy)
             with pytest.raises(ValueError, match="eval of version 4 on an engine that holds 0"):
-                await runner.evaluate(EvalRequest(version=4, items=items, seed=1), greedy)
+                await runner.evaluate(EvalRequest(version=4, tries=tries, seed=1), greedy)
         assert first == again
         assert first.version == 0
-        assert len(first.rewards) == len(first.response_tokens) == 19
-        assert first.failures == (("prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64"),)
+        assert sum(isinstance(outcome, TrajectoryMeta) for outcome in first.outcomes) == 19
+        assert first.outcomes[3] == Failure("prompt", "prompt e3 has 70 tokens, rollout.max_prompt_tokens is 64")
 
     run(body)
 
@@ -375,12 +375,13 @@ def test_an_eval_scores_each_item_once_beside_a_running_group(model_dir: Path) -
 @pytest.mark.slow
 def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) -> None:
     async def body() -> None:
-        items = tuple({"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(6))
+        items = [{"uid": f"e{i}", "prompt": "4,1,9=", "metadata": {}} for i in range(3)]
+        tries = tuple(EvalTry(item, sample=sample) for item in items for sample in range(2))
         async with runner_of(model_dir, Rewards()) as runner:
-            together = await runner.evaluate(EvalRequest(version=0, items=items, seed=1), SAMPLING)
-            parts = [await runner.evaluate(EvalRequest(version=0, items=items[a:b], seed=1), SAMPLING) for a, b in ((4, 6), (0, 4))]
-        assert len(set(together.response_tokens)) > 1
-        assert together.response_tokens == parts[1].response_tokens + parts[0].response_tokens
+            together = await runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING)
+            parts = [await runner.evaluate(EvalRequest(version=0, tries=tries[a:b], seed=1), SAMPLING) for a, b in ((4, 6), (0, 4))]
+        assert len({outcome.response_tokens for outcome in together.outcomes}) > 3  # samples of an item differ, too
+        assert together.outcomes == parts[1].outcomes + parts[0].outcomes
 
     run(body)
 
@@ -390,10 +391,10 @@ def test_an_eval_item_gets_the_same_answer_in_whatever_company(model_dir: Path) 
 def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: bool) -> None:
     async def body() -> None:
         rewards = Rewards(hangs=hangs)
-        items = tuple({"uid": f"e{i}", "prompt": "1", "metadata": {}} for i in range(40))
+        tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(40))
         long = Sampling(temperature=0.9, max_response_tokens=128)
         async with runner_of(model_dir, rewards) as runner:
-            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, items=items, seed=1), long))
+            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), long))
             while not rewards.texts:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             rewards.hangs = False
@@ -401,8 +402,8 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
             await runner.abort_evals()
             result = await evaluating
             assert len((await beside)[0].trajectories) == 8
-        assert len(result.rewards) + len(result.failures) == 40
-        assert {failure.kind for failure in result.failures} == {"aborted"}
+        assert len(result.outcomes) == 40
+        assert {outcome.kind for outcome in result.outcomes if isinstance(outcome, Failure)} == {"aborted"}
 
     run(body)
 
@@ -411,9 +412,9 @@ def test_aborted_evals_end_soon_and_leave_groups_alone(model_dir: Path, hangs: b
 def test_running_tokens_are_those_of_groups_that_have_not_ended(model_dir: Path) -> None:
     async def body() -> None:
         rewards = Rewards(hangs=True)
-        items = tuple({"uid": f"e{i}", "prompt": "1", "metadata": {}} for i in range(3))
+        tries = tuple(EvalTry({"uid": f"e{i}", "prompt": "1", "metadata": {}}) for i in range(3))
         async with runner_of(model_dir, rewards) as runner:
-            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, items=items, seed=1), SAMPLING))
+            evaluating = asyncio.create_task(runner.evaluate(EvalRequest(version=0, tries=tries, seed=1), SAMPLING))
             while len(rewards.texts) < 3:  # noqa: ASYNC110
                 await asyncio.sleep(0)
             assert runner._means.engine.sampled_tokens > runner.running_tokens == 0

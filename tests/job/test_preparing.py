@@ -33,7 +33,7 @@ def task_of(train: list[Any], held_out: list[str]) -> Any:
         [{"uid": f"{split}-{i}", "prompt": text} for i, text in enumerate(texts)]
         for split, texts in (("t", train), ("e", held_out))
     ]
-    return SimpleNamespace(train=items[0], eval=items[1])
+    return SimpleNamespace(train=items[0], eval=items[1], eval_sets={})
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
-from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult
-from asyncrl_cli.loop.ports import EvalRequest, PartRequest, TrainBatch
+from asyncrl_cli.loop.attempts import AttemptKey, GroupResult, PartKey, PartResult, TrajectoryMeta
+from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, TrainBatch
 from asyncrl_cli.loop.states import State
 from asyncrl_cli.plan.job_plan import compile_job
 
@@ -108,8 +108,9 @@ async def _first_attempt(plan: Any, profile: Any, model_dir: Path, tmp_path: Pat
         assert rollout.gauges["version"] == 1
         assert rollout.gauges["running_sequences"] == 0
         assert rollout.gauges["running_tokens"] == 0
-        evaluated = await workers[0].evaluate(EvalRequest(version=1, items=(part(1).item,), seed=3))
-        assert len(evaluated.rewards) == 1
+        evaluated = await workers[0].evaluate(EvalRequest(version=1, tries=(EvalTry(part(1).item),), seed=3))
+        assert len(evaluated.outcomes) == 1
+        assert isinstance(evaluated.outcomes[0], TrajectoryMeta)
         await _checkpoint(trainer, groups, tmp_path)
         return [load.version for load in loads]
 

@@ -105,6 +105,29 @@ def test_evals_run_on_the_first_and_the_last_version_and_in_between(mode):
     assert in_lines == versions
 
 
+def test_every_eval_set_has_its_own_summary_over_all_samples():
+    times = {"failure_ratio": 0.1}
+    ran = run_world(settings("partial-rollout", samples_per_prompt=4), evals={"": 20, "aime": 7}, times=times)
+    events = [
+        (event.version, event.fields.get("eval_set", ""), event.fields["num_prompts"]) for event in ran.recorder.named("eval")
+    ]
+    last = ran.pipeline.board.version
+    assert events == [(version, name, number) for version in (0, last) for name, number in (("", 20), ("aime", 7))]
+    summaries = [summary for record in ran.recorder.steps for summary in record.evals] + ran.pipeline.board.evaluator.ended
+    assert [summary.eval_set for summary in summaries] == ["", "aime", "", "aime"]
+    for summary in summaries:
+        assert [size for size, _ in summary.best] == [2, 4]
+        assert summary.reward_mean <= summary.best[0][1] <= summary.best[1][1]
+        assert 0 < summary.num_failed < 20
+    assert ran.recorder.named("eval")[0].fields["failures"] == {"reward": summaries[0].num_failed}
+
+
+def test_a_set_without_any_score_is_warned_of():
+    ran = run_world(settings("partial-rollout"), evals=3, times={"failure_ratio": 1.0})
+    (message, *_) = [event.fields["message"] for event in ran.recorder.named("warning")]
+    assert message == "the eval of version 0 scored no prompt; the last failure: the reward raised"
+
+
 def test_an_eval_that_takes_too_long_is_reported_absent_and_warned_of():
     ran = run_world(settings("partial-rollout", eval_timeout_s=0.5), evals=200)
     assert ran.error is None

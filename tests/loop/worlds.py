@@ -115,7 +115,7 @@ def run_world(
     times: dict[str, Any] | None = None,
     trainer_times: dict[str, Any] | None = None,
     faults: Faults | None = None,
-    evals: int = 0,
+    evals: int | dict[str, int] = 0,
     resume_from: ResumeFrom | None = None,
     stop_at_s: float | None = None,
     feed: Feed | None = None,
@@ -135,11 +135,12 @@ def run_world(
             shared: dict[str, Any] = {"faults": faults, "call_timeout_s": call_timeout_s}
             team = [FaultyWorker(name, slots, times_of_all, seed, **shared) for name in names]
         trainer = KeepingTrainer(TrainerTimes(**step_times), faults)
+        sets = {"": evals} if isinstance(evals, int) else evals
         world = World(
             feed=feed or NumberedFeed(),
             trainer=trainer,
             workers=team,
-            eval_items=[{"prompt": str(i)} for i in range(evals)],
+            eval_sets={name: [{"uid": f"e{i}", "prompt": str(i)} for i in range(number)] for name, number in sets.items()},
             observers=[recorder],
             checkpoints=checkpoints,
             resume_from=resume_from,

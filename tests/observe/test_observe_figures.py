@@ -72,7 +72,7 @@ def watched_run(
             feed=NumberedFeed(),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: train_s, gather_s=0.1, publish_s=0.05)),
             workers=[FaultyWorker(f"rollout-{i}", 4, times, 0, faults=faults or Faults()) for i in range(2)],
-            eval_items=[{"prompt": str(index)} for index in range(evals)],
+            eval_sets={"": [{"uid": f"e{index}", "prompt": str(index)} for index in range(evals)]},
             observers=[observers],
             checkpoints=checkpoints,
             resume_from=resume_from,

@@ -166,6 +166,19 @@ def test_the_last_eval_that_ended_is_in_the_line(make):
     assert "eval/version" not in watched.update(make["record"](2, 1, []))
 
 
+def test_each_eval_set_has_keys_of_its_own(make):
+    figures = {"response_tokens_median": 4, "eval_s": 1, "num_failed": 0, "version": 1, "num_prompts": 9}
+    held_out = EvalSummary(reward_mean=0.4, **figures)
+    aime = EvalSummary(reward_mean=0.1, eval_set="aime", samples_per_prompt=4, best=((2, 0.2), (4, 0.3)), **figures)
+    line = metrics().update(make["record"](1, 0, [], evals=(held_out, aime)))
+    assert (line["eval/reward_mean"], line["eval/aime/reward_mean"], line["eval/aime/version"]) == (0.4, 0.1, 1)
+    assert {key: value for key, value in line.items() if "@" in key} == {
+        "eval/aime/reward/mean@4": 0.1,
+        "eval/aime/reward/best@2/mean": 0.2,
+        "eval/aime/reward/best@4/mean": 0.3,
+    }
+
+
 def test_every_key_is_there_when_everything_was_measured(make):
     watched = metrics()
     line = watched.update(make["full_record"](50))
@@ -179,6 +192,7 @@ def test_every_key_is_there_when_everything_was_measured(make):
         "reward/mean",
         "reward/std",
         "eval/reward_mean",
+        "eval/truncated_ratio",
         "eval/version",
         "trainer/idle_ratio",
         "rollouter/idle_ratio",

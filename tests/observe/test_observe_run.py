@@ -41,7 +41,7 @@ def watched_run(mode, facts, tmp_path):
             feed=NumberedFeed(),
             trainer=SimulatedTrainer(TrainerTimes(train_s=lambda batch: 0.7, gather_s=GATHER_S, publish_s=0.05)),
             workers=[SimulatedWorker(f"rollout-{i}", 8, times, seed=0) for i in range(2)],
-            eval_items=[{"prompt": str(index)} for index in range(20)],
+            eval_sets={"": [{"uid": f"e{index}", "prompt": str(index)} for index in range(20)]},
             observers=[observers],
         )
         began_s = asyncio.get_running_loop().time()

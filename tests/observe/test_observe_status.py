@@ -137,4 +137,3 @@ def test_a_single_eval_is_told_once() -> None:
     evals = [{"version": version, "reward_mean": 0.3 + version / 10, "num_prompts": 512} for version in (0, 2, 4)]
     assert format._evals(evals[:1]) == "0.300 (version 0), 512 prompts"
     assert format._evals(evals) == "0.300 (version 0) -> 0.700 (version 4), 512 prompts"
-    assert format._evals([]) == ""

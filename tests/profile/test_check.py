@@ -145,6 +145,12 @@ CONFLICTS = [
     ),
     (
         "base",
+        ["eval.samples_per_prompt=4", "eval.temperature=0"],
+        ["eval.samples_per_prompt = 4", "all the same"],
+        "--set eval.samples_per_prompt=1",
+    ),
+    (
+        "base",
         ["weights.transport=ipc", *ON_GPUS],
         ['transport = "ipc"', "placement.colocate = false"],
         "--set weights.transport=nccl",

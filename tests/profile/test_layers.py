@@ -98,9 +98,11 @@ def test_verls_name_for_the_old_logprobs_decides_them(alias: str, name: str) -> 
 
 
 def test_relative_paths_are_relative_to_the_profile_that_says_them(tmp_path: Path) -> None:
-    own = write(tmp_path, "own.toml", 'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = "./m"\n')
-    profile = load(own, environ={}).profile
+    text = 'extends = "base"\n[task]\nsource = "jsonl:data.jsonl"\n[model]\npath = "./m"\n'
+    text += '[eval]\nsets = {aime = "parquet:a.parquet"}\n'
+    profile = load(write(tmp_path, "own.toml", text), environ={}).profile
     assert profile.task.source == f"jsonl:{tmp_path}/data.jsonl"
+    assert profile.eval.sets == {"aime": f"parquet:{tmp_path}/a.parquet"}
     assert profile.model.path == str(tmp_path / "m")
 
 

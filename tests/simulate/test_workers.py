@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
-from asyncrl_cli.loop.ports import EvalRequest, PartRequest, Published
+from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, Published
 from asyncrl_cli.simulate.responses import WorkerTimes
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
@@ -180,17 +180,17 @@ def test_evals_wait_for_slots_like_groups_and_can_be_aborted():
         worker = make(slots=2, response_tokens=lengths(4, 4), reward_s=lambda rng: 1.0)
         await load(worker, 0)
         worker.submit(group())
-        items = tuple({"uid": str(number)} for number in range(5))
+        tries = tuple(EvalTry({"uid": str(number)}) for number in range(5))
         running = asyncio.create_task(ended(worker, group()))
-        answers = asyncio.create_task(timed(worker.evaluate(EvalRequest(version=0, items=items, seed=0))))
+        answers = asyncio.create_task(timed(worker.evaluate(EvalRequest(version=0, tries=tries, seed=0))))
         await asyncio.sleep(10.5)  # two have their rewards at 9 s, two more run from 8 s, one waits
         await worker.abort_evals()
         return await running, await answers, (await worker.progress(0)).reports[0].sums
 
     ((_, group_s),), (result, eval_s), sums = run_virtual(main())
     assert (group_s, eval_s) == (5.0, 10.5)
-    assert result.response_tokens == (4, 4)
-    assert [failure.kind for failure in result.failures] == ["aborted"] * 3
+    assert [outcome.response_tokens for outcome in result.outcomes[:2]] == [4, 4]
+    assert [failure.kind for failure in result.outcomes[2:]] == ["aborted"] * 3
     assert sums["eval_s"] == 10.5
 
 
@@ -245,7 +245,7 @@ def test_a_worker_that_dies_or_hangs_fails_every_call_in_its_name(what, kind):
             "progress": lambda: follow(worker),
             "load": lambda: worker.load(1, "keep-kv"),
             "abort": lambda: worker.abort(AttemptKey("p0", 0, 0)),
-            "evaluate": lambda: worker.evaluate(EvalRequest(version=0, items=({"uid": "0"},), seed=0)),
+            "evaluate": lambda: worker.evaluate(EvalRequest(version=0, tries=(EvalTry({"uid": "0"}),), seed=0)),
             "pause": worker.pause,
         }
         if what in ("abort", "evaluate", "pause"):

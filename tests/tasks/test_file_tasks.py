@@ -257,3 +257,37 @@ def test_parameters_and_the_worked_form_are_refused_for_files(tmp_path):
         load(path, params={"x": 1})
     with pytest.raises(ConfigError, match="has no worked form"):
         load(path, adapter="worked")
+
+
+def load_sets(tmp_path: Path, sets: dict[str, str], source: str = "") -> Task:
+    data = write(tmp_path / "data.jsonl", sums(10))
+    fields = {"task": {"source": source or f"jsonl:{data}"}, "eval": {"prompts": 2, "sets": sets}, "run": {"seed": 0}}
+    return load_task(Profile.model_validate(fields))
+
+
+def test_eval_sets_are_files_by_name_whose_prompts_are_not_trained_on(tmp_path):
+    sets = {
+        "hard": f"jsonl:{write(tmp_path / 'hard.jsonl', sums(3))}",
+        "new": f"parquet:{write(tmp_path / 'new.parquet', sums(5, 90))}",
+    }
+    task = load_sets(tmp_path, sets)
+    assert {name: len(items) for name, items in task.eval_sets.items()} == {"hard": 3, "new": 5}
+    assert not prompts_of(task.train) & prompts_of(task.eval_sets["hard"])
+    assert any("whose prompt is in one of eval.sets" in note for note in task.notes)
+
+
+@pytest.mark.parametrize(
+    ("sets", "source", "message"),
+    [
+        ({"a/b": "jsonl:x.jsonl"}, "", 'eval.sets: "a/b" cannot name a set'),
+        ({"aime": "x.jsonl"}, "", 'eval.sets.aime = "x.jsonl" is neither jsonl:<path> nor parquet:<path>'),
+        ({"aime": "parquet:x.jsonl"}, "", 'eval.sets.aime = "parquet:x.jsonl": the file does not look like parquet'),
+        ({"aime": "jsonl:nowhere.jsonl"}, "", "eval.sets.aime: nowhere.jsonl does not exist"),
+        ({"aime": "jsonl:x.jsonl"}, "reasoning-gym:chain_sum", "the reward of reasoning-gym:chain_sum judges its own prompts only"),
+    ],
+)
+def test_a_wrong_eval_set_is_named(tmp_path, sets, source, message):
+    with pytest.raises(ConfigError) as refused:
+        load_sets(tmp_path, sets, source)
+    assert message in str(refused.value)
+    assert refused.value.hint

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.envs.episode import Episode, Means, derived_seed
 from asyncrl_cli.loop.attempts import AttemptKey, PartResult
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, PartRequest
+from asyncrl_cli.loop.ports import EvalRequest, EvalResult, EvalTry, PartRequest
 from asyncrl_cli.samples import GroupPayload
 
 
@@ -60,25 +60,21 @@ class GroupRunner:
         return _result(request, part)
 
     async def evaluate(self, request: EvalRequest, sampling: Sampling) -> EvalResult:
-        """One trajectory per item, at most as many at once as the engine has slots. ValueError if the engine holds another version.
+        """Play the tries, at most as many at once as the engine has slots. ValueError if the engine holds another version.
 
-        Each item's random numbers depend on the request's seed and the item's uid, not on the other items.
+        A try's random numbers depend on the request's seed, the item's uid and the sample's number, not on the other tries.
         """
         if self._means.engine.version != request.version:
             raise ValueError(f"eval of version {request.version} on an engine that holds {self._means.engine.version}")
-        prefix = f"eval-{request.version}-{request.seed}"
-        episodes = [
-            Episode(f"{prefix}/{index}-{item['uid']}", item, derived_seed(request.seed, item["uid"]), self._means, sampling)
-            for index, item in enumerate(request.items)
-        ]
+        episodes = [self._eval_episode(request, entry, sampling) for entry in request.tries]
         await self._play(_Running(None, episodes), at_once=self._means.engine.slots)
-        scored = [(episode.end.reward, episode.conversation.num_sampled) for episode in episodes if episode.end is not None]
-        return EvalResult(
-            version=request.version,
-            rewards=tuple(reward for reward, _ in scored),
-            response_tokens=tuple(length for _, length in scored),
-            failures=tuple(episode.failure for episode in episodes if episode.failure is not None),
-        )
+        return EvalResult(version=request.version, outcomes=tuple(episode.failure or episode.meta() for episode in episodes))
+
+    def _eval_episode(self, request: EvalRequest, entry: EvalTry, sampling: Sampling) -> Episode:
+        item, uid = entry.item, entry.item["uid"]
+        seed = derived_seed(request.seed, f"{uid}/{entry.sample}" if entry.sample else uid)
+        name = f"eval-{request.version}-{request.seed}/{entry.eval_set}/{uid}/{entry.sample}"
+        return Episode(name, item, seed, self._means, sampling)
 
     async def abort(self, key: AttemptKey) -> None:
         """Every `run` of a part of this attempt returns soon after, without trajectories. Unknown keys are ignored."""

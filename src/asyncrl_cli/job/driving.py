@@ -145,7 +145,7 @@ def make_pipeline(
         feed=PromptFeed(task.train, seed=profile.run.seed),
         trainer=trainer,
         workers=workers,
-        eval_items=task.eval,
+        eval_sets={"": task.eval, **task.eval_sets},
         observers=[observers],
         checkpoints=store,
         resume_from=checkpoint and ResumeFrom(loop_state=checkpoint.loop_state, payloads=payloads),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -120,7 +121,7 @@ def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
 
 
 def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequence[Item]], list[int]]) -> None:
-    """ConfigError if a prompt of either split has more tokens than `rollout.max_prompt_tokens`.
+    """ConfigError if a prompt has more tokens than `rollout.max_prompt_tokens`.
 
     A token hardly ever has less than a byte, so only prompts with more bytes than the limit are tokenized. A prompt that slips
     through (some tokenizers expand text) fails its group later, with an error that names it.
@@ -131,7 +132,8 @@ def check_prompt_lengths(profile: Profile, task: Task, tokens: Callable[[Sequenc
     def num_bytes(item: Item) -> int:
         return sum(len(message["content"].encode()) + around for message in messages_of(item["prompt"]))
 
-    suspects = [item for item in (*task.train, *task.eval) if num_bytes(item) > limit]
+    items = chain(task.train, task.eval, *task.eval_sets.values())
+    suspects = [item for item in items if num_bytes(item) > limit]
     lengths = tokens(suspects)
     num_too_long = sum(length > limit for length in lengths)
     if num_too_long:

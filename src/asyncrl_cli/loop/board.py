@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, ExecutorLost, first_error
@@ -33,12 +33,12 @@ class ResumeFrom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """The ports that a run is wired to."""
+    """The ports that a run is wired to. `eval_sets`: items by name, the held-out split's is ""."""
 
     feed: Feed
     trainer: Trainer
     workers: Sequence[RolloutWorker]
-    eval_items: Sequence[Mapping[str, Any]] = ()
+    eval_sets: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     observers: Sequence[Observer] = ()
     checkpoints: CheckpointWriter | None = None
     resume_from: ResumeFrom | None = None
@@ -58,7 +58,7 @@ class Board:
         self.ledger = self.admission.ledger
         self.groups = Groups(settings, self.admission, world.feed, self.event)
         self.sync = WeightSync(slots)
-        self.evaluator = Evaluator(world.eval_items, settings.profile, self.changes, self.event)
+        self.evaluator = Evaluator(world.eval_sets, settings.profile, self.changes, self.event)
         self.feed_clock = StateClock("feed", "feed", self.now_s, State.STARVED)
         self.step = 0
         self.time_before_s = -self.now_s()

@@ -1,20 +1,21 @@
-"""Evals: each scores one version on held-out prompts, on the workers that hold that version.
+"""Evals: each scores one version on the eval sets' prompts, on the workers that hold that version.
 
-A worker that has loaded a version whose eval is due helps until no prompts are left; its next load waits until then. Evals
-take slots but no window budget. If a worker's process dies, its eval prompts go back to the queue.
+A worker that has loaded a version whose eval is due helps until no tries are left; its next load waits until then. Evals
+take slots but no window budget. If a worker's process dies, its tries go back to the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from asyncrl_cli.loop.attempts import Failure
 from asyncrl_cli.loop.changes import Change, Changes
+from asyncrl_cli.loop.eval_scores import summary_of
 from asyncrl_cli.loop.fleet import WorkerSlots
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, RolloutWorker
+from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalTry, RolloutWorker
 from asyncrl_cli.loop.watching import EvalSummary
 from asyncrl_cli.profile.schema import Profile
 
@@ -26,9 +27,12 @@ call's longest responses do not leave the eval's share of the slots empty."""
 class Evaluator:
     """Decides when an eval is due, runs it, and integrates the time during which one runs."""
 
-    def __init__(self, items: Sequence[Mapping[str, Any]], profile: Profile, changes: Changes, event: Callable[..., None]) -> None:
+    def __init__(
+        self, sets: Mapping[str, Sequence[Mapping[str, Any]]], profile: Profile, changes: Changes, event: Callable[..., None]
+    ) -> None:
         """Call inside the running event loop. `event(name, **fields)` tells the run's observers."""
-        self.items = list(items)
+        samples = range(profile.eval.samples_per_prompt)
+        self.tries = [EvalTry(item, name, sample) for name, items in sets.items() for item in items for sample in samples]
         self.last_version: int | None = None
         self.running: _Eval | None = None
         self.ended: list[EvalSummary] = []
@@ -51,7 +55,7 @@ class Evaluator:
         return self._ended_s + (self._now() - self.running.started_s if self.running else 0.0)
 
     def due(self, version: int, is_last: bool) -> bool:
-        if not self.items or version == self.last_version:
+        if not self.tries or version == self.last_version:
             return False
         every_versions = self._profile.eval.every_versions
         return version == 0 or is_last or 0 < every_versions <= version - (self.last_version or 0)
@@ -59,7 +63,7 @@ class Evaluator:
     async def work(self, worker: RolloutWorker, slots: WorkerSlots, *, is_last: bool) -> None:
         """Start or help the eval of `slots.version`, if it is due. Called by a worker's sync loop after each load."""
         if self.running is None and self.due(slots.version, is_last):
-            self.running = _Eval(slots.version, self.items, self._now())
+            self.running = _Eval(slots.version, self.tries, self._now())
             self._version_before, self.last_version = self.last_version, slots.version
         current = self.running
         if current is None or current.version != slots.version:
@@ -79,7 +83,7 @@ class Evaluator:
             self._end(current)
 
     def worker_lost(self) -> int | None:
-        """Call when a worker's process is gone and its eval calls have ended, which puts their prompts back into the queue.
+        """Call when a worker's process is gone and its eval calls have ended, which puts their tries back into the queue.
 
         If no other worker helps, the eval is given up, and due again on the next version that a worker loads. Returns the version
         of an eval that is given up, else None.
@@ -93,58 +97,56 @@ class Evaluator:
 
     async def _score(self, current: _Eval, worker: RolloutWorker, slots: WorkerSlots, chunk: int) -> None:
         while current.queue and not current.timed_out:
-            items = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
-            slots.change_evals(len(items))
-            request, result = EvalRequest(version=current.version, items=items, seed=self._profile.run.seed), None
+            tries = tuple(current.queue.popleft() for _ in range(min(chunk, len(current.queue))))
+            slots.change_evals(len(tries))
+            request, result = EvalRequest(version=current.version, tries=tries, seed=self._profile.run.seed), None
             try:
                 result = await worker.evaluate(request)
             finally:
-                slots.change_evals(-len(items))
+                slots.change_evals(-len(tries))
                 self._changes.notify(Change.SLOTS)
                 if result is None:
-                    current.queue.extendleft(reversed(items))
-            current.results.append(result)
+                    current.queue.extendleft(reversed(tries))
+            current.ended += zip(tries, result.outcomes, strict=True)
 
     def _end(self, current: _Eval) -> None:
         self._ended_s = self.active_s
         self.running = None
-        version, summary = current.version, current.summary(self._now() - current.started_s)
-        if summary is None:
+        if current.timed_out:
             limit = f"eval.timeout_s = {self._profile.eval.timeout_s:g}"
-            self._event("warning", message=f"the eval of version {version} gave no result within {limit}")
+            self._event("warning", message=f"the eval of version {current.version} gave no result within {limit}")
         else:
-            self.ended.append(summary)
-            scored = {"reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
-            self._event("eval", version=version, eval_s=summary.eval_s, **scored)
+            for name in dict.fromkeys(entry.eval_set for entry in self.tries):
+                self._tell(current, name)
         self._changes.notify()
+
+    def _tell(self, current: _Eval, name: str) -> None:
+        """Tell the observers what the eval found on the set `name`."""
+        ended = [(entry, outcome) for entry, outcome in current.ended if entry.eval_set == name]
+        failures = [outcome for _, outcome in ended if isinstance(outcome, Failure)]
+        summary = summary_of(ended, version=current.version, eval_s=self._now() - current.started_s)
+        if summary is None:
+            what = f"the eval of version {current.version}" + (f" on {name}" if name else "")
+            self._event("warning", message=f"{what} scored no prompt; the last failure: {failures[-1].text or failures[-1].kind}")
+            return
+        self.ended.append(summary)
+        fields: dict[str, Any] = {"eval_set": name} if name else {}
+        if failures:
+            fields["failures"] = dict(Counter(failure.kind for failure in failures))
+        scored = {"eval_s": summary.eval_s, "reward_mean": summary.reward_mean, "num_prompts": summary.num_prompts}
+        self._event("eval", version=current.version, **scored, **fields)
 
 
 class _Eval:
-    def __init__(self, version: int, items: Sequence[Mapping[str, Any]], started_s: float) -> None:
+    def __init__(self, version: int, tries: Sequence[EvalTry], started_s: float) -> None:
         self.version = version
-        self.num_prompts = len(items)
-        self.queue = deque(items)
+        self.num_tries = len(tries)
+        self.queue = deque(tries)
         self.started_s = started_s
         self.helpers: dict[str, float] = {}
         """The workers that the eval runs on, and since when."""
         self.timed_out = False
-        self.results: list[EvalResult] = []
+        self.ended: list[tuple[EvalTry, EvalOutcome]] = []
 
     def __str__(self) -> str:
-        scored = sum(len(result.rewards) + len(result.failures) for result in self.results)
-        return f"version {self.version}: {scored} of {self.num_prompts} prompts"
-
-    def summary(self, eval_s: float) -> EvalSummary | None:
-        """The eval's result; None if it timed out or scored nothing."""
-        rewards = [reward for result in self.results for reward in result.rewards]
-        lengths = [tokens for result in self.results for tokens in result.response_tokens]
-        if self.timed_out or not rewards:
-            return None
-        return EvalSummary(
-            version=self.version,
-            reward_mean=statistics.fmean(rewards),
-            num_prompts=len(rewards),
-            response_tokens_median=statistics.median(lengths),
-            eval_s=eval_s,
-            num_failed=sum(len(result.failures) for result in self.results),
-        )
+        return f"version {self.version}: {len(self.ended)} of {self.num_tries} trajectories"

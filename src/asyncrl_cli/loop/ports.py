@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult, Prompt
+from asyncrl_cli.loop.attempts import AttemptKey, Failure, GroupResult, PartKey, PartResult, Prompt, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport
 from asyncrl_cli.loop.values import Value
 from asyncrl_cli.profile.schema import Interrupt
@@ -34,21 +34,32 @@ class PartRequest:
     seed: int
 
 
+class EvalTry(NamedTuple):
+    """One trajectory of an eval: sample `sample` of an item. `eval_set`: a name in `eval.sets`, or "" for the held-out split."""
+
+    item: Mapping[str, Any]
+    eval_set: str = ""
+    sample: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRequest:
-    """Score `items` once each with the weights of `version`; part of one eval."""
+    """Play `tries` with the weights of `version`; part of one eval."""
 
     version: int
-    items: tuple[Mapping[str, Any], ...]
+    tries: tuple[EvalTry, ...]
     seed: int
+
+
+EvalOutcome = TrajectoryMeta | Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
+    """`outcomes`: of the request's tries, in their order."""
+
     version: int
-    rewards: tuple[float, ...]
-    response_tokens: tuple[int, ...]
-    failures: tuple[Failure, ...]
+    outcomes: tuple[EvalOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

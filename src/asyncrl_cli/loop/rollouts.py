@@ -123,14 +123,14 @@ class Publishing:
         evaluator = board.evaluator
 
         def ended() -> bool:
-            scored = not evaluator.items or evaluator.last_version == board.last_version
+            scored = not evaluator.tries or evaluator.last_version == board.last_version
             return self._all_hold_newest() and scored and evaluator.running is None
 
         def missing() -> str:
             scoring = [f"eval of {evaluator.running}"] if evaluator.running else []
             return f"version {board.last_version} to be loaded and scored: {', '.join([*causes.lags(board), *scoring])}"
 
-        still_s = board.settings.sync_timeout_s + (2 * board.profile.eval.timeout_s if evaluator.items else 0)
+        still_s = board.settings.sync_timeout_s + (2 * board.profile.eval.timeout_s if evaluator.tries else 0)
         with self._times.waiting("gather"):
             await self._until(ended, "trainer (last version)", missing, still_s)
 

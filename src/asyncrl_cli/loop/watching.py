@@ -30,7 +30,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSummary:
-    """One eval's result. Checkpoints hold it unchanged."""
+    """What one eval found on one set ("": the held-out split). Checkpoints hold it unchanged.
+
+    `reward_mean`: mean over prompts of the mean of their scored samples, verl's `mean@n`; `best`: (N, mean over prompts of the best
+    of N samples) for N = 2, 4, ... `num_prompts`: those with a scored sample. `num_failed`: samples without a score, which no
+    mean counts. `truncated_ratio`: share of the scored samples that did not end by themselves. `eval_s`: of all sets together.
+    """
 
     version: Count
     reward_mean: float
@@ -38,6 +43,10 @@ class EvalSummary:
     response_tokens_median: float
     eval_s: float
     num_failed: Count
+    eval_set: str = ""
+    samples_per_prompt: Count = 1
+    truncated_ratio: float = 0.0
+    best: tuple[tuple[Count, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

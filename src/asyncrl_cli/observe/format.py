@@ -87,7 +87,7 @@ _EVENTS = {
     "restarted": lambda event: f"{event.get('worker')} was restarted in {duration(event.get('restart_s'))}",
     "resumed": lambda event: f"resumed from step {event.get('from_step')}",
     "checkpointed": lambda event: f"checkpoint of step {event.get('step')}",
-    "eval": lambda event: f"eval of version {event.get('version')}: {number(event.get('reward_mean'), 3)}",
+    "eval": lambda event: _eval_text(event),
 }
 
 
@@ -124,7 +124,7 @@ def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("run", f"{status['name']}: {_HEADLINES.get(status['phase'], status['phase'])} ({status['profile']})"),
         ("trained", f"{steps}, {count(progress.get('tokens_trained'))} tokens in {clock(progress['time_s'])}"),
-        ("eval", _evals(status["eval"]["history"])),
+        *((f"eval {name}".strip(), _evals(points)) for name, points in by_set(status["eval"]["history"]).items()),
         ("whole run", ", ".join(f"{what} {form(totals.get(key))}" for key, (what, form) in LEADING.items()) if totals else ""),
         ("staleness", _staleness(status)),
         ("ledger", ledger_line(status["ledger"])),
@@ -141,12 +141,25 @@ def ledger_line(ledger: Mapping[str, int]) -> str:
     return f"admitted {count(ledger.get('admitted_total'))} = " + " + ".join(states) if ledger else ""
 
 
-def _evals(history: list[Mapping[str, Any]]) -> str:
-    if not history:
-        return ""
-    ends = [history[0], history[-1]] if len(history) > 1 else history
+def by_set(history: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """The points of each eval set; "" is the held-out split."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for point in history:
+        found.setdefault(point.get("eval_set", ""), []).append(point)
+    return found
+
+
+def _evals(points: list[Mapping[str, Any]]) -> str:
+    ends = [points[0], points[-1]] if len(points) > 1 else points
     values = " -> ".join(f"{number(point['reward_mean'], 3)} (version {point['version']})" for point in ends)
     return f"{values}, {count(ends[-1].get('num_prompts'))} prompts"
+
+
+def _eval_text(event: Mapping[str, Any]) -> str:
+    on = f" on {event['eval_set']}" if "eval_set" in event else ""
+    failed = ", ".join(f"{amount} failed ({kind})" for kind, amount in event.get("failures", {}).items())
+    score = f"eval of version {event.get('version')}{on}: {number(event.get('reward_mean'), 3)}"
+    return f"{score}, {failed}" if failed else score
 
 
 def _staleness(status: Mapping[str, Any]) -> str:

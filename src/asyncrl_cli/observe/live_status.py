@@ -29,7 +29,7 @@ from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import Count
 
 HISTORY = 60
-"""Number of points kept for the curves of reward, slot use and evals."""
+"""Number of points kept for the curves of reward, slot use and each eval set."""
 RATE_STEPS = 30
 NOTES = 8
 WARNINGS = 20
@@ -104,8 +104,11 @@ class LiveStatus:
         name, time_s, text = event["event"], event["time_s"], event_text(event)
         if name == "eval" and event.get("reward_mean") is not None:
             self._lasting["eval_s"] = event.get("eval_s")
-            ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts") if key in event}
-            self._lasting["evals"] = [*self._lasting["evals"], cast("EvalPoint", ended)][-HISTORY:]
+            ended = {key: event[key] for key in ("version", "reward_mean", "num_prompts", "eval_set") if key in event}
+            self._lasting["evals"].append(cast("EvalPoint", ended))
+            same = [point for point in self._lasting["evals"] if point.get("eval_set") == ended.get("eval_set")]
+            if len(same) > HISTORY:
+                self._lasting["evals"].remove(same[0])
         if text is not None:
             self._notes.append({"time_s": time_s, "event": name, "text": text})
         if name == "warning":

@@ -17,6 +17,7 @@ from asyncrl_cli.loop.reports import WAITS_FOR_RESTART
 from asyncrl_cli.loop.watching import ENDED
 from asyncrl_cli.observe.format import (
     NOTHING,
+    by_set,
     clock,
     count,
     duration,
@@ -211,14 +212,15 @@ def _staleness(status: Status) -> list[Text]:
 
 
 def _learning(status: Status, width: int) -> list[Text]:
-    reward, history, timing = status["reward"], status["eval"]["history"], status["timing"]
+    reward, timing = status["reward"], status["timing"]
     trained = label("reward").append(f"{number(reward.get('mean'), 3)} ", "bold").append("last step ", "dim")
     lines = [trained.append(sparkline(reward["history"], 20), "green")]
-    scores = [point["reward_mean"] for point in history]
-    if history:
-        held_out = label("eval").append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
-        lines.append(held_out.append(f" from {number(scores[0], 3)} (v{history[0]['version']}..{history[-1]['version']})", "dim"))
-    else:
+    for name, points in by_set(status["eval"]["history"]).items():
+        scores = [point["reward_mean"] for point in points]
+        curve = label("eval").append(f"{number(scores[-1], 3)} ", "bold").append(sparkline(scores, 18), "green")
+        curve.append(f" from {number(scores[0], 3)} (v{points[0]['version']}..{points[-1]['version']})", "dim")
+        lines.append(curve.append(f" {name}") if name else curve)
+    if not status["eval"]["history"]:
         lines.append(label("eval").append(NOTHING))
     if status["eval"]["running"] and not _is_over(status):
         lines.append(label("").append(f"now {status['eval']['running']}", "yellow"))

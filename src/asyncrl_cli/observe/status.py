@@ -49,6 +49,7 @@ class EvalPoint(TypedDict):
     version: Count
     reward_mean: float
     num_prompts: NotRequired[Count]
+    eval_set: NotRequired[str]
 
 
 PERIOD = _record(words=str) | None

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
 from asyncrl_cli.loop.values import Histogram, Last, Max, Overlap, Quantiles, Ratio, Spread, Sum, Value
-from asyncrl_cli.loop.watching import StepRecord
+from asyncrl_cli.loop.watching import EvalSummary, StepRecord
 
 PARTIAL = "fully_async/partial/"
 STALE = "fully_async/count/"
@@ -38,8 +38,8 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
         "tokens_trained": Last(record.tokens_trained),
     }
     values |= reward_values(trajectories)
-    if record.evals:  # show the last eval that ended since the previous line
-        values |= {f"eval/{name}": Last(figure) for name, figure in asdict(record.evals[-1]).items() if name != "eval_s"}
+    for summary in record.evals:  # of a set, the last eval that ended since the previous line counts
+        values |= eval_values(summary)
     values |= {f"timing/{part}_s": Sum(seconds) for part, seconds in record.timing_s.items()}
     values |= utilization(stretches(before, record.reports))
     values["overlap_ratio"] = overlap(record.spans, {name: report.role for name, report in record.reports.items()})
@@ -51,6 +51,17 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
     values |= record.train.metrics
     values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
     return values
+
+
+def eval_values(summary: EvalSummary) -> dict[str, Value]:
+    """The figures of one eval set, under `eval/` (the held-out split) or `eval/<set>/`."""
+    names = ("version", "reward_mean", "num_prompts", "num_failed", "response_tokens_median", "truncated_ratio")
+    figures: dict[str, int | float] = {name: getattr(summary, name) for name in names}
+    if summary.samples_per_prompt > 1:
+        figures[f"reward/mean@{summary.samples_per_prompt}"] = summary.reward_mean
+    figures |= {f"reward/best@{size}/mean": best for size, best in summary.best}
+    prefix = f"eval/{summary.eval_set}/" if summary.eval_set else "eval/"
+    return {prefix + name: Last(figure) for name, figure in figures.items()}
 
 
 def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:

@@ -35,6 +35,10 @@ def _positive(value: Any) -> bool:
     return value is not None and value > 0
 
 
+def _more_than_one(value: Any) -> bool:
+    return bool(value > 1)
+
+
 def _one_sided(rule: str | None) -> bool:
     return rule is not None and not rule.endswith("k1")
 
@@ -128,6 +132,11 @@ CLASHES = (
         {"algorithm.clip_ratio_c": given, LOSS: _other_than("vanilla")},
         "only the loss vanilla has a dual clip",
         "--set algorithm.loss_mode=vanilla, or leave algorithm.clip_ratio_c out",
+    ),
+    Clash(
+        {"eval.samples_per_prompt": _more_than_one, "eval.temperature": 0},
+        "greedy samples of a prompt are all the same",
+        "--set eval.samples_per_prompt=1, or an eval.temperature above 0",
     ),
     Clash(
         {TRANSPORT: direct, "placement.device": _other_than("cuda")},

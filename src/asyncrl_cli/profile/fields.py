@@ -64,6 +64,8 @@ Eta = Annotated[
 Betas = Annotated[tuple[Ratio, Ratio], BeforeValidator(_plain_tuple)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_plain_tuple)]
 Params = Annotated[dict[str, Any], BeforeValidator(_plain)]
+Sources = dict[str, PathText]
+"""Files by name."""
 
 
 class Section(BaseModel):

@@ -172,7 +172,11 @@ def _anchored(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Make paths absolute, so that they survive a resume. A relative path is relative to the file (or the shell) that gives it."""
     paths = ("task.source", "task.eval_path", "model.path", "model.cache_dir")
     found = {key: values[key] for key in paths if isinstance(values.get(key), str) and values[key]}
-    return {**values, **{key: _anchor(key, value, directory) for key, value in found.items()}}
+    anchored: dict[str, Any] = {key: _anchor(key, value, directory) for key, value in found.items()}
+    if isinstance(sets := values.get("eval.sets"), Mapping):
+        sources = {name: source for name, source in sets.items() if isinstance(source, str)}
+        anchored["eval.sets"] = {**sets} | {name: _anchor("task.source", source, directory) for name, source in sources.items()}
+    return {**values, **anchored}
 
 
 def _anchor(key: str, value: str, directory: Path) -> str:

@@ -24,6 +24,7 @@ from asyncrl_cli.profile.fields import (
     Processes,
     Ratio,
     Section,
+    Sources,
 )
 from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSection, WeightsSection
 
@@ -169,6 +170,11 @@ class EvalSection(Section):
     """Versions between evals. Version 0 and the last one are always scored; 0: only those two."""
     prompts: NonNegativeInt = 512
     """Held-out prompts per eval, never among the training prompts; 0: no eval."""
+    sets: Sources = Field(default_factory=dict)
+    """Further sets by name, each all prompts of a file: `{aime = "parquet:aime.parquet", math = "jsonl:math.jsonl"}`. Columns and
+    reward are the task's. Training prompts that are in a set are left out."""
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Trajectories per prompt: their mean is mean@n, and with more than one there are best@2, best@4, ... best@n."""
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of the eval; 0 is greedy."""
     timeout_s: PositiveFloat = 300.0

@@ -20,7 +20,7 @@ from statistics import NormalDist, fmean
 
 from asyncrl_cli.loop.attempts import Failure, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
-from asyncrl_cli.loop.ports import EvalRequest, EvalResult, PartRequest
+from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
 from asyncrl_cli.simulate.sequences import SimulatedSequence
@@ -154,18 +154,17 @@ class Responses:
         )
 
     def eval_result(self, request: EvalRequest) -> EvalResult:
-        """The responses that have a reward; those of an aborted eval that have none count as failures."""
-        rewarded = [response for response in self._responses if response.rewarded_s <= self._loop.time()]
-        kept = [response for response in rewarded if not self._fails(response)]
-        versions = {version for response in kept for version, _ in self._engine.version_tokens(response)}
+        """Responses without a reward, those of an aborted eval among them, count as failures."""
+        result = EvalResult(version=request.version, outcomes=tuple(map(self._outcome, self._responses)))
+        metas = [outcome for outcome in result.outcomes if isinstance(outcome, TrajectoryMeta)]
+        versions = {version for meta in metas for version, _ in meta.version_tokens}
         assert versions <= {request.version}, f"a load during an eval of version {request.version}: {versions}"
-        num_aborted, num_raised = len(self._responses) - len(rewarded), len(rewarded) - len(kept)
-        return EvalResult(
-            version=request.version,
-            rewards=(0.5,) * len(kept),
-            response_tokens=tuple(response.tokens for response in kept),
-            failures=(ABORTED,) * num_aborted + (RAISED,) * num_raised,
-        )
+        return result
+
+    def _outcome(self, response: SimulatedSequence) -> EvalOutcome:
+        if response.rewarded_s > self._loop.time():
+            return ABORTED
+        return RAISED if self._fails(response) else self._meta(response)
 
     def _ended(self, response: SimulatedSequence) -> None:
         self.num_ended += 1

@@ -108,7 +108,7 @@ class SimulatedWorker:
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         assert request.version == self.version, f"{self.name} holds {self.version} and is to score {request.version}"
-        seeds = [f"{request.seed}/{item.get('uid', item)}" for item in request.items]
+        seeds = [f"{request.seed}/{entry.item['uid']}/{entry.sample}" for entry in request.tries]
         drawn = [fates(seed, (0,), self._times)[0] for seed in seeds]
         self._meter.evals(+1)
         done = asyncio.Event()

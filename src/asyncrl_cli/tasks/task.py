@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,6 +14,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.builtin import builtin_task, drawn
+from asyncrl_cli.tasks.eval_sets import KINDS, check_no_sets, file_of, read_sets, without
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
@@ -45,6 +46,7 @@ class Task:
     correct and flawed ones (None if the task has none): texts, or conversations if `words` is not None. `words`: what comes up so
     often that builtin:tiny has a token for it. `notes` tell the user what was left out of the source and why, or what rewards to
     expect.
+    `eval_sets`: those of `eval.sets`, which no training prompt is in.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Task:
     flawed_demonstration: Demonstration = None
     words: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
@@ -68,11 +71,12 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
             f'task.source = "{profile.task.source}" is none of {", ".join(map(":".join, SOURCES.items()))}',
             hint='for example task.source = "reasoning-gym:number_sorting"',
         )
+    if kind in KINDS:
+        return _file_task(profile, file_of(profile.task.source, "task.source"), run_dir)
+    check_no_sets(profile)
     if kind == "builtin":
         return _builtin_task(profile, name, run_dir)
-    if kind == "reasoning-gym":
-        return _gym_task(profile, name, run_dir)
-    return _file_task(profile, expand(name), run_dir)
+    return _gym_task(profile, name, run_dir)
 
 
 def _reward(
@@ -160,11 +164,6 @@ def _adapter(profile: Profile, dataset: str | None) -> Adapter:
 def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
     if profile.task.params:
         raise ConfigError(f"task.params is for reasoning-gym and builtin tasks, not for {profile.task.source}", hint="leave it out")
-    if profile.task.source.startswith("parquet:") != (path.suffix == ".parquet"):
-        raise ConfigError(
-            f'task.source = "{profile.task.source}": the file does not look like {profile.task.source.partition(":")[0]}',
-            hint="parquet files end in .parquet, and only they do",
-        )
     reward, said = _reward(profile, run_dir, "", {}, _adapter(profile, ""))
     read = partial(
         read_items,
@@ -178,7 +177,10 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
         train, held_out, notes = _two_files(profile, path, expand(profile.task.eval_path), read)
     if reward.kind == "exact-match" and DATA_SOURCE in train[0]["metadata"]:
         notes.append(f"{path}: its column {DATA_SOURCE} chooses no rule here: {EXACT}")
-    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=(*said, *notes))
+    sets = read_sets(profile, read)
+    train, left_out = without(train, sets)
+    notes = [*said, *notes, *left_out]
+    return Task(name=profile.task.source, train=train, eval=held_out, reward=reward, notes=tuple(notes), eval_sets=sets)
 
 
 def _left_out(path: Path, read: Read, limited_by: str, num_more: int = 0) -> list[str]:

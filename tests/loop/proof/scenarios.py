@@ -186,7 +186,7 @@ def _world(
         feed=WatchedFeed(NumberedFeed(), invariants),
         trainer=WatchedTrainer(trainer, invariants),
         workers=[WatchedWorker(worker, invariants, on_the_way, limit_s) for worker in workers],
-        eval_items=[{"prompt": str(i)} for i in range(scenario.num_eval_prompts)],
+        eval_sets={"": [{"uid": f"e{i}", "prompt": str(i)} for i in range(scenario.num_eval_prompts)]},
         observers=[invariants],
         checkpoints=checkpoints,
         resume_from=resume_from,

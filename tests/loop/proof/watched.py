@@ -107,13 +107,13 @@ class WatchedWorker:
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         holds = self._book.version == request.version and not self._book.loading
         self._invariants.check(holds, "evals", f"{self.name} holds {self._book.version} and scores {request.version}")
-        self._book.eval_sequences += len(request.items)
+        self._book.eval_sequences += len(request.tries)
         try:
             result = await self._worker.evaluate(request)
         finally:
-            self._book.eval_sequences -= len(request.items)
-        num_answers = len(result.rewards) + len(result.failures)
-        self._invariants.check(num_answers == len(request.items), "evals", f"{num_answers} answers to {len(request.items)} prompts")
+            self._book.eval_sequences -= len(request.tries)
+        num_answers = len(result.outcomes)
+        self._invariants.check(num_answers == len(request.tries), "evals", f"{num_answers} answers to {len(request.tries)} tries")
         return result
 
     async def abort_evals(self) -> None:
