@@ -118,6 +118,10 @@ def test_the_keys_are_printed_as_toml(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["profiles", "keys", "async_training", "--json"]) == 0
     defaults = {row["key"]: row["default"] for row in json.loads(capsys.readouterr().out)}
     assert (defaults["async_training.partial_rollout"], defaults["async_training.max_staleness"]) == (False, None)
+    assert run(["profiles", "keys", "rollout.n"]) == 0
+    assert tomllib.loads(capsys.readouterr().out) == {"rollout": {"n": 8}}
+    assert run(["profiles", "keys", "rolout"]) == 2
+    assert "did you mean rollout?" in capsys.readouterr().err
 
 
 def test_a_plan_says_budget_bound_and_bundles(capsys: pytest.CaptureFixture[str]) -> None:

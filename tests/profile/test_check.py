@@ -86,6 +86,12 @@ CONFLICTS = [
         "loss_mode=vanilla",
     ),
     ("base", ["algorithm.rollout_rs=token_k1"], ['rollout_rs = "token_k1"', "too far"], '"0.5_2.0"'),
+    (
+        "base",
+        ["algorithm.rollout_rs=seq_mean_k1", "algorithm.rollout_rs_threshold=0.01"],
+        ['rollout_rs = "seq_mean_k1" with', "rollout_rs_threshold = 0.01", "there are none"],
+        "rollout_rs_threshold=2.0",
+    ),
     ("base", ["algorithm.rollout_rs_threshold=2"], ["rollout_rs_threshold = 2", "nothing is judged"], "seq_mean_k3"),
     (
         "base",

@@ -137,7 +137,7 @@ def refusal(reference: str = "base", sets: tuple[str, ...] = (), environ: dict[s
         ("async_training.partial_rollout=1", "expected true or false", "frozen"),
         ("rollout.engine=transformer", 'rollout.engine = "transformer" is not known', "known: transformers, vllm;"),
         ("trainer.betas=[0.9]", "expected 2 numbers", "betas"),
-        ("placement.ratio=0:1", "expected a string like 1:1", "share"),
+        ("placement.ratio=0:1", 'expected a string like "1:1"', "share"),
         ("weights.keep_versions=some", 'expected an integer of at least 0 and at most 1,000,000,000 or "all"', "versions"),
     ],
 )

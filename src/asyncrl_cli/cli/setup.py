@@ -130,31 +130,30 @@ def list_profiles(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @profiles.command("keys")
 def list_keys(
-    section: Annotated[str, typer.Argument(metavar="[SECTION]", help="List only the keys of this section, e.g. rollout.")] = "",
+    name: Annotated[str, typer.Argument(metavar="[SECTION|KEY]", help="List only this section, e.g. rollout, or this key.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List every key of a profile: its default, what it expects, what it means. All of it is TOML."""
-    from asyncrl_cli.errors import ConfigError
-    from asyncrl_cli.profile.keys import expected, keys, sections
+    from asyncrl_cli.profile.keys import expected, keys, sections, unknown_key
     from asyncrl_cli.profile.toml_files import toml_value
 
     def default_of(key: str) -> Any:
-        of, _, name = key.partition(".")
-        return sections()[of].model_fields[name].get_default(call_default_factory=True)
+        section, _, of_section = key.partition(".")
+        return sections()[section].model_fields[of_section].get_default(call_default_factory=True)
 
-    if section and section not in sections():
-        raise ConfigError(f"there is no section '{section}'", hint=f"sections: {', '.join(sections())}")
+    if name not in ("", *sections(), *keys()):
+        raise unknown_key(name, "profiles keys", [*sections(), *keys()])
     rows = [
         {"key": key, "expects": expected(key), "default": default_of(key), "meaning": meaning}
         for key, meaning in keys().items()
-        if key.startswith(section)
+        if name in ("", key, key.partition(".")[0])
     ]
     if as_json:
         print_json(rows)
         return
     for row in rows:  # as a profile would say it; a key that is not set by default is a comment
-        name, default = row["key"], row["default"]
-        line = f"# {name} is not set by default" if default is None else f"{name} = {toml_value(default)}"
+        key, default = row["key"], row["default"]
+        line = f"# {key} is not set by default" if default is None else f"{key} = {toml_value(default)}"
         print_text(f"{line}  # {row['expects']}\n    # {row['meaning']}")
 
 

@@ -10,18 +10,26 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from asyncrl_cli.profile.fields import AboveOne, PositiveFloat, PositiveInt, Section
+from asyncrl_cli.profile.fields import AboveOne, AtLeastOne, PositiveFloat, PositiveInt, Section
+
+
+def bounds(threshold: float | str) -> tuple[float, float]:
+    """The bounds of a band "0.5_5.0"; of a number, 0 and that number."""
+    if isinstance(threshold, str):
+        low, high = map(float, threshold.split("_"))
+        return low, high
+    return 0.0, threshold
 
 
 def _rising(band: str) -> str:
-    low, high = map(float, band.split("_"))
+    low, high = bounds(band)
     if low >= high:
         raise ValueError("the first bound is not below the second")
     return band
 
 
-Band = Annotated[str, Field(pattern=r"^\d+(\.\d+)?_\d+(\.\d+)?$"), AfterValidator(_rising)]
-"""Two bounds of a ratio, like "0.5_5.0"."""
+Band = Annotated[str, Field(pattern=r"^\d+(\.\d+)?_\d+(\.\d+)?$", examples=["0.5_5.0"]), AfterValidator(_rising)]
+"""Two bounds of a ratio."""
 Rejection = Literal[
     "token_k1",
     "token_k2",
@@ -72,8 +80,9 @@ class AlgorithmSection(Section):
     `loglinear` estimates them between sampler and current weights by the token's age, without a pass."""
     rollout_is: Literal["none", "token", "sequence", "geometric"] = "token"
     """Importance weights w of the loss: of each token, of its whole sequence, or the sequence's geometric mean."""
-    rollout_is_threshold: PositiveFloat | Band | None = None
-    """Weights above it are cut to it (2.0 is usual), or with a band like "0.5_5.0" those outside are 0 (IcePop)."""
+    rollout_is_threshold: AtLeastOne | Band | None = None
+    """Weights above it are cut to it (2.0 is usual), or with a band like "0.5_5.0" those outside are 0 (IcePop).
+    (TOML reads 0.5_5 without quotes as the number 0.55.)"""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the optimizer step's tokens."""
     rollout_rs: Rejection | None = None

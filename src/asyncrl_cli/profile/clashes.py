@@ -23,8 +23,12 @@ class Clash:
         return all(wrong(values[key]) if callable(wrong) else values[key] == wrong for key, wrong in self.values.items())
 
     def error(self, values: Mapping[str, Any]) -> ConfigError:
-        shown = " with ".join(f"{key} = {shortened(toml_value(values[key]))}" for key in self.values)
-        return ConfigError(f"{shown}: {self.because}", hint=self.hint)
+        first, *others = (_shown(key, values[key]) for key in self.values)
+        return ConfigError(f"{first}{' with ' if others else ''}{' and '.join(others)}: {self.because}", hint=self.hint)
+
+
+def _shown(key: str, value: object) -> str:
+    return f"no {key}" if value is None else f"{key} = {shortened(toml_value(value))}"
 
 
 def given(value: object) -> bool:
@@ -39,12 +43,21 @@ def _more_than_one(value: Any) -> bool:
     return bool(value > 1)
 
 
+def _two_sided(rule: str | None) -> bool:
+    return rule is not None and rule.endswith("k1")
+
+
 def _one_sided(rule: str | None) -> bool:
-    return rule is not None and not rule.endswith("k1")
+    return rule is not None and not _two_sided(rule)
 
 
 def _band(value: object) -> bool:
     return isinstance(value, str)
+
+
+def _empty_band(value: object) -> bool:
+    """Of a number x as the band from 1/x to x."""
+    return isinstance(value, float) and value <= 1
 
 
 def direct(transport: object) -> bool:
@@ -121,10 +134,12 @@ CLASHES = (
         "--set algorithm.rollout_rs=seq_mean_k3, or leave algorithm.rollout_rs_threshold out",
     ),
     Clash(
-        {
-            "algorithm.rollout_rs": _one_sided,
-            "algorithm.rollout_rs_threshold": _band,
-        },
+        {"algorithm.rollout_rs": _two_sided, "algorithm.rollout_rs_threshold": _empty_band},
+        "k1 keeps ratios between 1/x and x, and there are none",
+        '--set algorithm.rollout_rs_threshold=2.0, or "0.5_2.0"',
+    ),
+    Clash(
+        {"algorithm.rollout_rs": _one_sided, "algorithm.rollout_rs_threshold": _band},
         "k2 and k3 are never negative, so they have an upper bound only",
         "--set algorithm.rollout_rs_threshold=0.01, or a k1 rule",
     ),

@@ -50,6 +50,7 @@ Processes = Annotated[int, Field(ge=1, le=MOST_PROCESSES)]
 """Workers, ranks or devices: each of them is planned one by one, so the limit is lower."""
 PositiveFloat = Annotated[float, Field(gt=0, le=MOST), BeforeValidator(_plain)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=MOST), BeforeValidator(_plain)]
+AtLeastOne = Annotated[float, Field(ge=1, le=MOST), BeforeValidator(_plain)]
 AboveOne = Annotated[float, Field(gt=1, le=MOST), BeforeValidator(_plain)]
 Bytes = Annotated[float, Field(gt=0, le=10**18), BeforeValidator(_plain)]
 PathText = Annotated[str, AfterValidator(_path), WithJsonSchema({"type": "string", "format": "path"})]

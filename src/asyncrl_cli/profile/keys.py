@@ -114,7 +114,7 @@ def _type_hint(key: str, value: Any, origin: str) -> str:
         if kinds - {"string"} and parse_value(value) != value:
             return f"leave the quotes out: {key} = {value}"
         return did_you_mean(value, choices, meaning, '"{}"'.format)
-    if "string" in kinds:
+    if kinds == {"string"}:
         return f"quote it: --set '{key}=\"{value}\"'" if origin == "--set" else f'quote it: {key} = "{value}"'
     return meaning
 
@@ -166,5 +166,5 @@ _LIMITS = {
     "maximum": " and at most {:,}",
     "maxLength": " of at most {} characters",
     "multipleOf": " in steps of {}",
-    "pattern": " like 1:1",
+    "examples": ' like "{0[0]}"',
 }

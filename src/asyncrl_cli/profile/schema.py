@@ -144,7 +144,7 @@ class PlacementSection(Section):
     """Trainer ranks, one device each; from `gpus` and `ratio` if not given."""
     gpus: Processes | None = None
     """GPUs of the whole job; all of the cluster's if not given."""
-    ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$")] = "1:1"
+    ratio: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}:[1-9][0-9]{0,3}$", examples=["1:1"])] = "1:1"
     """trainer : rollout share of `gpus`."""
     gpus_per_rollout_worker: Processes = 1
     """GPUs of one rollout worker (tensor parallel size)."""

@@ -19,7 +19,7 @@ import math
 
 import torch
 
-from asyncrl_cli.profile.algorithm_section import AlgorithmSection
+from asyncrl_cli.profile.algorithm_section import AlgorithmSection, bounds
 from asyncrl_cli.train.losses import LossBatch, Metric, max_of, mean_of, sum_of
 
 MOST_LOG_RATIO = 20.0
@@ -82,14 +82,6 @@ def accepted(batch: LossBatch, log_ratios_N: torch.Tensor, rule: str, threshold:
         return values_N <= high
     ratio_N = torch.exp(-values_N)
     return (ratio_N <= high) & (ratio_N >= (low if isinstance(threshold, str) else 1 / high))
-
-
-def bounds(threshold: float | str) -> tuple[float, float]:
-    """The bounds of a band "0.5_5.0"; of a number, 0 and that number."""
-    if isinstance(threshold, str):
-        low, high = threshold.split("_")
-        return float(low), float(high)
-    return 0.0, threshold
 
 
 def signals(batch: LossBatch, staleness_N: torch.Tensor) -> dict[str, Metric]:
