@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, combine, did_you_mean
 from asyncrl_cli.profile.fields import Section
+from asyncrl_cli.profile.peers import Row, counterpart
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import LONGEST_ECHO, parse_value, shortened
 from asyncrl_cli.safe_files import MAX_NAME_BYTES, MAX_PATH_BYTES
@@ -57,12 +58,14 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         if len(problems) > MOST_PROBLEMS:
             break
         if section not in sections():
-            problems.append(unknown_key(section, where, [*sections(), *keys()]))
+            names = islice(_meant(section, table), MOST_PROBLEMS + 1)
+            problems += [unknown_key(name, where, [*sections(), *keys()]) for name in names]
         elif not isinstance(table, Mapping):
             hint = f"{section}.<key> = {shortened(table)}"
             problems.append(ConfigError(f"{where}: {section} is a section, not a value", hint=hint))
         else:
-            unknown = (key for name in table if (key := f"{section}.{name}") not in keys())
+            given = ((f"{section}.{name}", value) for name, value in table.items())
+            unknown = (name for key, value in given if key not in keys() for name in _meant(key, value))
             problems += [unknown_key(key, where, keys()) for key in islice(unknown, MOST_PROBLEMS + 1)]
             flat |= {f"{section}.{name}": value for name, value in table.items()}
     if problems:
@@ -72,7 +75,33 @@ def flatten(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     return flat
 
 
+def _meant(key: str, value: Any) -> Iterator[str]:
+    """The keys in an unknown key's table that are another trainer's or named as ours; the key itself if there are none."""
+    leaves = islice(_leaves(key, value), MOST_PROBLEMS + 1)
+    yield from [leaf for leaf in leaves if foreign(leaf) or leaf.rpartition(".")[2] in _last_parts()] or [key]
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(f"{key}.{name}", item)
+    else:
+        yield key
+
+
+def foreign(key: str) -> Row | None:
+    """The row of another trainer's key, unless a key of ours has just this name."""
+    return None if key in _last_parts() else counterpart(key)
+
+
+@cache
+def _last_parts() -> frozenset[str]:
+    return frozenset(key.rpartition(".")[2] for key in keys())
+
+
 def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
+    if row := foreign(key):
+        return ConfigError(f"{where}: unknown key {shortened(key)}, {row.meaning}", hint=row.hint)
     hint = did_you_mean(key, known, f"sections: {', '.join(sections())}")
     return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
 

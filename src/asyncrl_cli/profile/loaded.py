@@ -28,7 +28,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from asyncrl_cli.errors import MOST_PROBLEMS, ConfigError, RefusedError, combine, did_you_mean
 from asyncrl_cli.profile.check import check
-from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, keys, sections, unknown_key, validate
+from asyncrl_cli.profile.keys import PARAMS, entries_of, flatten, foreign, keys, sections, unknown_key, validate
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.profile.toml_files import MAX_DEPTH, ProfileFile, chain, parse_value, shortened, toml_key, toml_value
 from asyncrl_cli.safe_files import expand, first_of, load_json
@@ -126,7 +126,9 @@ def environment_layer(environ: Mapping[str, str]) -> Layer:
     names = {name[len(ENV_PREFIX) :].lower().replace("__", "."): name for name in ours}
     problems = []
     for key in islice((key for key in names if key not in keys() and not key.startswith(f"{PARAMS}.")), MOST_PROBLEMS + 1):
-        hint = did_you_mean(key, keys(), "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS", _env_name)
+        otherwise = "names are ASYNCRL_SECTION__KEY, as ASYNCRL_RUN__TRAIN_STEPS"
+        row = foreign(key)
+        hint = row.hint if row else did_you_mean(key, keys(), otherwise, _env_name)
         problems.append(ConfigError(f"environment: unknown name {shortened(names[key])}", hint=hint))
     if problems:
         raise combine(problems)
@@ -154,6 +156,7 @@ def _env_name(key: str) -> str:
 def set_layer(sets: Sequence[str]) -> Layer:
     """The layer of `--set a.b=c`; if a key is set several times, the last one counts."""
     values: dict[str, Any] = {}
+    problems: list[ConfigError] = []
     for text in sets:
         key, equals, value = text.partition("=")
         parts = key.strip().split(".")
@@ -164,7 +167,12 @@ def set_layer(sets: Sequence[str]) -> Layer:
         nested: Any = parse_value(value.strip())
         for part in reversed(parts):
             nested = {part: nested}
-        values |= flatten(nested, "--set")
+        try:
+            values |= flatten(nested, "--set")
+        except ConfigError as error:
+            problems.append(error)
+    if problems:
+        raise combine(problems)
     return Layer(origin="--set", values=_anchored(values, Path.cwd()))
 
 

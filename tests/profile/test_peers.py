@@ -1,0 +1,130 @@
+"""Other trainers' keys: what is said of each, and that the table fits our keys and docs/coming-from.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.keys import keys
+from asyncrl_cli.profile.loaded import load
+from asyncrl_cli.profile.peers import rows
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+NAMED = {
+    # SkyRL's page on fully asynchronous training
+    "trainer.policy_mini_batch_size": "trainer.ppo_mini_batch_size",
+    "trainer.fully_async.max_staleness_steps": "async_training.staleness_threshold",
+    "trainer.fully_async.num_parallel_generation_workers": "rollout.slots",
+    "trainer.placement.colocate_all": "placement.colocate",
+    "trainer.placement.colocate_policy_ref": None,
+    "trainer.placement.policy_num_gpus_per_node": "placement.trainer_workers",
+    "trainer.placement.ref_num_gpus_per_node": None,
+    "generator.num_inference_engines": "rollout.workers",
+    "generator.inference_engine_tensor_parallel_size": "placement.gpus_per_rollout_worker",
+    "trainer.train_batch_size": "trainer.ppo_mini_batch_size",
+    "generator.batched": None,
+    "generator.async_engine": None,
+    "trainer.algorithm.dynamic_sampling.type": None,
+    "generator.n_samples_per_prompt": "rollout.n",
+    # verl's page on fully_async; its async_training.* are keys of ours
+    "trainer.nnodes": "placement.trainer_workers",
+    "trainer.n_gpus_per_node": "placement.trainer_workers",
+    "rollout.nnodes": "rollout.workers",
+    "rollout.n_gpus_per_node": "rollout.workers",
+    "data.train_batch_size": "async_training.trigger_parameter_sync_step",
+    "data.gen_batch_size": None,
+    "rollout.total_rollout_steps": "run.total_rollout_steps",
+    "rollout.test_freq": "eval.every_versions",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "trainer.ppo_mini_batch_size",
+    "data.return_raw_chat": None,
+    "actor_rollout_ref.rollout.n": "rollout.n",
+    "actor_rollout_ref.actor.strategy": None,
+    "critic.strategy": None,
+    "actor_rollout_ref.hybrid_engine": "placement.colocate",
+    "actor_rollout_ref.actor.use_dynamic_bsz": "trainer.max_tokens_per_microbatch",
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": None,
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": "trainer.max_tokens_per_microbatch",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.mode": None,
+    "actor_rollout_ref.rollout.calculate_log_probs": None,
+    # the Async-RL pipeline's page
+    "+trainer.sperated_node_tasks": None,
+    "+trainer.sperated_node_ratios": "placement.ratio",
+    "+actor_rollout_ref.async_pipeline": None,
+    "+actor_rollout_ref.rollout.enable_dual_buffer": "weights.dual_buffer",
+    "+actor_rollout_ref.rollout.enable_param_async": "weights.mode",
+    "+actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb": "weights.gather_bucket_size_mb",
+    "+actor_rollout_ref.rollout.param_update_consume_bucket_size_mb": "weights.load_bucket_size_mb",
+    "+trainer.generate_ahead_steps": "async_training.staleness_threshold",
+}
+"""Every key that the three pages name, and the key here that does its work, read from the schema's docstrings."""
+
+
+def refusal(*sets: str, environ: dict[str, str] | None = None) -> ConfigError:
+    with pytest.raises(ConfigError) as refused:
+        load("base", sets, environ=environ or {})
+    return refused.value
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_a_key_of_the_peers_pages_is_refused_with_ours(key: str) -> None:
+    error, ours = refusal(f"{key}=1"), NAMED[key]
+    if ours is None:
+        assert "has no counterpart" in error.message
+        assert "use " not in error.hint
+    else:
+        assert f"'s name for {ours}" in error.message
+        assert f"use {ours}" in error.hint
+
+
+def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> None:
+    for bare in ("test_freq", "max_staleness_steps", "fully_async.max_staleness_steps", "generate_ahead_steps", "gen_batch_size"):
+        assert any(ours in refusal(f"{bare}=1").message for ours in ("verl's", "SkyRL's"))
+    assert refusal("staleness_threshold=1").hint == "did you mean async_training.staleness_threshold?"
+
+
+def test_all_keys_of_a_table_and_of_several_sets_are_named(tmp_path: Path) -> None:
+    theirs = '[actor_rollout_ref.rollout]\nmode = "async"\nname = "vllm"\ntemperature = 1.0\n[rollout]\ntest_freq = 5\n'
+    (tmp_path / "own.toml").write_text(f'extends = "base"\n{theirs}')
+    with pytest.raises(ConfigError, match="4 problems") as refused:
+        load(str(tmp_path / "own.toml"), environ={})
+    for key in ("actor_rollout_ref.rollout.mode", "actor_rollout_ref.rollout.name", "actor_rollout_ref.rollout.temperature"):
+        assert f"unknown key {key}" in refused.value.message
+    both = refusal("trainer.nnodes=1", "rollout.test_freq=5").message
+    assert "trainer.nnodes" in both
+    assert "rollout.test_freq" in both
+
+
+def test_a_key_in_the_environment_is_known_too() -> None:
+    assert "use eval.every_versions" in refusal(environ={"ASYNCRL_ROLLOUT__TEST_FREQ": "5"}).hint
+
+
+def test_every_row_leads_to_a_key_of_ours_or_says_why_there_is_none() -> None:
+    for row in rows():
+        assert set(row.ours) <= keys().keys(), row
+        assert row.ours or row.note, row
+    named = [(row.peer, row.theirs) for row in rows()]
+    assert len(set(named)) == len(named)
+
+
+def test_the_page_has_every_row_of_the_table_and_no_other() -> None:
+    """Where this fails, the page's tables are to be these lines."""
+    peers = list(dict.fromkeys(row.peer for row in rows() if "asyncrl" not in row.peer))
+    text = PAGE.read_text()
+    for peer in peers:
+        section = text.partition(f"\n## {peer}\n")[2].partition("\n## ")[0]
+        found = [line for line in section.splitlines() if line.startswith("| `")]
+        expected = [
+            f"| `{row.theirs}` | {', '.join(f'`{key}`' for key in row.ours)} | {row.note} |" for row in rows() if row.peer == peer
+        ]
+        assert found == [line.replace("|  |", "| |") for line in expected]
+
+
+def test_the_profiles_of_the_page_are_profiles(tmp_path: Path) -> None:
+    blocks = [block.partition("```")[0] for block in PAGE.read_text().split("```toml\n")[1:]]
+    for block in blocks:
+        (tmp_path / "own.toml").write_text(block if "extends" in block else f'extends = "base"\n{block}')
+        load(str(tmp_path / "own.toml"), environ={})
+    assert len(blocks) == 2
