@@ -13,9 +13,11 @@ import pytest
 from asyncrl_cli.cli.app import run
 from asyncrl_cli.errors import AsyncrlError, ConfigError, RefusedError
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks import reward_choice
-from asyncrl_cli.tasks.reward_choice import keep_reward_module, resolve_reward
+from asyncrl_cli.tasks import code_records
+from asyncrl_cli.tasks.code_records import keep_record
+from asyncrl_cli.tasks.reward_choice import resolve_reward
 from asyncrl_cli.tasks.task import Task, load_task
+from asyncrl_cli.tasks.user_code import UserCode
 
 GOOD = "def score(item, response):\n    return 1.0\n"
 MODULES = {
@@ -76,7 +78,7 @@ def test_a_bad_reward_module_is_refused_in_time_with_its_name_and_a_hint(tmp_pat
 
 def assert_refused(directory: Path, monkeypatch: pytest.MonkeyPatch, reward: str, expected: str) -> None:
     monkeypatch.chdir(directory)
-    monkeypatch.setattr(reward_choice, "START_LIMIT_S", 1.0 if "within 1 s" in expected else 10.0)
+    monkeypatch.setattr(code_records, "START_LIMIT_S", 1.0 if "within 1 s" in expected else 10.0)
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=expected) as refused:
         resolve_reward(reward, dataset="", params={}, adapter="plain", timeout_s=0.1)
@@ -127,13 +129,14 @@ def test_a_module_that_will_do_is_taken(tmp_path, monkeypatch, name):
     began_s = time.monotonic()
     spec = resolve_reward("good:score", dataset="", params={}, adapter="plain")
     assert time.monotonic() - began_s < 9  # the limit is 10
-    assert spec.module_file == str(tmp_path / "good.py")
+    assert spec.function is not None
+    assert spec.function.file == str(tmp_path / "good.py")
 
 
 def test_an_import_may_take_as_long_as_a_reward(tmp_path, monkeypatch):
     (tmp_path / "good.py").write_text("import time; time.sleep(0.3)\n" + GOOD)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reward_choice, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(code_records, "START_LIMIT_S", 0.2)
     assert resolve_reward("good:score", dataset="", params={}, adapter="plain", timeout_s=20.0).kind == "function"
 
 
@@ -175,7 +178,7 @@ def task_of(run_dir: Path, reward: str, *, resumed: bool) -> Task:
     task = {"source": f"jsonl:{run_dir.parent}/data.jsonl", "reward": reward}
     profile = Profile.model_validate({"task": task, "eval": {"prompts": 1}})
     loaded = load_task(profile, run_dir if resumed else None)
-    keep_reward_module(run_dir, loaded.reward.function, loaded.reward.module_file)
+    keep_record(run_dir, "reward", loaded.reward.function)
     return loaded
 
 
@@ -187,8 +190,8 @@ def test_a_resume_imports_the_module_from_where_the_run_began_and_says_so(began,
     assert task_of(began, reward, resumed=False).notes == ()
     monkeypatch.chdir(began.parent / "elsewhere")
     task = task_of(began, reward, resumed=True)
-    assert task.reward.module_file == str(began.parent / "home" / file)
-    assert task.notes == (f"rewards are imported from {began.parent}/home/{file}, as {began}/reward.json says",)
+    assert task.reward.function.file == str(began.parent / "home" / file)
+    assert task.notes == (f"task.reward is imported from {began.parent}/home/{file}, as {began}/reward.json says",)
     assert not (began.parent / "executed").exists()
 
 
@@ -215,7 +218,7 @@ def test_a_module_in_an_archive_is_resumed_from_there(began, monkeypatch):
     monkeypatch.delenv("PYTHONPATH")
     (began.parent / "elsewhere" / "zipped.py").write_text((began.parent / "elsewhere" / "mine.py").read_text())
     monkeypatch.chdir(began.parent / "elsewhere")
-    assert task_of(began, "zipped:score", resumed=True).reward.module_file == f"{archive}/zipped.py"
+    assert task_of(began, "zipped:score", resumed=True).reward.function.file == f"{archive}/zipped.py"
     assert not (began.parent / "executed").exists()
 
 
@@ -235,7 +238,7 @@ def test_a_module_that_has_changed_is_told(began):
 
 
 def test_a_module_that_has_no_file_is_resumed_as_such(began, monkeypatch):
-    keep_reward_module(began, "sys:intern", "")
+    keep_record(began, "reward", UserCode(name="sys:intern"))
     (began.parent / "elsewhere" / "sys.py").write_text(GOOD)
     monkeypatch.chdir(began.parent / "elsewhere")
     with pytest.raises(ConfigError, match="cannot be called with"):

@@ -25,6 +25,7 @@ from asyncrl_cli.tasks.reward_choice import resolve_reward
 from asyncrl_cli.tasks.rewards import RewardFailed, RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import RewardSpec, find_answer
 from asyncrl_cli.tasks.task import load_task
+from asyncrl_cli.tasks.user_code import UserCode
 
 FUNCTIONS = '''
     import asyncio, os, re, time
@@ -96,7 +97,7 @@ def functions(tmp_path: Path) -> Path:
 
 
 def spec_of(functions: Path, name: str) -> RewardSpec:
-    return RewardSpec(kind="function", function=f"my_rewards:{name}", import_path=str(functions))
+    return RewardSpec(kind="function", function=UserCode(name=f"my_rewards:{name}", import_path=str(functions)))
 
 
 def with_pool(spec: RewardSpec, use: Callable[[RewardPool], Awaitable[Any]], timeout_s: float = 20.0, workers: int = 1) -> Any:
@@ -400,9 +401,10 @@ def test_the_child_dies_with_a_parent_that_is_killed(functions, child_is):
 import asyncio
 from asyncrl_cli.tasks.item import make_item
 from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.user_code import UserCode
 from asyncrl_cli.tasks.rewards import RewardPool
 async def main():
-    spec = RewardSpec(kind="function", function="my_rewards:by_command", import_path={str(functions)!r})
+    spec = RewardSpec(kind="function", function=UserCode(name="my_rewards:by_command", import_path={str(functions)!r}))
     pool = RewardPool(spec, timeout_s=99)
     await pool.score(make_item("p", "a", {{}}), "ok")
     print(*pool.child_pids, flush=True)

@@ -27,7 +27,7 @@ from asyncrl_cli.observe.live_status import RunFacts
 from asyncrl_cli.observe.starting import Starting, StartStatus
 from asyncrl_cli.profile.loaded import read_document, to_document, to_toml
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.tasks.reward_choice import keep_reward_module
+from asyncrl_cli.tasks.code_records import keep_record
 from asyncrl_cli.tasks.task import Task
 from asyncrl_cli.weights.model_files import keep_model_files
 
@@ -112,7 +112,7 @@ class Run:
         with blocked(signal.SIGHUP):
             plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        keep_reward_module(directory.path, task.reward.function, task.reward.module_file)
+        keep_record(directory.path, "reward", task.reward.function)
         from asyncrl_cli.job.workers import started_workers
 
         crew = started_workers(

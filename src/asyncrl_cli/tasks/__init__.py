@@ -4,7 +4,8 @@
         gym.py                             where items come from: a reasoning-gym dataset,
         files.py, rows.py                  a jsonl or parquet file, row by row,
         builtin.py                         or a task that comes with asyncrl: arithmetic.py, guessing.py
-        reward_choice.py                   which reward is meant, tried out in a child process; where a user's function lies
+        reward_choice.py                   which reward is meant
+        code_records.py                    functions and classes of the user's (user_code.py): tried out in a child, recorded
         item.py                            what an item is; compact prompts with written-out working, for builtin:tiny
     rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop:
         reward_process.py              a process that scores, seen from the pool: started, asked, watched

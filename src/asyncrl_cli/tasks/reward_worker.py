@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async
+from asyncrl_cli.tasks.user_code import describe
 
 if TYPE_CHECKING:
     import asyncio  # a fifth of a child's start: imported where rewards are async
 
 MAX_AWAITING = 128
-MAX_REASON_CHARS = 400
 NUM_PRINTED_TRACEBACKS = 3
 IDLE = 0
 _ENTRY = struct.Struct("<Qd")
@@ -167,13 +167,3 @@ def announced(work: Coroutine[Any, Any, Any], request_id: int, board: Board) -> 
             send, argument = work.send, (yield awaited)
         except BaseException as error:  # also a cancellation or a timeout: throw it into the work
             send, argument = work.throw, error
-
-
-def describe(error: BaseException) -> str:
-    """The error and where it was raised, as one line that any encoding can write."""
-    message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
-    place = ""
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and "importlib" not in frames[-1].filename and os.path.dirname(__file__) not in frames[-1].filename:
-        place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
-    return f"{type(error).__name__}: {message}"[:MAX_REASON_CHARS].replace("\n", " ") + place

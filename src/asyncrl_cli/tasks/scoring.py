@@ -6,20 +6,17 @@ returning 0. A response without an answer, or with an unreadable one, is simply 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import logging
 import math
 import numbers
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from asyncrl_cli.tasks.item import WORKED, Item
+from asyncrl_cli.tasks.user_code import UserCode
 
 Scorer = Callable[[Item, str], Any]
 Adapter = Literal["plain", "worked"]
@@ -31,18 +28,14 @@ class RewardSpec:
     """Describes a task's reward; small and picklable.
 
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
-    in a response. `import_path`: the directory in which a `module:function` is looked up first (where the command was started).
-    `module_file`: the file in which it was found. `only_there`: it must be imported from that file.
+    in a response. `episode`: the environment or agent gives the reward, and responses are not scored.
     """
 
-    kind: Literal["dataset", "exact-match", "math-verify", "function"]
+    kind: Literal["dataset", "exact-match", "math-verify", "function", "episode"]
     dataset: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter = "plain"
-    function: str = ""
-    import_path: str = ""
-    module_file: str = ""
-    only_there: bool = False
+    function: UserCode | None = None
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:
@@ -53,7 +46,9 @@ def build_scorer(spec: RewardSpec) -> Scorer:
         return _exact_match_scorer(spec)
     if spec.kind == "math-verify":
         return _math_verify_scorer()
-    return _import_function(spec)
+    if spec.function is None:
+        raise ValueError("the episode itself gives the reward")
+    return load_function(spec.function)
 
 
 def is_async(scorer: Scorer) -> bool:
@@ -117,21 +112,13 @@ def _math_verify_scorer() -> Scorer:
     return score
 
 
-def _import_function(spec: RewardSpec) -> Scorer:
-    if spec.import_path and spec.import_path not in sys.path:
-        sys.path.insert(0, spec.import_path)
-    module_name, _, path = spec.function.partition(":")
-    if spec.only_there and (file := module_file(spec)) != spec.module_file:
-        raise ImportError(f"{module_name} is {file or 'not a file'} here, and the run began with {spec.module_file or 'no file'}")
-    return _checked_function(reduce(getattr, path.split("."), importlib.import_module(module_name)), path)
+def check_function(code: UserCode) -> None:
+    """Raises whatever stands against using the function as a reward."""
+    load_function(code)
 
 
-def module_file(spec: RewardSpec) -> str:
-    """The file of the function's module, which is found but not run; "" if it has no file, or if there is no function."""
-    if spec.kind != "function":
-        return ""
-    found = importlib.util.find_spec(spec.function.partition(":")[0])
-    return os.path.abspath(found.origin) if found is not None and found.has_location and found.origin else ""
+def load_function(code: UserCode) -> Scorer:
+    return _checked_function(code.load(), code.attribute)
 
 
 def _checked_function(found: object, name: str) -> Scorer:

@@ -14,11 +14,12 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
 from asyncrl_cli.tasks.builtin import builtin_task, drawn
+from asyncrl_cli.tasks.code_records import recorded_file
 from asyncrl_cli.tasks.eval_sets import KINDS, check_no_sets, file_of, read_sets, without
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
-from asyncrl_cli.tasks.reward_choice import BUILT_IN, recorded_module, resolve_reward
+from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 
 SOURCES = {"builtin": "<task>", "reasoning-gym": "<dataset>", "jsonl": "<path>", "parquet": "<path>"}
@@ -85,7 +86,7 @@ def _reward(
     """The reward, and notes for the user about it."""
     reward, file, note = profile.task.reward, None, ""
     if run_dir is not None and reward not in BUILT_IN:
-        file, note = recorded_module(run_dir, reward)
+        file, note = recorded_file(run_dir, "reward", reward)
     timeout_s = profile.task.reward_timeout_s
     spec = resolve_reward(reward, dataset=dataset, params=params, adapter=adapter, timeout_s=timeout_s, only_file=file)
     return spec, (note,) if note else ()

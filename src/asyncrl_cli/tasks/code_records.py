@@ -1,0 +1,120 @@
+"""Code of the user's, seen from the driver: tried out before the run begins, and recorded for a resume.
+
+A run records the file of each such module, and a resume imports it only from there: a resume may be started in any directory, where
+a module of the same name would be another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.safe_files import UnsafeFile, load_json, open_regular, reason
+from asyncrl_cli.tasks.child import ChildFailed, ChildTimedOut, call_once
+from asyncrl_cli.tasks.user_code import UserCode, describe
+
+START_LIMIT_S = 10.0
+SCHEMA_VERSION = 1
+
+
+def is_user_code(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    return bool(module and attribute)
+
+
+def user_code(name: str, only_file: str | None = None) -> UserCode:
+    """`only_file`: the module must be imported from this file ("": from none)."""
+    if only_file is None:
+        return UserCode(name=name, import_path=os.getcwd())
+    return UserCode(name=name, import_path=_import_root(name.partition(":")[0], only_file), file=only_file, only_there=True)
+
+
+def _import_root(module: str, file: str) -> str:
+    """The directory in which the module can be found by its name."""
+    if file == "":
+        return ""
+    parents = Path(file).parents
+    return str(parents[min(module.count(".") + (Path(file).stem == "__init__"), len(parents) - 1)])
+
+
+def try_out(key: str, code: UserCode, check: Callable[[UserCode], Any], *, limit_s: float, limit_key: str, expects: str) -> Any:
+    """Call `check`, which loads the code, in a child process. Returns the code with its file, and what `check` has returned.
+
+    `limit_key` sets how long the import may take (START_LIMIT_S at least); `expects` says what the code has to be. Raises
+    ConfigError about `key`.
+    """
+    limit_s = max(START_LIMIT_S, limit_s)
+    try:
+        file, found = call_once(_checked, code, check, timeout_s=limit_s)
+        return replace(code, file=file), found
+    except ChildTimedOut:
+        why = f"its module was not imported within {limit_s:g} s"
+        hint = f"move what takes long into the first call, or raise {limit_key}: an import may take as long"
+    except ChildFailed as failure:
+        where = "only from there, as the run's record says" if code.only_there else f"in {code.import_path} first"
+        why, hint = str(failure), f"the module is imported {where}; {expects}"
+    raise ConfigError(f'{key} = "{code.name}" cannot be used: {why}', hint=hint)
+
+
+def _checked(code: UserCode, check: Callable[[UserCode], Any]) -> tuple[str, Any]:
+    """Runs in the child."""
+    try:
+        found = check(code)
+        return code.find(), found
+    except (Exception, SystemExit) as error:
+        raise ChildFailed(describe(error)) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """The record of a module. `function`: the name in the profile. `file` is absolute, or "" for a built-in module of Python.
+    `sha256` is "" for a module in an archive."""
+
+    schema_version: int
+    function: str
+    file: str
+    sha256: str
+
+
+def keep_record(run_dir: Path, what: str, code: UserCode | None) -> None:
+    """Write the record of a new run's code, `what` ("reward", say), as `<what>.json`; a resumed run keeps its record."""
+    path = run_dir / f"{what}.json"
+    if code is not None and not path.exists():
+        sha256 = _sha256(code.file) if os.path.isfile(code.file) else ""
+        record = Record(schema_version=SCHEMA_VERSION, function=code.name, file=code.file, sha256=sha256)
+        path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+
+
+def recorded_file(run_dir: Path, what: str, name: str) -> tuple[str, str]:
+    """The recorded file of the run's code, and a note for the user. RefusedError if record or file is missing."""
+    path = run_dir / f"{what}.json"
+    if not path.exists():
+        raise RefusedError(
+            f'{path} is missing: it records where task.{what} = "{name}" was imported from',
+            hint="a module is imported from where the run's record says, and from nowhere else: bring the record back from a copy",
+        )
+    record = load_json(path, Record, hint="it was written when the run began; bring it back from a copy")
+    if record.schema_version != SCHEMA_VERSION or record.function != name:
+        raise RefusedError(f"{path} is not of this run: it is the record of {record.function} (schema {record.schema_version})")
+    if record.file == "":
+        return "", ""
+    try:
+        has_changed = record.sha256 != "" and record.sha256 != _sha256(record.file)
+    except (OSError, UnsafeFile) as error:
+        raise RefusedError(
+            f"the run's {what} module {record.file} cannot be read: {reason(error)}",
+            hint=f"bring it back, or write its new place into {path}: it is imported from there, and from nowhere else",
+        ) from error
+    note = f"task.{what} is imported from {record.file}, as {path} says"
+    return record.file, f"{note}; the file has changed since the run began" if has_changed else note
+
+
+def _sha256(file: str) -> str:
+    with open_regular(Path(file)) as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,53 @@
+"""Code of the user's, which a key of the profile names as `module:name`, as every process imports it. It imports little."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+MAX_REASON_CHARS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserCode:
+    """`name`: "module:attribute". `import_path`: the directory in which the module is looked up first (where the command was
+    started). `file`: where it was found. `only_there`: it must be imported from that file."""
+
+    name: str
+    import_path: str = ""
+    file: str = ""
+    only_there: bool = False
+
+    @property
+    def attribute(self) -> str:
+        return self.name.partition(":")[2]
+
+    def load(self) -> Any:
+        """Import the module and return what is named. Raises any error of the import."""
+        if self.import_path and self.import_path not in sys.path:
+            sys.path.insert(0, self.import_path)
+        module = self.name.partition(":")[0]
+        if self.only_there and (file := self.find()) != self.file:
+            raise ImportError(f"{module} is {file or 'not a file'} here, and the run began with {self.file or 'no file'}")
+        return reduce(getattr, self.attribute.split("."), importlib.import_module(module))
+
+    def find(self) -> str:
+        """The module's file, absolute, without running the module; "" if it has none."""
+        found = importlib.util.find_spec(self.name.partition(":")[0])
+        return os.path.abspath(found.origin) if found is not None and found.has_location and found.origin else ""
+
+
+def describe(error: BaseException) -> str:
+    """The error and where it was raised, as one line that any encoding can write."""
+    message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()
+    place = ""
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and "importlib" not in frames[-1].filename and os.path.dirname(__file__) not in frames[-1].filename:
+        place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
+    return f"{type(error).__name__}: {message}"[:MAX_REASON_CHARS].replace("\n", " ") + place
