@@ -18,6 +18,7 @@ from asyncrl_cli.errors import StallError
     [
         (["trian"], 2, "no such command 'trian'", "asyncrl --help"),
         (["train"], 2, "missing option '--profile'", "asyncrl train --help"),
+        (["train", "--profile"], 2, "'--profile' requires an argument", "asyncrl train --help"),
         (["train", "-p", "base", "--nmae", "x"], 2, "no such option: --nmae", "asyncrl train --help"),
         (["train", "-p", "base", "--ui", "fancy"], 2, "'fancy' is not one of", "asyncrl train --help"),
         (["train", "-p", "partial-rolout"], 2, "there is no profile 'partial-rolout'", "`partial-rollout`"),

@@ -96,7 +96,7 @@ def _answer(args: Sequence[str]) -> int:
         if isinstance(error, TyperException) and not error.format_message():
             return error.exit_code  # `asyncrl` alone: the help has been printed
         verbose = not {"--verbose", "-v"}.isdisjoint(args)
-        told = _of_usage(error) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
+        told = _of_usage(error, args) if isinstance(error, TyperException) else in_our_words(error, verbose=verbose)
     tell(told)
     if "--json" in args:
         with suppress(OSError):  # stdout cannot be written: the exit code must do
@@ -121,10 +121,11 @@ def _refuse_long_names(args: Sequence[str]) -> None:
             )
 
 
-def _of_usage(error: TyperException) -> AsyncrlError:
+def _of_usage(error: TyperException, args: Sequence[str]) -> AsyncrlError:
     message, context = error.format_message(), getattr(error, "ctx", None)
     message = message[:1].lower() + message[1:].rstrip(".").replace(": Value error, ", ": ")  # removes pydantic's prefix
-    command = context.command_path if context is not None else "asyncrl"
+    word = next((word for word in args if not word.startswith("-")), "")
+    command = context.command_path if context is not None else f"asyncrl {word}".rstrip()
     return ConfigError(message, hint=f"`{command} --help` shows how it is used")
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("asyncrl")
 
+ANOTHER_CHECKPOINT = "take another checkpoint"
 SAME_DATA = "resume with the data that the run began with: task.source's file as it was then, or the same version of reasoning-gym"
 
 Crew = tuple[Any, Sequence[Any], Sequence[Any]]
@@ -103,7 +104,7 @@ class PromptFeed:
         """Raises RefusedError if `state` is damaged or belongs to other items or another seed."""
         for key, kind in {"seed": int, "epoch": int, "cursor": int, "num_items": int, "fingerprint": str}.items():
             if type(state.get(key)) is not kind:
-                raise RefusedError(f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}")
+                raise RefusedError(f"the prompt feed's state is damaged: {key} is {state.get(key)!r:.80}", hint=ANOTHER_CHECKPOINT)
         if state["fingerprint"] != self._fingerprint:
             raise RefusedError(
                 f"the checkpoint was made with other prompts: {state['num_items']} items with fingerprint "
@@ -117,7 +118,8 @@ class PromptFeed:
             )
         epoch, cursor = state["epoch"], state["cursor"]
         if epoch < 0 or not 0 <= cursor <= len(self._items):
-            raise RefusedError(f"the prompt feed's state is damaged: epoch {epoch}, cursor {cursor} of {len(self._items)} items")
+            where = f"epoch {epoch}, cursor {cursor} of {len(self._items)} items"
+            raise RefusedError(f"the prompt feed's state is damaged: {where}", hint=ANOTHER_CHECKPOINT)
         self._enter(epoch=epoch, cursor=cursor)
 
     def _enter(self, *, epoch: int, cursor: int) -> None:

@@ -125,7 +125,8 @@ class Pipeline:
             if board.stopping:
                 stop_s = stop_s if stop_s is not None else board.now_s()
                 if board.now_s() - stop_s > (grace_s := board.profile.run.stop_grace_s):
-                    raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {grace_s:g}")
+                    hint = "resume from the last checkpoint; a larger run.stop_grace_s leaves a stop more time"
+                    raise board.failure or StallError(f"the stop took longer than run.stop_grace_s = {grace_s:g}", hint=hint)
             await asyncio.sleep(_TICK_S)
 
     def _stall(self) -> StallError:

@@ -9,9 +9,9 @@ A prefix is computed by the first of its sequences, and is gone with the last th
 prompt for each response, too, to sample from it. It may find a prefix that nobody holds, if its blocks were not yet used again.)
 
 All running sequences advance together, so each takes one block in every `block_tokens` steps. With F blocks free and R sequences
-running, F // R times `block_tokens` steps pass safely. Then F mod R more blocks are taken, in the order in which the sequences fill
-theirs, and the one after that is not there. Counting who holds how much visits every sequence, so that it is done only where the
-bound `_most_blocks`, from two sums, does not already tell: each sequence holds less than one block more than its tokens fill.
+running, F // R times `block_tokens` steps pass safely. Then the sequences take F mod R more blocks, in the order in which they fill
+theirs, and the next one finds none. An exact count visits every sequence, so it is made only where a bound from two running sums
+(`_most_blocks`) leaves the question open: each sequence holds less than one block more than its tokens fill.
 """
 
 from __future__ import annotations
@@ -81,9 +81,10 @@ class KvCache:
         """Whether there are blocks for its prompt and its kept tokens."""
         tokens = self.tokens_to_prefill(sequence)
         room = self._size.blocks - self._blocks(tokens)
-        if (most := self._most_blocks(steps)) <= room or most - len(self._first) > room:
-            return most <= room
-        return self._used(steps) <= room
+        most = self._most_blocks(steps)
+        if most <= room:
+            return True
+        return most - len(self._first) <= room and self._used(steps) <= room
 
     def is_over(self, steps: float) -> bool:
         """Whether the running sequences want more blocks than there are."""

@@ -33,7 +33,15 @@ from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-from asyncrl_cli.train.trainer_state import PUBLISHED_FILE, HostState, SavedState, read_state, to_host, write_state
+from asyncrl_cli.train.trainer_state import (
+    ANOTHER_MODEL,
+    PUBLISHED_FILE,
+    HostState,
+    SavedState,
+    read_state,
+    to_host,
+    write_state,
+)
 from asyncrl_cli.weights.buckets import BYTES_PER_MB, Bucket, Entry, Packing, plan_layout
 from asyncrl_cli.weights.model_files import write_weights
 from asyncrl_cli.weights.versions import Manifest, make_probes
@@ -203,7 +211,7 @@ def _load_published(path: Path, layout: Sequence[tuple[Entry, ...]]) -> Publicat
     packing, names = Packing(layout), {entry.spec.name for entries in layout for entry in entries}
     with safe_open(path, framework="pt") as saved:
         if set(saved.keys()) != names:
-            raise RefusedError(f"{path}: published weights are of another model")
+            raise RefusedError(f"{path}: published weights are of another model", hint=ANOTHER_MODEL)
         for name in names:
             packing.put(name, saved.get_tensor(name))
         return Publication(parse_json(saved.metadata()["manifest"], Manifest), packing)

@@ -31,6 +31,7 @@ from asyncrl_cli.weights.model_files import write_weights
 COUNTERS_FILE = "trainer.json"
 PUBLISHED_FILE = "published.safetensors"
 ANOTHER = "take another checkpoint"
+ANOTHER_MODEL = "resume with the profile and the model that wrote it"
 
 
 class Counters(TypedDict):
@@ -142,7 +143,7 @@ def read_state(state: HostState, saved: SavedState) -> None:
         elif not is_random:
             raise RefusedError(
                 f"{saved.directory}: checkpoint is of another model: {key} is {found or 'absent'}, not {rows.whole_shape}",
-                hint="resume with the profile and the model that wrote it",
+                hint=ANOTHER_MODEL,
             )
         if is_random:  # unchanged if fewer ranks wrote the checkpoint
             (torch.cuda if "/cuda/" in key else torch).set_rng_state(rows.tensor)
