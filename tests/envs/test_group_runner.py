@@ -18,6 +18,7 @@ from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, Turn
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
@@ -58,9 +59,9 @@ async def runner_of(
     engine = TransformersEngine(*made_for(model_dir, slots=8, max_prompt_tokens=64, max_response_tokens=128))
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     tokenizer.chat_template = changes.pop("chat_template", None)
-    on_waiting = changes.pop("on_waiting", lambda change: None)
+    on_waiting, hold = changes.pop("on_waiting", lambda episode, for_what: None), changes.pop("hold", True)
     sampling, limits = changes.pop("sampling", SAMPLING), Limits(64, 192, max_turns=8)._replace(**changes)
-    means = Means(engine, Chat(tokenizer), make_environment or partial(OneTurn, rewards), limits, on_waiting)
+    means = Means(engine, Chat(tokenizer), make_environment or partial(OneTurn, rewards), limits, Places(8, hold=hold), on_waiting)
     try:
         async with asyncio.timeout(60):
             await engine.start()
@@ -340,15 +341,51 @@ def test_an_episode_ends_at_its_time_limit_wherever_it_waits(model_dir: Path) ->
 
     async def body() -> None:
         for limit_s in (0.3, 1e-9):
-            waiting: list[int] = []
-            async with runner_of(model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.append) as runner:
+            waiting: dict[str, str] = {}
+            async with runner_of(model_dir, Rewards(), Hangs, episode_timeout_s=limit_s, on_waiting=waiting.__setitem__) as runner:
                 result, _ = await runner.run(group(n=2), lambda finished: None)
             assert [failure.kind for failure in result.failures] == ["episode-timeout"] * 2
             assert f"env.episode_timeout_s = {limit_s:g}" in result.failures[0].text
-            assert sum(waiting) == 0
+            assert not any(waiting.values())
         assert Hangs.closed == 4
 
     run(body)
+
+
+@pytest.mark.parametrize("hold", [True, False])
+def test_an_episode_at_a_tool_keeps_or_lends_its_slot_and_a_drain_waits_for_it(model_dir: Path, hold: bool) -> None:
+    async def body() -> None:
+        tool, both_wait, free, waiting = asyncio.Event(), asyncio.Event(), list[int](), dict[str, str]()
+
+        def on_waiting(episode: str, for_what: str) -> None:
+            waiting[episode] = for_what
+            if list(waiting.values()) == ["the environment"] * 2:
+                both_wait.set()
+
+        class Slow(Judged):
+            async def step(self, answer: Answer) -> Turn | End:
+                await tool.wait()
+                return await super().step(answer)
+
+        async with runner_of(model_dir, Rewards(), Slow, hold=hold, max_turns=2, on_waiting=on_waiting) as runner:
+            running = asyncio.create_task(runner.run(group(n=2), free.append))
+            await both_wait.wait()
+            await asyncio.sleep(0)
+            assert free == ([] if hold else [1, 2])
+            drain = asyncio.create_task(drained(runner))
+            await asyncio.sleep(0.05)
+            assert not drain.done()
+            tool.set()
+            result, _ = await running
+            await drain
+        assert (free[-1], [meta.num_turns for meta in result.trajectories]) == (2, [2, 2])
+
+    run(body)
+
+
+async def drained(runner: GroupRunner) -> None:
+    async with runner.places.drained():
+        pass
 
 
 @pytest.mark.slow

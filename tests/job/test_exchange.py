@@ -75,7 +75,7 @@ class Actor(RolloutActor):
         self._desk = PartDesk(runner.run, self._changes)
 
     def _progress(self, seen: int, ended: tuple[PartResult, ...]) -> Progress:
-        return Progress(seen=seen, ended=ended, finished_sequences=self._desk.finished_sequences, reports=())
+        return Progress(seen=seen, ended=ended, freed_slots=self._desk.freed_slots, reports=())
 
 
 class Handle:
@@ -354,7 +354,7 @@ def test_the_limit_of_a_load_counts_from_the_end_of_its_drain() -> None:
         def progress(seen: int, ended: tuple[PartResult, ...]) -> Progress:
             ran_s = asyncio.get_running_loop().time() - began_s
             gauges = {"running_sequences": float(ran_s < 900 or ran_s > 950), "version": 3.0 if ran_s < 950 else 4.0}
-            return Progress(seen=seen, ended=ended, finished_sequences={}, reports=(rollout_report(gauges),))
+            return Progress(seen=seen, ended=ended, freed_slots={}, reports=(rollout_report(gauges),))
 
         async def never_ends(version: int, interrupt: str) -> None:
             await asyncio.sleep(10_000)

@@ -24,6 +24,7 @@ KEYS = {
     "max_requeues": "async_training.max_requeues",
     "on_exhausted": "async_training.on_exhausted",
     "n": "rollout.n",
+    "hold_slots": "rollout.hold_slots",
     "prefetch_groups": "rollout.prefetch_groups",
     "placement": "rollout.placement",
     "max_restarts": "rollout.max_restarts",

@@ -86,10 +86,21 @@ def test_a_sequence_that_ends_frees_its_slot_before_its_group_ends():
     machine = admission(slots=4, n=2)
     first = start(machine, 0)
     start(machine, 1)
-    machine.sequences_finished("rollout-0", {first.parts[0].key: 1})
+    machine.slots_freed("rollout-0", {first.parts[0].key: 1})
     assert machine.closed() is Closed.SLOTS
-    machine.sequences_finished("rollout-0", {first.parts[0].key: 2})
+    machine.slots_freed("rollout-0", {first.parts[0].key: 2})
     assert machine.closed() is Closed.OPEN
+
+
+def test_a_slot_that_was_left_for_a_tool_is_taken_again_even_if_another_has_it():
+    machine = admission(slots=4, n=2)
+    first, second = start(machine, 0), start(machine, 1)
+    machine.slots_freed("rollout-0", {first.parts[0].key: 1, second.parts[0].key: 1})
+    third = start(machine, 2)
+    assert machine.closed() is Closed.SLOTS
+    machine.slots_freed("rollout-0", {second.parts[0].key: 1})
+    assert machine.workers["rollout-0"].used == 2 + 1 + 2 == len(third.parts[0].indices) + 3
+    assert machine.closed() is Closed.SLOTS
 
 
 def test_evals_take_slots_but_no_window_budget():

@@ -21,6 +21,8 @@ from tests.loop.worlds import MODES, chunks, run_world, settings
 
 ENDED = ("done", "stopped", "failed")
 NUM_SEEDS, CHUNK_SEEDS = 100, 20
+TOOL = r"waits for a tool of (\S+)/\d+ \(\d+ s so far\)(?: and \d+ more)?"
+FINISHES = rf"(rollout-\d+) finishes (\d+) responses(?: \({TOOL}\))? before it (loads version \d+)"
 
 
 class Watching(Invariants):
@@ -66,9 +68,11 @@ class Watching(Invariants):
         if found := re.fullmatch(r"the eval of version (\d+) holds (rollout-\d+) for \d+ s so far", claim):
             book = workers[found[2]]
             holds = (book.eval_sequences > 0 or not book.unfinished) and book.version == int(found[1]) < books.version
-        elif found := re.fullmatch(r"(rollout-\d+) finishes (\d+) sequences before it (loads version \d+)", claim):
-            holds = self.doing.get(found[1]) == f"{found[1]} {found[3]}"
-            holds = holds and sum(workers[found[1]].unfinished.values()) == int(found[2])
+        elif found := re.fullmatch(FINISHES, claim):
+            holds = self.doing.get(found[1]) == f"{found[1]} {found[4]}"
+            with_slot, left = sum(workers[found[1]].unfinished.values()), int(found[2])
+            holds = holds and (left == with_slot if self.settings.profile.rollout.hold_slots else left >= with_slot)
+            holds = holds and (found[3] is None or found[3] in map(str, books.live))
         elif found := re.fullmatch(r"(rollout-\d+) (?:receives|loads) version \d+", claim):
             holds = self.doing.get(found[1]) == claim
         elif found := re.fullmatch(r"(rollout-\d+) is restarted \(\d of \d\)", claim):

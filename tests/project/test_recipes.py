@@ -17,6 +17,7 @@ from asyncrl_cli.envs import check_environment, find_environment
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.episode import Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
+from asyncrl_cli.envs.places import Places
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.loop.ports import PartRequest
 from asyncrl_cli.loop.values import Ratio
@@ -141,7 +142,7 @@ def test_an_environment_and_an_engine_of_another_package_make_a_group() -> None:
     engine = find("rollout.engine", "counting", {}, "asyncrl.engines")()
     sampling = Sampling(temperature=1.0, max_response_tokens=32)
     make = partial(find_environment("echo"), Lengths())
-    runner = GroupRunner(Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2)), sampling)
+    runner = GroupRunner(Means(engine, Chat(Letters()), make, Limits(8, 40, max_turns=2), Places(8, hold=True)), sampling)
     key = PartKey(AttemptKey("a", 0, 0), 0)
     request = PartRequest(key=key, item={"uid": "a", "prompt": "!"}, indices=(0, 1), seed=0)
     result, payload = asyncio.run(runner.run(request, lambda finished: None))

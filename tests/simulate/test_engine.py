@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.loop.meters import RolloutMeter
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import CacheSize
-from asyncrl_cli.simulate.sequences import SimulatedSequence
+from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolCall
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import run_virtual
 from tests.simulate.token_by_token import Seq, TokenByToken
@@ -28,6 +28,7 @@ PLAIN = {
     "speed": Fraction(1),
     "blocks": None,
     "block_size": 16,
+    "hold": True,
 }
 
 
@@ -41,14 +42,19 @@ def drawn_case(seed):
         "speed": Fraction(rng.randint(8, 12), 10),
         "blocks": rng.choice([None, LONGEST // BLOCK_TOKENS + 1, 22, 30]),
         "block_size": BLOCK_TOKENS,
+        "hold": rng.random() < 0.5,
     }
+    has_turns = rng.random() < 0.6
     actions, names, version, now = [], 0, 0, Fraction(0)
     while len(actions) < 22:
         now += Fraction(rng.randint(1, 40_000), 10_007)
         what = rng.choice(["submit", "submit", "submit", "abort", "load", "load", "drain", "slow_down"])
         if what == "submit":
             prompt, which = rng.randint(0, LONGEST - 40), rng.choice([None, names])
-            group = [(names + i, prompt, rng.randint(1, 40), which) for i in range(rng.randint(1, 3))]
+            group = []
+            for i in range(rng.randint(1, 3)):
+                tokens, calls = rng.randint(1, 12 if has_turns else 40), drawn_calls(rng) if has_turns else []
+                group.append((names + i, prompt, tokens, which, calls))
             names += len(group)
             actions.append((now, "submit", (group,)))
         elif what == "abort" and names:
@@ -66,6 +72,12 @@ def drawn_case(seed):
     return costs, actions
 
 
+def drawn_calls(rng):
+    """Up to two calls of tools; all tokens together stay within LONGEST."""
+    num_calls = rng.choice((0, 1, 2, 2))
+    return [(Fraction(rng.randint(1, 50_000), 10_009), rng.randint(0, 2), rng.randint(1, 12)) for _ in range(num_calls)]
+
+
 def in_the_engine(costs, actions):
     """The same actions on the engine: (ends, tokens per version, tokens of aborted ones, drained at, report)."""
 
@@ -75,13 +87,23 @@ def in_the_engine(costs, actions):
         step_s, per_sequence_s, prefill_s = (float(costs[name]) for name in ("step", "per_sequence", "prefill"))
         times = Decoding(step_s=step_s, step_s_per_sequence=per_sequence_s, prefill_s_per_token=prefill_s)
         cache = CacheSize(costs["blocks"] or float("inf"), costs["block_size"])
-        engine = SimulatedEngine(SLOTS, times, speed=float(costs["speed"]), version=0, cache=cache, on_running=meter.running)
+        engine = SimulatedEngine(
+            SLOTS, times, speed=float(costs["speed"]), version=0, cache=cache, hold_slots=costs["hold"], on_running=meter.running
+        )
         sequences, ends, drained_at = {}, {}, []
 
+        def on_turn(sequence):
+            loop.call_later(sequence.calls[sequence.num_calls].seconds, tool_ended, sequence)
+
+        def tool_ended(sequence):
+            if not sequence.is_aborted:
+                engine.go_on(sequence)
+
         def submit(group):
-            for name, prompt_tokens, tokens, prompt in group:
+            for name, prompt_tokens, tokens, prompt, *calls in group:
                 on_end = functools.partial(lambda name, _: ends.__setitem__(name, loop.time()), name)
-                sequences[name] = SimulatedSequence(prompt_tokens, tokens, on_end, prompt=prompt)
+                tools = [ToolCall(float(seconds), results, more) for seconds, results, more in (calls[0] if calls else ())]
+                sequences[name] = SimulatedSequence(prompt_tokens, tokens, on_end, prompt=prompt, calls=tools, on_turn=on_turn)
             engine.submit([sequences[name] for name, *_ in group])
 
         def drain():
@@ -114,7 +136,7 @@ def test_it_agrees_with_decoding_token_by_token():
         costs, actions = drawn_case(seed)
         reference = TokenByToken(SLOTS, **costs, version=0)
         plain = [
-            (time, method, ([Seq(*sequence) for sequence in arguments[0]],) if method == "submit" else arguments)
+            (time, method, ([Seq(*given, calls=[*calls]) for *given, calls in arguments[0]],) if method == "submit" else arguments)
             for time, method, arguments in actions
         ]
         reference.run(plain)
@@ -134,6 +156,7 @@ def test_it_agrees_with_decoding_token_by_token():
             assert drained_at[-1] == pytest.approx(float(reference.drained_at), abs=1e-9, rel=0), seed
         happened["cut"] += sum(sequence.aborted and bool(sequence.versions) for sequence in reference.seen.values())
         happened["crossed loads"] += sum(len(set(sequence.versions)) > 2 for sequence in reference.seen.values())
+        happened["made turns that ended"] += sum(bool(s.results) and s.ended_at is not None for s in reference.seen.values())
         happened["drained"] += len(drained_at)
         happened["preempted"] += preemptions
         happened["shared a prompt"] += sum(sequence.of_prompt is not None for sequence in reference.seen.values())

@@ -10,7 +10,9 @@ import pytest
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, PartKey
 from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest, Published
+from asyncrl_cli.loop.states import State
 from asyncrl_cli.simulate.responses import WorkerTimes
+from asyncrl_cli.simulate.sequences import ToolCall
 from asyncrl_cli.simulate.simulated_trainer import SharedMachine, SimulatedTrainer, TrainerTimes
 from asyncrl_cli.simulate.simulated_worker import SimulatedWorker
 from asyncrl_cli.simulate.workload import Decoding
@@ -85,12 +87,61 @@ def test_a_group_ends_with_its_last_reward_and_its_slots_are_free_before():
     assert ended_s == 7.0
     assert [meta.response_tokens for meta in result.trajectories] == [3, 5]
     assert {meta.version_tokens for meta in result.trajectories} == {((0, 3),), ((0, 5),)}
-    assert progress.finished_sequences == {group().key: 2}
+    assert progress.freed_slots == {group().key: 2}
     assert progress.reports[0].gauges["running_sequences"] == 0
     assert progress.reports[0].gauges["running_tokens"] == 8
     assert progress.reports[0].sums["running_sequence_s"] == 3 + 5
     assert progress.reports[0].sums["idle_s"] == 1
     assert progress.reports[0].sums["sampled_tokens"] == 8
+
+
+@pytest.mark.parametrize(("hold_slots", "first_s", "second_s"), [(True, 13.0, 22.0), (False, 15.0, 12.0)])
+def test_a_trajectory_at_a_tool_holds_its_slot_or_leaves_it_to_another(hold_slots, first_s, second_s):
+    """One slot. The first makes 3 tokens, waits 7 s for a tool and makes 3 more. The second, of 9 tokens, gets the slot when the
+    first has ended at 13 s; or at 3 s, and then the first is back at 10 s, goes on at 12 s and ends at 15 s."""
+
+    async def main():
+        calls = {3: [ToolCall(7.0, 5, 3)], 9: []}
+        worker = make(
+            slots=1,
+            response_tokens=lambda rng, n: [3] if rng.random() == random.Random(0).random() else [9],
+            tool_calls=lambda rng, tokens: calls[tokens],
+            hold_slots=hold_slots,
+        )
+        await load(worker, 0)
+        worker.submit(part(0, 0, 0))
+        worker.submit(part(1, 0, 0))
+        await asyncio.sleep(5)
+        progress = await worker.progress(0)
+        (first, came_first_s), (_, came_second_s) = await ended(worker, part(0, 0, 0), part(1, 0, 0))
+        return progress, first.trajectories[0], came_first_s, came_second_s
+
+    progress, meta, came_first_s, came_second_s = run_virtual(main())
+    assert (came_first_s, came_second_s) == (pytest.approx(first_s, abs=0.2), pytest.approx(second_s, abs=0.2))
+    assert (meta.num_turns, meta.tool_s, meta.prompt_tokens, meta.response_tokens) == (2, 7.0, 4 + 5, 6)
+    assert progress.freed_slots == ({} if hold_slots else {part(0, 0, 0).key: 1})
+    report = progress.reports[0]
+    assert report.state is (State.WAITING if hold_slots else State.BUSY)
+    assert report.waiting_for == ("a tool of p0@0.0/0 (2 s so far)" if hold_slots else "")
+    assert report.sums["waiting_trajectory_s"] == pytest.approx(2.0)
+
+
+def test_tools_that_fail_fail_their_trajectory_alone_and_a_drain_waits_for_those_that_go_on():
+    async def main():
+        tools = {3: [ToolCall(4.0, 0, 0, "tool-died")], 5: [ToolCall(20.0, 1, 2)]}
+        worker = make(tool_calls=lambda rng, tokens: tools[tokens])
+        await load(worker, 0)
+        worker.submit(group())
+        await asyncio.sleep(6)
+        _, loaded_s = await timed(load(worker, 1, "drain"))
+        ((result, ended_s),) = await ended(worker, group())
+        return result, ended_s, loaded_s
+
+    result, ended_s, loaded_s = run_virtual(main())
+    assert [failure.kind for failure in result.failures] == ["tool-died"]
+    assert [meta.version_tokens for meta in result.trajectories] == [((0, 7),)]
+    assert result.failed_tokens == 3
+    assert loaded_s == 5 + 20 + 2 <= ended_s
 
 
 def test_a_response_has_the_same_length_on_any_worker_in_any_part_whatever_happened_before():

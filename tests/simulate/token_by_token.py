@@ -24,9 +24,15 @@ class Seq:
     ended_at: Fraction | None = None
     aborted: bool = False
     begun: bool = False
+    calls: list = field(default_factory=list)
+    results: int = 0
+
+    @property
+    def total(self):
+        return self.prompt + self.results + len(self.versions)
 
     def blocks(self, size):
-        tokens, shared = self.prompt + len(self.versions), 0
+        tokens, shared = self.total, 0
         names = set()
         while self.of_prompt is not None and (shared + 1) * size < self.prompt:  # the last token of a prompt is never shared
             names.add(("prompt", self.of_prompt, shared))
@@ -39,13 +45,14 @@ class Seq:
 
 
 class TokenByToken:
-    def __init__(self, slots, step, per_sequence, prefill, speed, version, blocks=None, block_size=16):
+    def __init__(self, slots, step, per_sequence, prefill, speed, version, blocks=None, block_size=16, hold=True):
         self.blocks, self.block_size, self.preemptions = blocks, block_size, 0
         self.slots, self.step, self.per_sequence, self.prefill, self.speed = slots, step, per_sequence, prefill, speed
         self.version, self.slowdown = version, Fraction(1)
         self.now, self.prefill_left = Fraction(0), Fraction(0)
         self.frozen = self.closed = False
         self.waiting, self.running, self.seen = [], [], {}
+        self.hold, self.going_on, self.at_tools, self.parked = hold, [], {}, {}
         self.running_sequence_s = self.idle_s = self.sampled = Fraction(0)
         self.drained_at = None
         self.is_draining = False
@@ -68,9 +75,12 @@ class TokenByToken:
             sequence = self.seen[name]
             if sequence.ended_at is None and not sequence.aborted:
                 sequence.aborted = True
-                for where in (self.waiting, self.running):
+                self.take_parked()
+                for where in (self.waiting, self.going_on, self.running):
                     if sequence in where:
                         where.remove(sequence)
+                for where in (self.at_tools, self.parked):
+                    where.pop(name, None)
         self.fill()
 
     def freeze(self):
@@ -80,6 +90,7 @@ class TokenByToken:
         self.version, self.frozen, self.closed = version, False, False
         if recompute:
             self.prefill_left = Fraction(0)
+            self.parked.clear()
             running, self.running = self.running, []
             for sequence in running:
                 self.compute(sequence)
@@ -95,21 +106,31 @@ class TokenByToken:
     def fill(self):
         if not self.running:
             self.prefill_left = Fraction(0)
-        while self.waiting and len(self.running) < self.slots and not (self.closed and not self.waiting[0].begun):
-            if self.lacks(self.in_use() | self.waiting[0].blocks(self.block_size)):
+        while queue := self.going_on or self.waiting:
+            first = queue[0]
+            held = len(self.at_tools) if self.hold and not first.begun else 0
+            is_shut_out = self.closed and not first.begun
+            if is_shut_out or len(self.running) + held >= self.slots:
                 break
-            sequence = self.waiting.pop(0)
-            self.compute(sequence)
-            self.running.append(sequence)
-            sequence.begun = True
-        if self.is_draining and not self.running:
+            if self.lacks(self.in_use() | first.blocks(self.block_size)):
+                break
+            queue.pop(0)
+            self.take_parked()
+            self.compute(first)
+            self.parked.pop(first.name, None)
+            self.running.append(first)
+            self.take_parked()
+            first.begun = True
+        if self.is_draining and not self.running and not self.at_tools:
             self.drained_at, self.is_draining = self.now, False
 
     def compute(self, sequence):
         """Prefill what is not there."""
-        tokens = sequence.prompt + len(sequence.versions)
+        if sequence.name in self.parked:
+            self.prefill_left += (sequence.total - self.parked[sequence.name]) * self.prefill
+            return
         there = {name for name in sequence.blocks(self.block_size) if name[0] == "prompt"} & self.in_use()
-        self.prefill_left += (tokens - len(there) * self.block_size) * self.prefill
+        self.prefill_left += (sequence.total - len(there) * self.block_size) * self.prefill
 
     def in_use(self):
         return set().union(*(sequence.blocks(self.block_size) for sequence in self.running))
@@ -119,23 +140,40 @@ class TokenByToken:
 
     def preempt(self):
         while self.lacks(self.in_use()):
+            self.take_parked()
             victim = self.running.pop()
             victim.phase = Fraction(0)
-            self.waiting.insert(0, victim)
+            self.going_on.insert(0, victim)
             self.preemptions += 1
+
+    def take_parked(self):
+        """Blocks that running sequences need are taken from whoever has been at a tool for longest, all of its blocks at once."""
+        size = self.block_size
+        while self.parked and self.lacks(range(len(self.in_use()) + sum(-(-tokens // size) for tokens in self.parked.values()))):
+            self.parked.pop(next(iter(self.parked)))
+
+    def tools_end(self):
+        for name in [name for name, ends in self.at_tools.items() if ends == self.now]:
+            del self.at_tools[name]
+            sequence = self.seen[name]
+            _, results, tokens = sequence.calls.pop(0)
+            sequence.results += results
+            sequence.tokens += tokens
+            self.going_on.append(sequence)
+            self.fill()
 
     def go_on(self, until):
         while until is None or self.now < until:
             pace = self.speed * self.slowdown
             step = (self.step + self.per_sequence * len(self.running)) * pace
             is_still = self.frozen or not self.running
-            if is_still and until is None:
-                return
-            next_at = until
+            times = [*self.at_tools.values(), *([] if until is None else [until])]
             if not is_still:
-                needed = self.prefill_left * pace or min(1 - s.phase for s in self.running) * step
-                next_at = self.now + needed if until is None else min(until, self.now + needed)
-            self.pass_time(next_at - self.now, pace, step, is_still)
+                times.append(self.now + (self.prefill_left * pace or min(1 - s.phase for s in self.running) * step))
+            if not times:
+                return
+            self.pass_time(min(times) - self.now, pace, step, is_still)
+            self.tools_end()
 
     def pass_time(self, elapsed, pace, step, is_still):
         self.now += elapsed
@@ -152,8 +190,13 @@ class TokenByToken:
             if sequence.phase == 1:
                 sequence.phase = Fraction(0)
                 sequence.versions.append(self.version)
-                if len(sequence.versions) == sequence.tokens:
-                    sequence.ended_at = self.now
-                    self.running.remove(sequence)
+        for sequence in [sequence for sequence in self.running if len(sequence.versions) == sequence.tokens]:
+            self.take_parked()
+            self.running.remove(sequence)
+            if sequence.calls:
+                self.at_tools[sequence.name] = self.now + sequence.calls[0][0]
+                self.parked[sequence.name] = sequence.total
+            else:
+                sequence.ended_at = self.now
         self.preempt()
         self.fill()

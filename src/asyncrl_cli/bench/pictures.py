@@ -18,6 +18,7 @@ from asyncrl_cli.bench.results import Comparison, Result, Timeline, is_uneven
 COLOURS = {
     "busy": "#2f7ebc",
     "starved": "#f2d16b",
+    "waiting for tools": "#f7b7a3",
     "blocked": "#e08a3c",
     "syncing": "#8e5bb5",
     "loading": "#c04a6e",

@@ -4,8 +4,8 @@
                            ^                                              │
                            └──────────────────── Turn <───────────────────┘
 
-Who waits for whom: an episode for its environment and for the engine, in turns. `stop` ends either wait; so does
-`env.episode_timeout_s`, if there may be several turns.
+Who waits for whom: an episode for a place (if there may be several turns), for the engine and for its environment, in turns. `stop`
+ends each wait; so does `env.episode_timeout_s`, if there may be several turns.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
+from asyncrl_cli.envs.places import Place, Places
 from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Turn
 from asyncrl_cli.errors import first_line
 from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
@@ -51,13 +52,15 @@ class Limits(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What the episodes of a worker have in common. `on_waiting(+1)`: one more of them waits for its environment between turns."""
+    """What the episodes of a worker have in common. `on_waiting(episode, for_what)`: one of them waits between turns, for a tool of
+    that name, say; "" when it waits no more."""
 
     engine: Engine
     chat: Chat
     make_environment: Callable[[], Environment]
     limits: Limits
-    on_waiting: Callable[[int], None] = lambda change: None
+    places: Places
+    on_waiting: Callable[[str, str], None] = lambda episode, for_what: None
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +68,8 @@ class Episode:
     """One trajectory of a group or eval.
 
     `end` and `failure` are None until the episode has ended; then one of them is set. `finish_reason`: of the last answer, or why
-    there was no further one ("length", "max_turns"). `on_free`: called once, when the trajectory will not generate again.
+    there was no further one ("length", "max_turns"). `on_slot(change)`: it needs its slot no longer (+1), or again (-1): the former
+    once, but for the pauses of `rollout.hold_slots = false`.
     """
 
     id: str
@@ -73,19 +77,21 @@ class Episode:
     seed: int
     means: Means
     sampling: Sampling
-    on_free: Callable[[], None] = lambda: None
+    on_slot: Callable[[int], None] = lambda change: None
     end: End | None = None
     failure: Failure | None = None
     finish_reason: str = ""
     tool_s: float = 0.0
     has_one_turn: bool = False
     conversation: Conversation = field(init=False)
+    _place: Place = field(init=False)
     _stopped: EpisodeFailed | None = None
     _wait: asyncio.Future[Any] | None = None
     _is_free: bool = False
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(self.means.chat)
+        self._place = Place(self.means.places)
 
     async def play(self) -> None:
         """From the environment's start to its end. Raises only what the engine raises."""
@@ -129,7 +135,7 @@ class Episode:
                 self._free()
                 following = await self._call(environment.step(answer))
             else:
-                following = await self._between_turns(environment.step(answer))
+                following = await self._between_turns(environment.step(answer), _awaited(answer))
             if isinstance(following, End):
                 return following
             turn = following
@@ -154,6 +160,8 @@ class Episode:
     async def _answer(self, prompt: list[int]) -> Answer:
         """The model's answer, within `max_response_tokens` and the context."""
         self._check_stopped()
+        if not self.has_one_turn:
+            await self._call(self._place.take())
         num_turns, room = self.conversation.num_turns, self.means.limits.max_context_tokens - len(prompt)
         sampling = replace(self.sampling, max_response_tokens=min(self.sampling.max_response_tokens, room))
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
@@ -164,14 +172,19 @@ class Episode:
             raise EpisodeFailed("aborted", "")
         return answer
 
-    async def _between_turns(self, step: Coroutine[Any, Any, T]) -> T:
+    async def _between_turns(self, step: Coroutine[Any, Any, T], for_what: str) -> T:
         """Await a step after which the model may speak again."""
-        began_s = asyncio.get_running_loop().time()
-        self.means.on_waiting(+1)
+        began_s, lends = asyncio.get_running_loop().time(), not self.means.places.hold
+        self.means.on_waiting(self.id, for_what)
+        self._place.pause()
+        if lends:
+            self.on_slot(+1)
         try:
             return await self._call(step)
         finally:
-            self.means.on_waiting(-1)
+            if lends:
+                self.on_slot(-1)
+            self.means.on_waiting(self.id, "")
             self.tool_s += asyncio.get_running_loop().time() - began_s
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -217,7 +230,8 @@ class Episode:
     def _free(self) -> None:
         if not self._is_free:
             self._is_free = True
-            self.on_free()
+            self._place.leave()
+            self.on_slot(+1)
 
     def trajectory(self) -> Trajectory:
         assert self.end is not None
@@ -242,6 +256,12 @@ class Episode:
             tool_s=self.tool_s,
             facts=tuple(sorted(self.end.facts.items())),
         )
+
+
+def _awaited(answer: Answer) -> str:
+    """What the episode waits for after this answer: the tools that it calls."""
+    names = dict.fromkeys(call["function"]["name"] for call in answer.message.get("tool_calls") or ())
+    return ", ".join(names) or "the environment"
 
 
 def derived_seed(seed: int, name: str) -> int:

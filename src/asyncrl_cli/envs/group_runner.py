@@ -8,7 +8,6 @@ A trajectory without a reward is left out of its part; an aborted part has no tr
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +28,23 @@ class _Running:
     aborted: bool = False
 
 
+class _FreeSlots:
+    """Counts the episodes of a part that need no slot now."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        self._tell = tell
+        self._number = 0
+
+    def change(self, change: int) -> None:
+        self._number += change
+        self._tell(self._number)
+
+
 class GroupRunner:
     """`sampling`: of groups; evals bring their own."""
 
     def __init__(self, means: Means, sampling: Sampling) -> None:
+        self.places = means.places
         self._means = means
         self._sampling = sampling
         self._running: list[_Running] = []
@@ -44,15 +56,15 @@ class GroupRunner:
         return sum(self._means.engine.tokens_of(episode.id) + episode.conversation.num_sampled for episode in episodes)
 
     async def run(self, request: PartRequest, on_sequence: Callable[[int], None]) -> tuple[PartResult, GroupPayload]:
-        """`on_sequence(number of trajectories that need no slot any more)` is called after the last response of each.
+        """`on_sequence(number of trajectories that need no slot now)` is called whenever that changes.
 
         A response's random numbers depend on the group's seed and on its index, not on the part that it is in.
         """
         key, generator = request.key.attempt, random.Random(request.seed)
         seeds = [generator.getrandbits(63) for _ in range(max(request.indices) + 1)]
-        num_free = itertools.count(1)
+        free = _FreeSlots(on_sequence)
         episodes = [
-            Episode(f"{key}/{index}", request.item, seeds[index], self._means, self._sampling, lambda: on_sequence(next(num_free)))
+            Episode(f"{key}/{index}", request.item, seeds[index], self._means, self._sampling, free.change)
             for index in request.indices
         ]
         part = _Running(key, episodes)

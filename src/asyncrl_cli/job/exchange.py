@@ -49,7 +49,7 @@ class PartDesk:
     def __init__(self, run: Run, changes: LongPoll) -> None:
         self._run = run
         self._changes = changes
-        self.finished_sequences: dict[PartKey, int] = {}
+        self.freed_slots: dict[PartKey, int] = {}
         """How many sequences of each running part have finished."""
         self._ended: deque[Ended] = deque()
         self._failure: Exception | None = None
@@ -75,10 +75,10 @@ class PartDesk:
         return taken
 
     async def _follow(self, request: PartRequest) -> None:
-        self.finished_sequences[request.key] = 0
+        self.freed_slots[request.key] = 0
 
         def on_sequence(finished: int) -> None:
-            self.finished_sequences[request.key] = finished
+            self.freed_slots[request.key] = finished
             self._changes.note()
 
         try:
@@ -89,8 +89,8 @@ class PartDesk:
                 error = ExecutorFailed(f"part {request.key} was cancelled")
             self._failure = self._failure or error
         finally:
-            del self.finished_sequences[request.key]
-            self._changes.note(is_urgent=not self.finished_sequences)
+            del self.freed_slots[request.key]
+            self._changes.note(is_urgent=not self.freed_slots)
 
 
 class PartExchange:

@@ -4,7 +4,7 @@
     prefetch ─> second buffer ─> load ─> Engine.load at an interrupt ─> probes scored by the engine itself
 
 Who waits for whom: a part for slots, the engine and rewards; `prefetch` for the transport, in a thread, beside generation; `load`
-for the engine's interrupt (with `drain`: for running sequences); `exchange` for a change, one second at most.
+for the engine's interrupt (with `drain`: for running trajectories, tools included); `exchange` for a change, one second at most.
 
 Without a second buffer (`weights.dual_buffer = false`) `prefetch` only notes where the buckets are, and `load` fetches them during
 the interrupt; with `nccl` and `ipc`, rank 0 sends them then.
@@ -81,11 +81,13 @@ class RolloutActor:
         from asyncrl_cli.envs.chat import load_chat
         from asyncrl_cli.envs.episode import Limits, Means
         from asyncrl_cli.envs.group_runner import GroupRunner
+        from asyncrl_cli.envs.places import Places
 
         profile = self._profile
         chat = load_chat(self._place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         environment = partial(find_environment(environment_of(profile.task)), self._rewards)
-        means = Means(self._engine, chat, environment, Limits.of(profile))
+        places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
+        means = Means(self._engine, chat, environment, Limits.of(profile), places, self._meter.waiting)
         return GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
 
     async def connect(self, rank_zero: RayRankZero) -> None:
@@ -120,7 +122,10 @@ class RolloutActor:
         return await self._loader.prefetch(manifest, bucket_refs)
 
     async def load(self, version: int, interrupt: Interrupt) -> LoadReport:
-        return await self._loader.load(version, interrupt)
+        if interrupt != "drain":
+            return await self._loader.load(version, interrupt)
+        async with self._runner.places.drained():
+            return await self._loader.load(version, interrupt)
 
     async def evaluate(self, request: EvalRequest) -> EvalResult:
         sampling = Sampling.of(self._profile.rollout, self._profile.eval.temperature)
@@ -151,8 +156,8 @@ class RolloutActor:
             sums=counters.sums,
             gauges=counters.gauges,
         )
-        finished = {key: number for key, number in self._desk.finished_sequences.items() if number}
-        return Progress(seen=seen, ended=ended, finished_sequences=finished, reports=(report, self._rewards.report()))
+        finished = {key: number for key, number in self._desk.freed_slots.items() if number}
+        return Progress(seen=seen, ended=ended, freed_slots=finished, reports=(report, self._rewards.report()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -138,14 +138,14 @@ class Admission:
     def deadline_from(self, version: int) -> int:
         return version + self._max_staleness
 
-    def sequences_finished(self, worker: str, counts: Mapping[PartKey, int]) -> None:
-        """Free the slots of sequences that ended inside running parts."""
+    def slots_freed(self, worker: str, counts: Mapping[PartKey, int]) -> None:
+        """Free the slots of responses that need none now. Fewer than before are those that go on after a tool: they may exceed the
+        worker's slots, and queue."""
         slots = self.workers[worker]
-        changed, slots.told = counts.items() - slots.told.items(), counts
-        for key, finished in changed:
-            if key in slots.unfinished:
-                num_responses = len(self.ledger.running[key.attempt].parts[key.number].indices)
-                slots.set_unfinished(key, num_responses - finished)
+        changed, slots.told = counts.items() ^ slots.told.items(), counts
+        for key in {key for key, _ in changed} & slots.unfinished.keys():
+            num_responses = len(self.ledger.running[key.attempt].parts[key.number].indices)
+            slots.set_unfinished(key, num_responses - counts.get(key, 0))
 
     def end_part(self, part: Part, result: PartResult) -> None:
         part.result = result

@@ -99,8 +99,9 @@ def groups_wait(board: Board) -> str:
     takeable = (
         f" (only {len(board.admission.takeable(needed))} takeable before groups that are due earlier)" if finished >= needed else ""
     )
+    tools = [f"{name} {waits}" for name, report in board.reports.latest.items() if (waits := _tools(report))]
     text = f"{needed} takeable groups: {finished} finished{takeable}, {running} running"
-    return _with_admission(board, text)
+    return _with_admission(board, "; ".join([text, *([_some(tools)] if tools else [])]))
 
 
 def window_wait(board: Board) -> str:
@@ -125,8 +126,8 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
         return f"{name} is restarted" + (f" ({board.restarting[name]})" if name in board.restarting else "")
     if begun is not None and not worker.received:
         return f"{name} receives version {begun}"
-    if begun is not None and worker.unfinished_sequences and board.settings.interrupt == "drain":
-        return f"{name} finishes {worker.unfinished_sequences} sequences before it loads version {begun}"
+    if begun is not None and board.settings.interrupt == "drain" and (left := _unfinished(board, worker)):
+        return f"{name} finishes {left} before it loads version {begun}"
     if begun is not None:
         return f"{name} loads version {begun}"
     if worker.version >= board.version:
@@ -135,6 +136,20 @@ def _lag(board: Board, worker: WorkerSlots) -> str:
         return _hold(board, name)
     is_published = board.sync.newest is not None and board.sync.newest.version >= board.version
     return f"{name} is about to receive version {board.version}" if is_published else f"version {board.version} is being published"
+
+
+def _unfinished(board: Board, worker: WorkerSlots) -> str:
+    """The responses that a drain waits for, and what they wait for if none of them runs; "" if there are none."""
+    report = board.reports.latest.get(worker.name)
+    without_slot = 0 if report is None or board.profile.rollout.hold_slots else report.gauges.get("waiting_trajectories", 0)
+    left = worker.unfinished_sequences + int(without_slot)
+    tools = _tools(report)
+    return (f"{left} responses" + (f" ({tools})" if tools else "")) if left else ""
+
+
+def _tools(report: ExecutorReport | None) -> str:
+    """What a worker waits for whose trajectories all wait for tools; "" for any other."""
+    return f"waits for {report.waiting_for}" if report is not None and report.state is State.WAITING else ""
 
 
 def older_loads(board: Board) -> str:

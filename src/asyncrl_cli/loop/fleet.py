@@ -28,7 +28,8 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WorkerSlots:
-    """One worker. `unfinished` counts sequences per running part; evals take slots too. `told`: the last counts of finished ones.
+    """One worker. `unfinished` counts the responses of each running part that need a slot; evals take slots too. `told`: the last
+    counts of those that need none.
 
     `version`: the published version that it holds, -1 for none; `begun`: the version that it receives or loads; `received`:
     whether that one has arrived. `loading`: nothing may start on it now; `down`: its process is gone, so it has no room. `room`

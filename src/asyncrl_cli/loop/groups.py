@@ -6,10 +6,10 @@ The only writer of `Admission` and its ledger. No I/O, no waiting.
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NotRequired
 
 from typing_extensions import TypedDict  # pydantic reads typing's own from Python 3.12 on
 
@@ -44,6 +44,7 @@ class GroupsState(TypedDict):
     running: list[TryState]
     again: list[TryState]
     finished: list[FinishedState]
+    failures: NotRequired[dict[str, Count]]
 
 
 class Groups:
@@ -53,6 +54,8 @@ class Groups:
         self.ledger = admission.ledger
         self.tokens_discarded = 0
         self.tokens_trained = 0
+        self.failures: Counter[str] = Counter()
+        """Failed trajectories so far, by kind."""
         self._profile = settings.profile
         self._feed = feed
         self._event = event
@@ -159,6 +162,7 @@ class Groups:
             "running": [_encode(attempt) for attempt in self.ledger.running.values()],
             "again": [_encode(attempt) for attempt in self._again],
             "finished": [_encode_finished(attempt) for attempt in self.ledger.finished.values()],
+            "failures": dict(self.failures),
         }
 
     def restore(self, state: GroupsState, payloads: Sequence[Any], running_tokens: int) -> None:
@@ -166,6 +170,7 @@ class Groups:
         self.tokens_discarded = state["tokens_discarded"] + running_tokens
         self.tokens_trained = state["tokens_trained"]
         self._trajectories, self._failed_trajectories = state["trajectories"]
+        self.failures = Counter(state.get("failures", {}))
         self._feed.restore(state["feed"])
         running = [self._decode(entry) for entry in state["running"]]
         finished = [self._decode(entry["try"]) for entry in state["finished"]]
@@ -205,6 +210,7 @@ class Groups:
     def _count_failures(self, result: GroupResult) -> None:
         self._trajectories += len(result.trajectories) + len(result.failures)
         self._failed_trajectories += len(result.failures)
+        self.failures.update(failure.kind for failure in result.failures)
         if self._trajectories < _FAILED_RATIO_FROM_TRAJECTORIES:
             return
         most = self._profile.task.max_failed_ratio

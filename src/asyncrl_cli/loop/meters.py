@@ -16,10 +16,11 @@ POLL_S = 1.0
 class RolloutMeter:
     """How one rollout worker spends its time. Call it from the event loop, at every change.
 
-    busy      at least one sequence runs (also those that a drain waits for)
-    starved   none runs
-    loading   an interrupt and the load itself; with `drain` only once no sequence runs any more
-    paused    colocate: the trainer has the resources
+    busy                at least one sequence runs (also those that a drain waits for)
+    waiting for tools   none runs, and at least one trajectory waits for its environment between two turns
+    starved             neither
+    loading             an interrupt and the load itself; with `drain` only once nothing runs or waits any more
+    paused              colocate: the trainer has the resources
     """
 
     def __init__(self, name: str, slots: int, now: Callable[[], float], on_change: Callable[[], None]) -> None:
@@ -30,6 +31,8 @@ class RolloutMeter:
         self._on_change = on_change
         self._since_s = now()
         self._running = 0
+        self._waiting: dict[str, tuple[str, float]] = {}
+        """By trajectory, the one that has waited longest first: what it waits for, and since when."""
         self._interrupt: Interrupt | None = None
         self._is_paused = False
         self._num_evals = 0
@@ -38,6 +41,15 @@ class RolloutMeter:
         """The number of generating sequences changed."""
         self._advance()
         self._running = running
+        self._settle()
+
+    def waiting(self, trajectory: str, for_what: str) -> None:
+        """The trajectory has made a turn and waits for `for_what`, like a tool's name; "" when it waits no more."""
+        self._advance()
+        if for_what:
+            self._waiting[trajectory] = (for_what, self._now())
+        else:
+            del self._waiting[trajectory]
         self._settle()
 
     def load_begins(self, interrupt: Interrupt) -> None:
@@ -72,6 +84,10 @@ class RolloutMeter:
     ) -> ExecutorReport:
         """The worker's report. `sums` and `gauges`: further figures that the engine counts, by name."""
         self._advance()
+        if self._waiting:
+            self._settle()  # for how long has changed
+        if "waiting_trajectory_s" in self._clock.sums:
+            self._clock.gauges["waiting_trajectories"] = len(self._waiting)
         self._clock.sums |= {"sampled_tokens": sampled_tokens, "decode_steps": decode_steps, **(sums or {})}
         self._clock.gauges |= {
             **(gauges or {}),
@@ -90,20 +106,30 @@ class RolloutMeter:
         self._clock.add("idle_s", 0.0 if is_busy else elapsed_s)
         if self._num_evals:
             self._clock.add("eval_s", elapsed_s)
+        if self._waiting:
+            self._clock.add("waiting_trajectory_s", len(self._waiting) * elapsed_s)
 
     def _settle(self) -> None:
         before = self._clock.state
         if self._is_paused:
             self._clock.enter(State.PAUSED, "trainer")
-        elif self._interrupt is not None and (self._interrupt != "drain" or self._running == 0):
+        elif self._interrupt is not None and (self._interrupt != "drain" or not (self._running or self._waiting)):
             self._clock.enter(State.LOADING, "weights")
         elif self._running:
             draining = "running sequences before a load" if self._interrupt == "drain" else ""
             self._clock.enter(State.BUSY, draining)
+        elif self._waiting:
+            self._clock.enter(State.WAITING, self._longest())
         else:
             self._clock.enter(State.STARVED, "prompts")
         if self._clock.state is not before:
             self._on_change()
+
+    def _longest(self) -> str:
+        """What the trajectory waits for that has waited longest, and how many others wait."""
+        trajectory, (for_what, since_s) = next(iter(self._waiting.items()))
+        others = f" and {len(self._waiting) - 1} more" if len(self._waiting) > 1 else ""
+        return f"{for_what} of {trajectory} ({self._now() - since_s:.0f} s so far){others}"
 
 
 class MeteredRewards:

@@ -66,12 +66,13 @@ class EvalResult:
 class Progress:
     """What changed on a worker. `seen` goes into the next call.
 
-    `finished_sequences`: how many sequences of each running part have finished; parts without any are left out. `ended`: the
-    results of the parts that have ended, each in one answer only.
+    `freed_slots`: how many responses of each running part need no slot now, because they have ended or (`rollout.hold_slots =
+    false`) wait for their environment; parts without any are left out. `ended`: the results of the parts that have ended, each in
+    one answer only.
     """
 
     seen: int
-    finished_sequences: Mapping[PartKey, int]
+    freed_slots: Mapping[PartKey, int]
     reports: tuple[ExecutorReport, ...]
     ended: tuple[PartResult, ...] = ()
 

@@ -16,6 +16,8 @@ class State(StrEnum):
 
     STARVED = "starved"
     BUSY = "busy"
+    WAITING = "waiting for tools"
+    """A rollout worker: nothing runs, because its trajectories wait for their environments between turns."""
     BLOCKED = "blocked"
     LOADING = "loading"
     SYNCING = "syncing"

@@ -156,6 +156,7 @@ class Training:
             tokens_discarded=board.groups.tokens_discarded,
             tokens_trained=board.groups.tokens_trained,
             restarts=board.restarts,
+            failures=dict(board.groups.failures),
         )
         evaluator.ended.clear()
         board.record(record)

@@ -56,7 +56,7 @@ class StepRecord:
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: the newest report of
     each executor, by name. `spans`: the spans of *all* reports since the previous step, by executor, already mapped to the
     driver's clock. `ended_s` is the driver's clock. `sync`: `WeightSync.summary`.
-    `restarts` of workers count from the run's beginning.
+    `restarts` of workers and `failures` of trajectories (by kind) count from the run's beginning.
     """
 
     step: int
@@ -74,6 +74,7 @@ class StepRecord:
     tokens_discarded: int
     tokens_trained: int
     restarts: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ class WorkerTasks:
     def _take_in(self, progress: Progress) -> bool:
         """Freed slots, then results. True if there is more room now. Too many failures stop the run, but not these tasks."""
         board, room, has_ended = self._board, self.slots.room, False
-        board.admission.sequences_finished(self.worker.name, progress.finished_sequences)
+        board.admission.slots_freed(self.worker.name, progress.freed_slots)
         try:
             has_ended = board.groups.parts_ended(progress.ended)
         except AsyncrlError as error:
@@ -90,10 +90,12 @@ class WorkerTasks:
         return freed
 
     def _may_rest(self, progress: Progress) -> bool:
-        """Whether silence is fine: nothing runs, or it waits for rewards or is frozen by a load, which have limits of their own."""
+        """Whether silence is fine: nothing runs, or it waits for rewards or tools, or is frozen by a load: all of these have
+        limits of their own."""
         is_frozen = self.slots.loading and self._board.settings.interrupt != "drain"
         is_scoring = any(report.role == "reward" and report.state is State.BUSY for report in progress.reports)
-        return is_frozen or is_scoring or not (self.slots.unfinished or self.slots.eval_sequences)
+        has_tools = any(report.state is State.WAITING for report in progress.reports)
+        return is_frozen or is_scoring or has_tools or not (self.slots.unfinished or self.slots.eval_sequences)
 
     def _stands_still(self) -> ExecutorLost:
         slots, limit_s = self.slots, self._board.profile.rollout.call_timeout_s

@@ -153,6 +153,7 @@ class LiveStatus:
             "utilization": self._utilization(using) | {"slot_history": [round(share, 4) for share in lasting["slots"]]},
             "staleness": _under("staleness/", of_steps) | {"bound": self._facts.max_staleness},
             "partial": _under(PARTIAL, of_steps),
+            **({"env": env} if (env := _under("env/", of_steps)) else {}),
             "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0} if snapshot else {},
             "restarting": dict(snapshot.restarting) if snapshot else {},
             "reward": _under("reward/", self._line) | {"history": [round(reward, 4) for reward in lasting["rewards"]]},

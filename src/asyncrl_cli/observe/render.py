@@ -35,6 +35,7 @@ WIDE = 84
 STATE_STYLES = {
     "busy": "green",
     "starved": "yellow",
+    "waiting for tools": "bright_yellow",
     "blocked": "magenta",
     "loading": "cyan",
     "syncing": "cyan",
@@ -59,6 +60,7 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]
     use += _utilization(status, width)
     details = [_rule(status, "steps", "", width), *(beside(staleness, learning, half) if half else staleness + learning)]
+    details += _episodes(status, width)
     costs = [rule(f"── {moment} ", width), *_sync(status, width), *_ledger(status, width)]
     around = len(top) + len(use) + len(details) + len(costs)
     lines = [*top, *use, *_executors(status, width, max(1, height - around - 1)), *details, *costs]
@@ -227,6 +229,21 @@ def _learning(status: Status, width: int) -> list[Text]:
     taken_s = {part: timing.get(f"{part}_s") for part in STEP_PARTS}
     parts = [f"{part} {duration(took_s)}" for part, took_s in taken_s.items() if is_number(took_s) and took_s >= 5e-4]
     return [*lines, *flow(label("mean step"), joined(parts, "  ").removeprefix(f"step{JOINT}") or NOTHING, width, "")]
+
+
+def _episodes(status: Status, width: int) -> list[Text]:
+    """Turns and tools per trajectory, and failures so far by kind; nothing for tasks without any."""
+    env = status.get("env", {})
+    parts = []
+    if "turns_mean" in env:
+        parts = [
+            f"mean {number(env['turns_mean'], 1)}",
+            f"max {count(env.get('turns_max'))}",
+            f"tools {duration(env.get('tool_s'))}",
+        ]
+        parts += [f"forks {count(env['forks'])}"] if env.get("forks") else []
+    failed = [f"{count(total)} failed ({key.removeprefix('failed/')})" for key, total in env.items() if key.startswith("failed/")]
+    return flow(label("turns" if parts else "failures"), joined(parts + failed, "  "), width, "") if parts or failed else []
 
 
 def _sync(status: Status, width: int) -> list[Text]:

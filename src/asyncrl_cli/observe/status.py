@@ -75,6 +75,7 @@ STATUS = _record(
     utilization=_record(slot_history=list[float]),
     staleness=_record(bound=Count, histogram=NotRequired[list[Count]]),
     partial=Figures,
+    env=NotRequired[Figures],
     versions=dict[str, Count],
     restarting=dict[str, str],
     reward=_record(history=list[Figure]),

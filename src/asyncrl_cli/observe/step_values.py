@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from asyncrl_cli.loop.attempts import GroupResult, TrajectoryMeta
 from asyncrl_cli.loop.states import ExecutorReport, Span, State
@@ -47,6 +47,7 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
     values |= stale_counts(record.window, record.groups) | partial_values(trajectories)
     values |= {f"sync/{name}": Last(figure) for name, figure in record.sync.items()}
     values["rollouter/restarts"] = Last(record.restarts)
+    values |= episode_values(trajectories) | {f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()}
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
     values |= record.train.metrics
     values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
@@ -78,6 +79,23 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         values["response_tokens/median"] = Last((lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2)
         values["response_tokens/quantiles"] = Quantiles.of(lengths)
     return values
+
+
+def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
+    """Turns, tools and facts of the step's trajectories. Empty if all have a single turn and nothing else to tell."""
+    facts: dict[str, Ratio] = {}
+    for name, figure in chain.from_iterable(trajectory.facts for trajectory in trajectories):
+        facts[f"env/{name}"] = facts.get(f"env/{name}", Ratio(0.0, 0.0)).merge(Ratio(figure, 1))
+    if not facts and all(trajectory.num_turns == 1 and not trajectory.num_forks for trajectory in trajectories):
+        return {}
+    turns = [trajectory.num_turns for trajectory in trajectories]
+    return {
+        "env/turns_mean": Ratio(sum(turns), len(turns)),
+        "env/turns_max": Max(max(turns)),
+        "env/tool_s": Ratio(sum(trajectory.tool_s for trajectory in trajectories), len(turns)),
+        "env/forks": Sum(sum(trajectory.num_forks for trajectory in trajectories)),
+        **facts,
+    }
 
 
 def staleness_values(record: StepRecord, window_steps: int, trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
@@ -165,6 +183,7 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
             sum(_of("running_sequence_s", rollouts)),
             sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts),
         )
+        values |= _tool_values(rollouts)
         values["rollouter/tokens_per_s"] = _rate("sampled_tokens", rollouts)
         if len(decode_steps := _of("decode_steps", rollouts)) == len(rollouts):
             values["rollouter/decode_batch_mean"] = Ratio(sum(_of("sampled_tokens", rollouts)), sum(decode_steps))
@@ -172,6 +191,18 @@ def utilization(measured: Sequence[ExecutorReport]) -> dict[str, Value]:
             values["rollouter/eval_s"] = Sum(sum(evals_s) / len(rollouts))
         values |= {f"rollouter/{name}": join(told) for name, join in ENGINE_FIGURES.items() if (told := _of(name, rollouts))}
     return values
+
+
+def _tool_values(rollouts: Sequence[ExecutorReport]) -> dict[str, Value]:
+    """What waiting for tools takes of the workers' time and of their slots; empty if nothing has ever waited for one."""
+    if not (waited_s := _of("waiting_trajectory_s", rollouts)):
+        return {}
+    waiting_s = [stretch.state_s.get(State.WAITING, 0.0) for stretch in rollouts]
+    slots_s = sum(stretch.gauges.get("slots", 0.0) * _elapsed_s(stretch) for stretch in rollouts)
+    return {
+        "rollouter/tool_idle_ratio": _mean_share(waiting_s, rollouts),
+        "rollouter/tool_waiting_ratio": Ratio(sum(waited_s), slots_s),
+    }
 
 
 ENGINE_FIGURES: Mapping[str, Callable[[Sequence[float]], Value]] = {

@@ -175,7 +175,12 @@ class LoopSettings:
     @property
     def sync_timeout_s(self) -> float:
         """Seconds without any progress after which the trainer gives up waiting for loads."""
-        return self.load_timeout_s + (self.profile.rollout.call_timeout_s if self.interrupt == "drain" else 0.0)
+        return self.load_timeout_s + (self._silence_s if self.interrupt == "drain" else 0.0)
+
+    @property
+    def _silence_s(self) -> float:
+        """How long a worker that works may make no token: in its engine, or because all of its trajectories wait for tools."""
+        return max(self.profile.rollout.call_timeout_s, self.profile.env.tool_timeout_s)
 
     @property
     def stall_timeout_s(self) -> float:
@@ -183,7 +188,7 @@ class LoopSettings:
         profile = self.profile
         if profile.run.stall_timeout_s is not None:
             return profile.run.stall_timeout_s
-        return max(profile.rollout.call_timeout_s, profile.eval.timeout_s, self.sync_timeout_s) + STALL_MARGIN_S
+        return max(self._silence_s, profile.eval.timeout_s, self.sync_timeout_s) + STALL_MARGIN_S
 
     @property
     def max_logprob_diff(self) -> float:

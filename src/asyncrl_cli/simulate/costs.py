@@ -19,9 +19,10 @@ from asyncrl_cli.loop.attempts import GroupResult
 from asyncrl_cli.loop.meters import POLL_S
 from asyncrl_cli.loop.ports import TrainBatch
 from asyncrl_cli.plan.cluster import cache_bytes_left
-from asyncrl_cli.profile.arithmetic import Schedule
+from asyncrl_cli.profile.arithmetic import Schedule, max_context_tokens
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.simulate.capacities import Capacities
+from asyncrl_cli.simulate.episodes import Episodes
 from asyncrl_cli.simulate.kv_cache import DEFAULT_BLOCK_TOKENS, CacheSize, prefix_tokens
 from asyncrl_cli.simulate.responses import ResponseLengths, WorkerTimes, mean_tokens
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
@@ -38,6 +39,7 @@ class Spent(NamedTuple):
     seconds: float = 0.0
     response_tokens: int = 0
     trajectories: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,9 +80,12 @@ class Costs:
         num_bytes = 0.0 if self._is_colocated else syncing.parameter_bytes
         send_s, load_s = num_bytes / syncing.send_bytes_per_s, num_bytes / syncing.load_bytes_per_s
         mean_s = mean_tokens(workload.lengths, max_tokens) * decoding.step_s
+        lengths, turns = ResponseLengths(workload.lengths, max_tokens), workload.turns
         return WorkerTimes(
             decoding=decoding.model_copy(update=slowed),
-            response_tokens=ResponseLengths(workload.lengths, max_tokens),
+            response_tokens=lengths,
+            tool_calls=Episodes(turns, lengths, self.profile, self._prompt_tokens) if turns is not None else None,
+            hold_slots=self.profile.rollout.hold_slots,
             prompt_tokens=self._prompt_tokens,
             max_response_tokens=max_tokens,
             cache=self._cache_size(),
@@ -97,8 +102,8 @@ class Costs:
         """Capacity of each phase alone, for the trajectories trained between these two counts of groups; in response tokens per
         second, the unit of `tokens_trained`.
 
-        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes a group's prompt once;
-                  a cache that holds fewer than `slots` is no matter here
+        rollout   a full worker makes `slots` tokens per `step_s + step_s_per_sequence * slots`, and computes a group's prompt and
+                  the results of its tools once; a cache that holds fewer than `slots` is no matter here, nor is waiting for tools
         trainer   train steps and old-logprob passes as they were, without overhead
 
         Neither is slowed by the other phase. Colocated, all workers or all ranks of a phase work at once and, on a shared machine,
@@ -107,11 +112,12 @@ class Costs:
         step_groups = Schedule.of(self.profile).step_groups
         before, done = self.spent[begin_groups // step_groups], self.spent[end_groups // step_groups]
         tokens, trajectories = (max(done[i] - before[i], 1) for i in (1, 2))
+        result_tokens = done.prompt_tokens - before.prompt_tokens - trajectories * self._prompt_tokens
         decoding = self.workload.decoding
         token_s = decoding.step_s / self.profile.rollout.slots + decoding.step_s_per_sequence
         prefix = prefix_tokens(self._prompt_tokens, self._block_tokens)
         prefilled = self._prompt_tokens - prefix + prefix / self.profile.rollout.n
-        prefill_s = trajectories * prefilled * decoding.prefill_s_per_token
+        prefill_s = (trajectories * prefilled + max(result_tokens, 0)) * decoding.prefill_s_per_token
         worker_s = (tokens * token_s + prefill_s) * self._slowdown(decoding, self.workers)
         return Capacities(
             rollout_tokens_per_s=sum(tokens / (worker_s * speed) for speed in self.speeds),
@@ -145,6 +151,8 @@ class Costs:
         if memory is None:
             return CacheSize(block_tokens=self._block_tokens)
         gpus, longest = self.profile.placement.gpus_per_rollout_worker, self._prompt_tokens + self._max_response_tokens
+        if self.workload.turns is not None:
+            longest = max(longest, max_context_tokens(self.profile))
         num_bytes = cache_bytes_left(
             int(gpus * memory.gpu_memory_gib * GIB), memory.gpu_memory_utilization, int(self.workload.syncing.parameter_bytes)
         )
@@ -174,6 +182,7 @@ class Costs:
             seconds=before.seconds + self._old_logprob_s(batch) + seconds,
             response_tokens=before.response_tokens + response_tokens,
             trajectories=before.trajectories + sum(len(group.trajectories) for group in batch.groups),
+            prompt_tokens=before.prompt_tokens + tokens - response_tokens,
         )
         self.spent.append(spent)
         return seconds

@@ -1,8 +1,10 @@
 """A simulated engine: continuous batching as lock-step decoding, with one timer for all of its sequences.
 
     submit -> waiting (in order of arrival) --a slot, blocks--> prefill -> running -> on_end
-                 ^ gate closed (drain)                            |  ^ frozen (load), slowed (a shared machine)
-                 ^-- in front of all others, preempted: no blocks-+
+                 ^ gate closed (drain)      |                     |  | ^ frozen (load), slowed (a shared machine)
+              going on, before all these ---+                     |  +--> on_turn -> a tool -+
+                 ^-- first of them, preempted: no blocks ---------+                          |
+                 ^-- last of them, its tool is done: go_on ----------------------------------+
 
 All running sequences advance together, one token per decode step of
 
@@ -19,6 +21,10 @@ Each running sequence holds blocks of the KV cache (`kv_cache.py`), which are as
 sequence that began last is preempted. Its blocks are free, the token under way is lost, and it waits in front of all others; it
 begins again with a prefill of its prompt and the tokens that it has. No sequence begins before there are blocks for these, and none
 behind one that waits for them. At the same step count, sequences end before others take blocks, and these before one begins.
+
+A sequence that has made a turn stops as if preempted. With `hold_slots` nobody gets its slot, else it queues for one when it goes
+on. What the cache holds of it stays there until others take the blocks; then it begins with a prefill of everything. A drain waits
+for all sequences that have begun, also for those that are at a tool.
 
 Worked example: steps of 1 s, one sequence of 5 tokens from time 0; version 3 is loaded from 2.5 to 4.0 s. At step count 2.5, tokens
 1 and 2 are done and have the old version; tokens 3 to 5 have version 3, and the sequence ends at 5 + 1.5 s.
@@ -53,6 +59,7 @@ class SimulatedEngine:
         speed: float = 1.0,
         version: int = -1,
         cache: CacheSize = UNLIMITED,
+        hold_slots: bool = True,
         on_running: Callable[[int], None] = lambda running: None,
     ) -> None:
         self.slots = slots
@@ -66,14 +73,17 @@ class SimulatedEngine:
         self._loop = asyncio.get_running_loop()
         self._loads = [(0.0, version)]  # (step count, version); `first_load` of a sequence is an index into this list
         self._cache = KvCache(cache)
-        self._ends: list[tuple[float, int, SimulatedSequence]] = []  # an entry with another `turn` than its sequence's is void
+        self._ends: list[tuple[float, int, SimulatedSequence]] = []  # an entry with another `order` than its sequence's is void
         self._num_begun = 0
+        self._holds_slots = hold_slots
+        self._num_at_tools = 0
+        self._going_on: deque[SimulatedSequence] = deque()
         self._waiting: deque[SimulatedSequence] = deque()
         self._is_closed = False
         self._is_frozen = False
         self._drained: asyncio.Future[None] | None = None
         self._steps = 0.0
-        self._preempted_tokens = 0
+        self._kept_tokens = 0
         self._sampled_tokens = 0.0
         self._prefill_s = 0.0
         self._since_s = self._loop.time()
@@ -84,12 +94,24 @@ class SimulatedEngine:
     def counters(self) -> tuple[float, float, float]:
         """(sampled tokens, decode steps, tokens of sequences that have begun and not ended); fractions of a token or step count."""
         self._advance()
-        return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._preempted_tokens
+        return self._sampled_tokens, self._steps, self._cache.sampled_tokens(self._steps) + self._kept_tokens
 
     def submit(self, sequences: Iterable[SimulatedSequence]) -> None:
         """Queue sequences; each begins when it gets a slot."""
         self._advance()
         self._waiting.extend(sequences)
+        self._go_on(self.running)
+        self._retime()
+
+    def go_on(self, sequence: SimulatedSequence) -> None:
+        """The tool that the sequence called is done: queue its next turn."""
+        self._advance()
+        call = sequence.calls[sequence.num_calls]
+        sequence.num_calls += 1
+        sequence.result_tokens += call.result_tokens
+        sequence.tokens += call.turn_tokens
+        self._leave_tool(sequence)
+        self._going_on.append(sequence)
         self._go_on(self.running)
         self._retime()
 
@@ -99,12 +121,14 @@ class SimulatedEngine:
         before = self.running
         for sequence in (sequence for sequence in sequences if not (sequence.has_ended or sequence.is_aborted)):
             sequence.is_aborted = True
-            if sequence.turn:
+            if sequence.order:
                 sequence.tokens = sequence.whole_tokens(self._steps)
                 self._stop(sequence)
             else:
                 sequence.tokens = sequence.kept_tokens
-                self._preempted_tokens -= sequence.kept_tokens
+                self._kept_tokens -= sequence.kept_tokens
+                self._leave_tool(sequence)
+                self._cache.drop(sequence, self._steps)
         self._go_on(before)
         self._retime()
 
@@ -113,12 +137,16 @@ class SimulatedEngine:
         return tokens_per_version(sequence, sequence.tokens, self._loads)
 
     def drained(self) -> asyncio.Future[None]:
-        """Begin no new sequence until `thaw`. The returned future is done once no sequence runs; preempted ones begin again."""
+        """Begin no new sequence until `thaw`. The returned future is done once all that have begun have ended."""
         self._is_closed = True
         self._drained = self._loop.create_future()
-        if self.running == 0:
-            self._drained.set_result(None)
+        self._notice_drained()
         return self._drained
+
+    def _notice_drained(self) -> None:
+        is_empty = self.running == 0 and not self._num_at_tools
+        if is_empty and self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
     def freeze(self) -> None:
         """Stop decoding; running sequences keep their slots."""
@@ -133,6 +161,7 @@ class SimulatedEngine:
         self._loads.append((self._steps, version))
         if recompute:
             self._prefill_s = self._cache.held_tokens(self._steps) * self._times.prefill_s_per_token
+            self._cache.forget_parked()
         self._is_frozen = self._is_closed = False
         self._go_on(self.running)
         self._retime()
@@ -162,43 +191,63 @@ class SimulatedEngine:
         return self._times.step_s + self._times.step_s_per_sequence * self.running
 
     def _let_in(self) -> None:
-        waiting = self._waiting
-        while waiting and self.running < self.slots and self._may_begin(waiting[0]):
-            sequence = waiting.popleft()
+        while (queue := self._going_on or self._waiting) and self._may_begin(queue[0]):
+            sequence = queue.popleft()
             if not sequence.is_aborted:
                 self._begin(sequence)
 
     def _may_begin(self, sequence: SimulatedSequence) -> bool:
-        """Whether the first in the queue may leave it."""
+        """Whether the first in the queues may leave its queue."""
+        if sequence.is_aborted:
+            return True
+        num_held = self._num_at_tools if self._holds_slots and not sequence.has_begun else 0
         is_let_through = sequence.has_begun or not self._is_closed
-        return sequence.is_aborted or (is_let_through and self._cache.fits(sequence, self._steps))
+        return self.running + num_held < self.slots and is_let_through and self._cache.fits(sequence, self._steps)
 
     def _begin(self, sequence: SimulatedSequence) -> None:
-        """Begin, or go on after a preemption with the tokens that it kept."""
+        """Begin, or go on with the tokens that it kept."""
         self._num_begun += 1
         sequence.has_begun = True
-        sequence.turn = self._num_begun
+        sequence.order = self._num_begun
         sequence.begin_steps = self._steps - sequence.kept_tokens
         sequence.first_load = len(self._loads) - 1
-        heapq.heappush(self._ends, (sequence.begin_steps + sequence.tokens, sequence.turn, sequence))
-        self._prefill_s += self._cache.tokens_to_prefill(sequence) * self._times.prefill_s_per_token
-        self._preempted_tokens -= sequence.kept_tokens
-        self._cache.hold(sequence)
+        heapq.heappush(self._ends, (sequence.begin_steps + sequence.tokens, sequence.order, sequence))
+        self._prefill_s += self._cache.hold(sequence, self._steps) * self._times.prefill_s_per_token
+        self._kept_tokens -= sequence.kept_tokens
         self.running += 1
 
     def _stop(self, sequence: SimulatedSequence) -> None:
-        sequence.turn = 0
-        self._cache.release(sequence)
+        sequence.order = 0
+        self._cache.release(sequence, self._steps)
         self.running -= 1
+
+    def _stop_with(self, sequence: SimulatedSequence, tokens: int) -> None:
+        """Stop; it will begin again with these tokens."""
+        self._stop(sequence)
+        sequence.kept, sequence.kept_tokens = tokens_per_version(sequence, tokens, self._loads), tokens
+        self._kept_tokens += tokens
 
     def _preempt_newest(self) -> None:
         sequence = self._cache.newest
-        tokens = sequence.whole_tokens(self._steps)
-        self._stop(sequence)
-        sequence.kept, sequence.kept_tokens = tokens_per_version(sequence, tokens, self._loads), tokens
-        self._preempted_tokens += tokens
+        self._stop_with(sequence, sequence.whole_tokens(self._steps))
         self.preemptions += 1
-        self._waiting.appendleft(sequence)
+        self._going_on.appendleft(sequence)
+
+    def _end_turn(self, sequence: SimulatedSequence) -> Callable[[SimulatedSequence], None]:
+        """Stop, for a tool or for good. Returns who is to be told."""
+        if sequence.num_calls == len(sequence.calls):
+            sequence.has_ended = True
+            self._stop(sequence)
+            return sequence.on_end
+        self._stop_with(sequence, sequence.tokens)
+        self._cache.park(sequence)
+        sequence.is_at_tool = True
+        self._num_at_tools += 1
+        return sequence.on_turn
+
+    def _leave_tool(self, sequence: SimulatedSequence) -> None:
+        self._num_at_tools -= sequence.is_at_tool
+        sequence.is_at_tool = False
 
     def _go_on(self, before: int) -> None:
         """Sequences have ended, or lost their blocks, or arrived: the next ones begin. `before`: how many ran until now."""
@@ -207,14 +256,13 @@ class SimulatedEngine:
         self._let_in()
         if self.running != before:
             self._on_running(self.running)
-        if self.running == 0 and self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
+        self._notice_drained()
 
     def _retime(self) -> None:
         """Set the timer for the next end of a sequence, or for the next block that is not there. A timer that is too early is kept:
         when it fires, it is set again."""
         ends = self._ends
-        while ends and ends[0][1] != ends[0][2].turn:
+        while ends and ends[0][1] != ends[0][2].order:
             heapq.heappop(ends)
         self._target_s = NEVER
         if ends and not self._is_frozen:
@@ -235,19 +283,17 @@ class SimulatedEngine:
         self._retime()
 
     def _reach_target(self) -> None:
-        """End the sequences that are due, then preempt those without blocks; the step count is set to exactly the target, free of
+        """End the turns that are due, then preempt those without blocks; the step count is set to exactly the target, free of
         rounding errors."""
-        before, ends, ended = self.running, self._ends, []
+        before, ends, told = self.running, self._ends, []
         self._prefill_s = 0.0
         self._step_on(self._target_steps - self._steps)
         while ends and ends[0][0] <= self._steps + SAME_STEP:
-            _, turn, sequence = heapq.heappop(ends)
-            if turn == sequence.turn:
-                sequence.has_ended = True
-                self._stop(sequence)
-                ended.append(sequence)
+            _, order, sequence = heapq.heappop(ends)
+            if order == sequence.order:
+                told.append((self._end_turn(sequence), sequence))
         while self._cache.is_over(self._steps):
             self._preempt_newest()
         self._go_on(before)
-        for sequence in ended:
-            sequence.on_end(sequence)
+        for tell, sequence in told:
+            tell(sequence)

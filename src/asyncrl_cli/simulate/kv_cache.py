@@ -8,6 +8,9 @@ A running sequence with j whole tokens holds the cache of its prompt and of thes
 A prefix is computed by the first of its sequences, and is gone with the last that runs. (A real engine computes the last token of a
 prompt for each response, too, to sample from it. It may find a prefix that nobody holds, if its blocks were not yet used again.)
 
+A sequence at a tool is parked: its blocks are free, and those that nobody has taken yet need not be computed again. The blocks of
+the one that has been parked for longest are taken first, all of them.
+
 All running sequences advance together, so each takes one block in every `block_tokens` steps. With F blocks free and R sequences
 running, F // R times `block_tokens` steps pass safely. Then the sequences take F mod R more blocks, in the order in which they fill
 theirs, and the next one finds none. An exact count visits every sequence, so it is made only where a bound from two running sums
@@ -58,6 +61,9 @@ class KvCache:
         self._prefix_blocks = 0
         self._sum_first = 0.0
         self._sum_begin_steps = 0.0
+        self._parked: dict[SimulatedSequence, int] = {}
+        """The tokens of each sequence at a tool whose blocks have not been taken, in the order in which they were parked."""
+        self._parked_blocks = 0
 
     @property
     def newest(self) -> SimulatedSequence:
@@ -72,15 +78,9 @@ class KvCache:
         """Tokens whose keys and values the cache holds for the running sequences, those of a prefix once."""
         return self._prefix_blocks * self._size.block_tokens + sum(self._own(steps))
 
-    def tokens_to_prefill(self, sequence: SimulatedSequence) -> int:
-        """Tokens that must be computed before this sequence can go on: prompt and kept tokens, without a prefix that is there."""
-        shared = self._prefix(sequence) if sequence.prompt in self._sharers else 0
-        return sequence.prompt_tokens + sequence.kept_tokens - shared
-
     def fits(self, sequence: SimulatedSequence, steps: float) -> bool:
-        """Whether there are blocks for its prompt and its kept tokens."""
-        tokens = self.tokens_to_prefill(sequence)
-        room = self._size.blocks - self._blocks(tokens)
+        """Whether there are blocks for all its tokens before its next one."""
+        room = self._size.blocks - self._blocks(_tokens(sequence) - self._shared(sequence))
         most = self._most_blocks(steps)
         if most <= room:
             return True
@@ -101,16 +101,23 @@ class KvCache:
         wanted_at = sorted(self._next_block_at(sequence, first, steps) for sequence, first in self._first.items())
         return wanted_at[further] + rounds * self._size.block_tokens
 
-    def hold(self, sequence: SimulatedSequence) -> None:
+    def hold(self, sequence: SimulatedSequence, steps: float) -> int:
+        """Returns the tokens that must be computed before this sequence can go on: those before its next one that are not there."""
+        self._take_parked(steps)
+        tokens_to_prefill = _tokens(sequence) - self._parked.get(sequence, self._shared(sequence))
+        self._forget(sequence)
         prefix = self._prefix(sequence)
         if prefix:
             self._prefix_blocks += 0 if sequence.prompt in self._sharers else prefix // self._size.block_tokens
             self._sharers[sequence.prompt] += 1
-        first = self._first[sequence] = sequence.prompt_tokens - prefix
+        first = self._first[sequence] = sequence.prompt_tokens + sequence.result_tokens - prefix
         self._sum_first += first
         self._sum_begin_steps += sequence.begin_steps
+        self._take_parked(steps)
+        return tokens_to_prefill
 
-    def release(self, sequence: SimulatedSequence) -> None:
+    def release(self, sequence: SimulatedSequence, steps: float) -> None:
+        self._take_parked(steps)
         prefix = self._prefix(sequence)
         if prefix:
             self._sharers[sequence.prompt] -= 1
@@ -119,6 +126,37 @@ class KvCache:
                 self._prefix_blocks -= prefix // self._size.block_tokens
         self._sum_first -= self._first.pop(sequence)
         self._sum_begin_steps -= sequence.begin_steps
+
+    def park(self, sequence: SimulatedSequence) -> None:
+        """It stopped just now, for a tool."""
+        self._parked[sequence] = tokens = _tokens(sequence)
+        self._parked_blocks += self._blocks(tokens)
+
+    def drop(self, sequence: SimulatedSequence, steps: float) -> None:
+        """It will not begin again, parked or not."""
+        self._take_parked(steps)
+        self._forget(sequence)
+
+    def _forget(self, sequence: SimulatedSequence) -> None:
+        self._parked_blocks -= self._blocks(self._parked.pop(sequence, 0))
+
+    def forget_parked(self) -> None:
+        """Nothing that was computed with older weights is used again."""
+        self._parked.clear()
+        self._parked_blocks = 0
+
+    def _take_parked(self, steps: float) -> None:
+        """The running sequences may have taken blocks of parked ones: find out whose. Call it where fewer or more sequences run
+        from now on; in between, they only take more."""
+        if self._most_blocks(steps) + self._parked_blocks <= self._size.blocks:
+            return
+        used = self._used(steps)
+        while self._parked and used + self._parked_blocks > self._size.blocks:
+            self._forget(next(iter(self._parked)))
+
+    def _shared(self, sequence: SimulatedSequence) -> int:
+        """Tokens of its prompt that running sequences hold."""
+        return self._prefix(sequence) if sequence.prompt in self._sharers else 0
 
     def _prefix(self, sequence: SimulatedSequence) -> int:
         return 0 if sequence.prompt is None else prefix_tokens(sequence.prompt_tokens, self._size.block_tokens)
@@ -142,3 +180,8 @@ class KvCache:
         """The step count at which its blocks no longer suffice."""
         blocks = self._blocks(first + sequence.whole_tokens(steps))
         return sequence.begin_steps + blocks * self._size.block_tokens + 1 - first
+
+
+def _tokens(sequence: SimulatedSequence) -> int:
+    """All of its tokens when it begins: those of the prompt, of tools, and those that it sampled before."""
+    return sequence.prompt_tokens + sequence.result_tokens + sequence.kept_tokens

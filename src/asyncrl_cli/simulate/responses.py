@@ -1,4 +1,4 @@
-"""Simulated responses: draws their lengths, and follows those of one part or eval call from submission to the last reward.
+"""Simulated trajectories: draws their turns, and follows those of one part or eval call from submission to the last reward.
 
 Lengths are drawn per group, so that responses to one prompt can be correlated:
 
@@ -16,29 +16,41 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import NormalDist, fmean
+from typing import NamedTuple
 
 from asyncrl_cli.loop.attempts import Failure, PartResult, TrajectoryMeta
 from asyncrl_cli.loop.meters import DEBOUNCE_S, POLL_S
 from asyncrl_cli.loop.ports import EvalOutcome, EvalRequest, EvalResult, PartRequest
 from asyncrl_cli.simulate.decoding import SimulatedEngine
 from asyncrl_cli.simulate.kv_cache import UNLIMITED, CacheSize
-from asyncrl_cli.simulate.sequences import SimulatedSequence
+from asyncrl_cli.simulate.sequences import SimulatedSequence, ToolCall
 from asyncrl_cli.simulate.workload import Decoding, Lengths
 
 STANDARD = NormalDist()
 RAISED = Failure("reward", "the reward raised")
 ABORTED = Failure("aborted", "")
-Fate = tuple[int, float, float]
-"""One response: its length in tokens, the seconds its reward takes, and a uniform number that decides the reward."""
+
+
+class Fate(NamedTuple):
+    """One trajectory: the tokens of its first turn, the seconds its reward takes, a uniform number that decides the reward, and the
+    tool calls after which further turns come."""
+
+    tokens: int
+    reward_s: float
+    luck: float
+    calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTimes:
     """How long a worker's calls take (seconds), and how long responses are (tokens).
 
-    `response_tokens(rng, n)`: the lengths of a group's first n responses; `rng` is seeded by the group's request and not used
-    before. `reward_s(rng)`: for one trajectory, from another generator of the group; a share `failure_ratio` of rewards raises.
+    `response_tokens(rng, n)`: the lengths of the first turns of a group's first n trajectories; `rng` is seeded by the group's
+    request and not used before. `tool_calls(rng, tokens)`: of one trajectory, whose first turn has so many tokens, from a generator
+    of its own; None for single turns. `reward_s(rng)`: for one trajectory, from another generator of the group; a share
+    `failure_ratio` of rewards raises.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
     without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
     Progress is reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of
@@ -49,6 +61,8 @@ class WorkerTimes:
     response_tokens: Callable[[random.Random, int], Sequence[int]]
     prompt_tokens: int = 4
     max_response_tokens: int | None = None
+    tool_calls: Callable[[random.Random, int], Sequence[ToolCall]] | None = None
+    hold_slots: bool = True
     cache: CacheSize = UNLIMITED
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0
@@ -103,15 +117,20 @@ def mean_tokens(lengths: Lengths, max_response_tokens: int) -> float:
 
 
 def fates(seed: int | str, indices: Sequence[int], times: WorkerTimes) -> list[Fate]:
-    """The fates of some responses to one prompt, by index (ascending). None depends on which others are asked for."""
+    """The fates of some trajectories of one prompt, by index (ascending). None depends on which others are asked for."""
     lengths, rng = times.response_tokens(random.Random(seed), indices[-1] + 1), random.Random(f"rewards of {seed}")
-    drawn = [(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
-    return [drawn[index] for index in indices]
+    drawn = [Fate(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
+    asked, calls = [drawn[index] for index in indices], times.tool_calls
+    if calls is None:
+        return asked
+    of_each = [random.Random(f"tools of {seed}/{index}") for index in indices]
+    return [fate._replace(calls=calls(rng, fate.tokens)) for fate, rng in zip(asked, of_each, strict=True)]
 
 
 class Responses:
-    """Responses of one part or eval call. `on_end` is called as each response ends, `on_done(self)` once: after the last reward, or
-    by `abort`. `prompt`: what they have in common, None if nothing."""
+    """Trajectories of one part or eval call. `on_slot` is called as each one ends (and, unless slots are held, as it makes a turn),
+    `on_waiting(name, for_what)` as it begins to wait for a tool and, with "", as it goes on; `on_done(self)` once: after the last
+    reward, or by `abort`. `prompt`: what they have in common, None if nothing. `names`: for people."""
 
     def __init__(
         self,
@@ -119,36 +138,50 @@ class Responses:
         times: WorkerTimes,
         engine: SimulatedEngine,
         on_done: Callable[[Responses], None],
-        on_end: Callable[[], None] = lambda: None,
+        on_slot: Callable[[], None] = lambda: None,
+        on_waiting: Callable[[str, str], None] = lambda name, for_what: None,
         prompt: object = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.aborted = self.is_done = False
         self.num_ended = 0
+        self.num_at_tools = 0
         self.ended_tokens = 0
         self._times = times
         self._engine = engine
         self._on_done = on_done
-        self._on_end = on_end
+        self._on_slot = on_slot
+        self._on_waiting = on_waiting
         self._loop = asyncio.get_running_loop()
         self._responses = [
-            SimulatedSequence(times.prompt_tokens, tokens, self._ended, reward_s, luck, prompt) for tokens, reward_s, luck in fates
+            SimulatedSequence(
+                times.prompt_tokens, tokens, self._ended, reward_s, luck, prompt, name, calls=calls, on_turn=self._call_tool
+            )
+            for (tokens, reward_s, luck, calls), name in zip_longest(fates, names, fillvalue="")
         ]
         engine.submit(self._responses)
 
+    @property
+    def num_without_slot(self) -> int:
+        return self.num_ended + (0 if self._times.hold_slots else self.num_at_tools)
+
     def abort(self) -> None:
-        """Cut running responses short; rewards that are being computed are lost."""
+        """Cut running trajectories short; tools and rewards under way are lost."""
         self.aborted = True
+        for waiting in [response for response in self._responses if response.is_at_tool]:
+            self._on_waiting(waiting.name, "")
         self._engine.abort(self._responses)
         self._finish()
 
     def part_result(self, request: PartRequest) -> PartResult:
         """The same as the real group runner's: without trajectories whose reward raised, and without any if aborted."""
-        kept = [] if self.aborted else [response for response in self._responses if not self._fails(response)]
+        failures = [failure for response in self._responses if (failure := self._failure(response))]
+        kept = [] if self.aborted else [response for response in self._responses if not self._failure(response)]
         tokens = sum(response.tokens for response in self._responses)
         return PartResult(
             key=request.key,
             trajectories=tuple(map(self._meta, kept)),
-            failures=() if self.aborted else (RAISED,) * (len(self._responses) - len(kept)),
+            failures=() if self.aborted else tuple(failures),
             failed_tokens=tokens - sum(response.tokens for response in kept),
             payload=str(request.key),
         )
@@ -164,13 +197,32 @@ class Responses:
     def _outcome(self, response: SimulatedSequence) -> EvalOutcome:
         if response.rewarded_s > self._loop.time():
             return ABORTED
-        return RAISED if self._fails(response) else self._meta(response)
+        return self._failure(response) or self._meta(response)
+
+    def _call_tool(self, response: SimulatedSequence) -> None:
+        self.num_at_tools += 1
+        self._on_waiting(response.name, "a tool")
+        self._loop.call_later(response.calls[response.num_calls].seconds, self._tool_ended, response)
+        if not self._times.hold_slots:
+            self._on_slot()
+
+    def _tool_ended(self, response: SimulatedSequence) -> None:
+        if response.is_aborted:
+            return
+        self.num_at_tools -= 1
+        self._on_waiting(response.name, "")
+        if failure := response.calls[response.num_calls].failure:
+            response.failure, response.reward_s = Failure(failure, f"{response.name}: the tool failed"), 0.0
+            self._engine.abort([response])
+            self._ended(response)
+        else:
+            self._engine.go_on(response)
 
     def _ended(self, response: SimulatedSequence) -> None:
         self.num_ended += 1
         self.ended_tokens += response.tokens
         response.rewarded_s = self._loop.time() + response.reward_s
-        self._on_end()
+        self._on_slot()
         if self.num_ended == len(self._responses):
             last_s = max(response.rewarded_s for response in self._responses)
             if last_s > self._loop.time():
@@ -183,14 +235,17 @@ class Responses:
             self.is_done = True
             self._on_done(self)
 
-    def _fails(self, response: SimulatedSequence) -> bool:
-        return response.luck < self._times.failure_ratio
+    def _failure(self, response: SimulatedSequence) -> Failure | None:
+        return response.failure or (RAISED if response.luck < self._times.failure_ratio else None)
 
     def _meta(self, response: SimulatedSequence) -> TrajectoryMeta:
+        last_tokens = response.calls[-1].turn_tokens if response.calls else response.tokens
         return TrajectoryMeta(
-            prompt_tokens=response.prompt_tokens,
+            prompt_tokens=response.prompt_tokens + response.result_tokens,
             response_tokens=response.tokens,
             reward=float(response.luck > 0.5),
-            finish_reason="length" if response.tokens == self._times.max_response_tokens else "stop",
+            finish_reason="length" if last_tokens == self._times.max_response_tokens else "stop",
             version_tokens=self._engine.version_tokens(response),
+            num_turns=response.num_calls + 1,
+            tool_s=sum([call.seconds for call in response.calls]),
         )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from asyncrl_cli.loop.attempts import Failure
 
 SAME_STEP = 1e-9
 """Step counts closer than this are equal: far above rounding errors, far below a token."""
@@ -13,14 +16,26 @@ VersionTokens = tuple[tuple[int, int], ...]
 """Tokens per version, ascending: ((3, 17), (4, 5))."""
 
 
+class ToolCall(NamedTuple):
+    """What follows a turn: a wait of `seconds`, `result_tokens` that the model then sees, and a turn of `turn_tokens`; with a
+    `failure` (its kind) the trajectory ends after the wait instead."""
+
+    seconds: float
+    result_tokens: int
+    turn_tokens: int
+    failure: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """A response being generated. `tokens`: its final length, lowered by an abort. `on_end` is called when it is complete. `luck`
+    """A trajectory being generated. `tokens`: sampled ones at the end of its turn, lowered by an abort; `calls`: of tools, each
+    followed by another turn. `on_turn` is called when a turn before a call is complete, `on_end` when the last one is. `luck`
     (uniform) decides its reward, which takes `reward_s` to compute and is there at `rewarded_s`. Sequences with the same `prompt`
     share its cache; None shares with nobody. The engine sets the rest.
 
-    `turn`: its place in the order of beginning, 0 while it does not run. `kept`: its tokens at its last preemption. When it begins
-    again with k of them, `begin_steps` is k steps back, as if it had never stopped.
+    `order`: its place in the order of beginning, 0 while it does not run. `kept`: its tokens when it last stopped, at a preemption
+    or for a tool. When it begins again with k of them, `begin_steps` is k steps back, as if it had never stopped. `result_tokens`:
+    of all tools so far.
     """
 
     prompt_tokens: int
@@ -29,10 +44,17 @@ class SimulatedSequence:
     reward_s: float = 0.0
     luck: float = 1.0
     prompt: object = None
+    name: str = ""
+    calls: Sequence[ToolCall] = ()
+    on_turn: Callable[[SimulatedSequence], None] = lambda sequence: None
+    num_calls: int = 0
+    is_at_tool: bool = False
+    result_tokens: int = 0
+    failure: Failure | None = None
     rewarded_s: float = NEVER
     begin_steps: float = 0.0
     first_load: int = 0
-    turn: int = 0
+    order: int = 0
     kept: VersionTokens = ()
     kept_tokens: int = 0
     has_begun: bool = False
@@ -46,7 +68,7 @@ class SimulatedSequence:
 
 def tokens_per_version(sequence: SimulatedSequence, tokens: int, loads: Sequence[tuple[float, int]]) -> VersionTokens:
     """Versions of the first `tokens` tokens of a sequence. `loads`: (step count, version) of all loads; those from `first_load` on
-    fell into its current turn, or its last."""
+    came after it last began."""
     done, counts = sequence.kept_tokens, dict(sequence.kept)
     next_loads = [*(steps for steps, _ in loads[sequence.first_load + 1 :]), NEVER]
     for (_, version), until_steps in zip(loads[sequence.first_load :], next_loads, strict=True):

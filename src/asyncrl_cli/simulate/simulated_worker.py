@@ -39,7 +39,14 @@ class SimulatedWorker:
         self._poll = LongPoll(self._times.progress_s, self._times.poll_s)
         self._meter = RolloutMeter(self.name, self.slots, asyncio.get_running_loop().time, self._poll.note)
         times = self._times
-        self._engine = SimulatedEngine(self.slots, times.decoding, speed=self.speed, cache=times.cache, on_running=self._running)
+        self._engine = SimulatedEngine(
+            self.slots,
+            times.decoding,
+            speed=self.speed,
+            cache=times.cache,
+            hold_slots=times.hold_slots,
+            on_running=self._running,
+        )
         self._machine.add(self._engine)
         self._was_running = False
         self._parts: dict[PartKey, Responses] = {}
@@ -59,9 +66,17 @@ class SimulatedWorker:
             self._ended.append(part.part_result(request))
             self._poll.note(is_urgent=not self._parts)
 
-        drawn = fates(request.seed, request.indices, self._times)
-        prompt = request.key.attempt
-        self._parts[request.key] = Responses(drawn, self._times, self._engine, end, self._poll.note, prompt)
+        attempt = request.key.attempt
+        self._parts[request.key] = Responses(
+            fates(request.seed, request.indices, self._times),
+            self._times,
+            self._engine,
+            end,
+            on_slot=self._poll.note,
+            on_waiting=self._meter.waiting,
+            prompt=attempt,
+            names=[f"{attempt}/{index}" for index in request.indices],
+        )
 
     async def abort(self, key: AttemptKey) -> None:
         for part in [part for running, part in self._parts.items() if running.attempt == key]:
@@ -77,9 +92,9 @@ class SimulatedWorker:
             running_tokens=sum([part.ended_tokens for part in self._parts.values()]) + int(running_tokens),
             sums={"preemptions": self._engine.preemptions} if self._times.cache.is_limited else {},
         )
-        finished = {key: part.num_ended for key, part in self._parts.items() if part.num_ended}
+        freed = {key: number for key, part in self._parts.items() if (number := part.num_without_slot)}
         ended, self._ended = tuple(self._ended), []
-        return Progress(seen=seen, finished_sequences=finished, reports=(report,), ended=ended)
+        return Progress(seen=seen, freed_slots=freed, reports=(report,), ended=ended)
 
     async def prefetch(self, published: Published) -> float:
         send_s = self._times.prefetch_s(self._rng)
@@ -112,7 +127,8 @@ class SimulatedWorker:
         drawn = [fates(seed, (0,), self._times)[0] for seed in seeds]
         self._meter.evals(+1)
         done = asyncio.Event()
-        answers = Responses(drawn, self._times, self._engine, lambda _: done.set())
+        names = [f"eval/{seed}" for seed in seeds]
+        answers = Responses(drawn, self._times, self._engine, lambda _: done.set(), on_waiting=self._meter.waiting, names=names)
         self._evals.append(answers)
         await done.wait()
         self._evals.remove(answers)

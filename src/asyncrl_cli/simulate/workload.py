@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from asyncrl_cli.profile.fields import Bytes, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Ratio, Section, Share
 
@@ -30,6 +30,36 @@ class Lengths(Section):
     """Share of the logarithm's variance that lies between prompts; the rest lies between the trajectories of one prompt."""
     response_tokens: Annotated[tuple[PositiveInt, ...], FromList] = ()
     """The list: one entry per observed trajectory."""
+
+
+class Drawn(Section):
+    """A figure that differs from case to case: lognormal, or drawn from a list."""
+
+    median: PositiveFloat | None = None
+    """Median of the lognormal."""
+    sigma: NonNegativeFloat = 0.0
+    """Standard deviation of its logarithm; 0: always the median."""
+    values: Annotated[tuple[NonNegativeFloat, ...], FromList] = ()
+    """The list, in place of a median."""
+
+    @model_validator(mode="after")
+    def _is_either(self) -> Drawn:
+        if (self.median is None) == (not self.values):
+            raise ValueError("needs a median (and sigma), or values: one of the two")
+        return self
+
+
+class Turns(Section):
+    """Trajectories of several turns: after each but the last one the model waits for a tool and sees its result. `[lengths]` are
+    then those of a turn. A tool that takes longer than the profile's `env.tool_timeout_s` fails its trajectory; `env.max_turns` and
+    `env.max_context_tokens` end one."""
+
+    number: Drawn
+    """Turns of a trajectory, rounded, at least 1."""
+    tool_s: Drawn
+    """Seconds from the end of a turn to the beginning of the next."""
+    result_tokens: Drawn
+    """Tokens that a tool's result adds to the context, with what the chat template puts around it."""
 
 
 class Decoding(Section):
@@ -156,6 +186,8 @@ class Workload(Section):
     profiles: Tables
     """Further keys per profile name, as `[profiles.one-step-off.async_training]`."""
     lengths: Lengths
+    turns: Turns | None = None
+    """Without it, a trajectory is one response."""
     decoding: Decoding
     memory: Memory | None = None
     """Without it, the cache has no limit."""

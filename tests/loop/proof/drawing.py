@@ -42,6 +42,10 @@ class Scenario:
     resume_at: float | None
     shuffle_seed: int | None
     restart_s: float = 0.0
+    max_turns: int = 1
+    tool_s: float = 0.0
+    failing_tools: float = 0.0
+    hanging_tools: float = 0.0
 
     def __str__(self) -> str:
         shown = [name for name in (field.name for field in fields(self)) if name != "settings"]
@@ -57,7 +61,12 @@ LENGTHS: Mapping[str, Callable[[random.Random], int]] = {
 }
 
 
-def draw(seed: int) -> Scenario:
+TOOL_TIMEOUT_S = 8.0
+"""A tool that hangs fails its trajectory after this long."""
+
+
+def draw(seed: int, *, with_turns: bool = False) -> Scenario:
+    """`with_turns`: the scenario of that seed, but for certain with several turns."""
     rng = random.Random(f"scenario {seed}")
     mode = rng.choice(MODES)
     settings = changed(_draw_settings(rng, mode), weights_mode=_draw_weights_mode(seed))
@@ -87,7 +96,22 @@ def draw(seed: int) -> Scenario:
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
-    return _with_restarts(_with_placement(scenario), expected_s)
+    return _with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns)
+
+
+def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:
+    """Several turns in a third of the scenarios; some tools fail, others hang."""
+    rng = random.Random(f"turns {scenario.seed}")
+    if rng.random() < 2 / 3 and not is_certain:
+        return scenario
+    return replace(
+        scenario,
+        settings=changed(scenario.settings, hold_slots=rng.random() < 0.5),
+        max_turns=rng.choice((2, 3, 8)),
+        tool_s=rng.choice((0.0, 0.05, 0.5, 3.0)),
+        failing_tools=rng.choice((0.0, 0.0, 0.1)),
+        hanging_tools=rng.choice((0.0, 0.0, 0.05)),
+    )
 
 
 def _with_placement(scenario: Scenario) -> Scenario:

@@ -1,27 +1,31 @@
 """Whole runs of scenarios (`tests.loop.proof.drawing`), with every invariant checked on the way.
 
-    python -m tests.loop.proof.scenarios SEED [--trace]
+    python -m tests.loop.proof.scenarios SEED [--turns] [--trace]
 
-prints the scenario of a seed and runs it. The trace of events follows if an invariant broke, or with `--trace`.
+prints the scenario of a seed (`--turns`: for certain with several turns) and runs it. The trace of events follows if an invariant
+broke, or with `--trace`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, StallError
 from asyncrl_cli.loop.board import ResumeFrom, World
 from asyncrl_cli.loop.pipeline import Pipeline
 from asyncrl_cli.simulate.responses import WorkerTimes
+from asyncrl_cli.simulate.sequences import ToolCall
 from asyncrl_cli.simulate.simulated_trainer import TrainerTimes
 from asyncrl_cli.simulate.workload import Decoding
 from asyncrl_cli.simulate.world import NumberedFeed, run_virtual
-from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, Scenario, draw, worker_names
+from tests.loop.proof.drawing import LENGTHS, MAX_TOKENS, TOOL_TIMEOUT_S, Scenario, draw, worker_names
 from tests.loop.proof.faults import FATAL, Fault, FaultKind, Faults, FaultyWorker, KeepingTrainer
 from tests.loop.proof.invariants import InvariantError, Invariants
 from tests.loop.proof.memory import MemoryCheckpoints
@@ -203,6 +207,8 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
             speed_spread=scenario.speed_spread,
         ),
         response_tokens=lambda rng, n: [length(rng) for _ in range(n)],
+        tool_calls=partial(_tool_calls, scenario) if scenario.max_turns > 1 else None,
+        hold_slots=scenario.settings.profile.rollout.hold_slots,
         reward_s=lambda rng: rng.random() * 2 * scenario.reward_s,
         failure_ratio=scenario.failed_rewards,
         prefetch_s=lambda rng: rng.random() * 2 * scenario.prefetch_lag_s,
@@ -212,22 +218,45 @@ def _worker_times(scenario: Scenario) -> WorkerTimes:
     )
 
 
+def _tool_calls(scenario: Scenario, rng: random.Random, tokens: int) -> list[ToolCall]:
+    """Up to the first that fails. All turns together are at most `MAX_TOKENS` long."""
+    calls: list[ToolCall] = []
+    for _ in range(rng.randint(0, scenario.max_turns - 1)):
+        luck, seconds = rng.random(), min(rng.expovariate(1 / scenario.tool_s) if scenario.tool_s else 0.0, TOOL_TIMEOUT_S)
+        if luck < scenario.hanging_tools:
+            return [*calls, ToolCall(TOOL_TIMEOUT_S, 0, 0, "tool-timeout")]
+        if luck < scenario.hanging_tools + scenario.failing_tools:
+            return [*calls, ToolCall(seconds, 0, 0, "tool-died")]
+        turn_tokens = min(LENGTHS[scenario.lengths](rng), MAX_TOKENS - tokens)
+        if turn_tokens < 1:
+            break
+        tokens += turn_tokens
+        calls.append(ToolCall(seconds, rng.randint(0, 40), turn_tokens))
+    return calls
+
+
 def _trainer_times(scenario: Scenario) -> TrainerTimes:
     return TrainerTimes(train_s=lambda batch: scenario.train_s, gather_s=scenario.gather_s, publish_s=scenario.publish_s)
 
 
 def _load_limit_s(scenario: Scenario) -> float:
-    """A load waits for the longest sequence that runs (drain) at the slowest that its engine gets, then copies."""
+    """A load waits for the longest trajectory that runs (drain) at the slowest that its engine gets, then copies.
+
+    Its turns may each wait for a slot that is not held, and for prefills of whoever comes and goes meanwhile.
+    """
     slowest_s = 2 * scenario.step_s * (1 + scenario.slots / 20)
+    if scenario.max_turns > 1:
+        slowest_s *= 4
     slow_s = sum(fault.seconds for fault in scenario.faults if fault.kind is FaultKind.SLOW_LOAD)
-    return MAX_TOKENS * slowest_s + 2 * scenario.load_lag_s + slow_s + 0.1
+    tools_s = (scenario.max_turns - 1) * TOOL_TIMEOUT_S
+    return MAX_TOKENS * slowest_s + tools_s + 2 * scenario.load_lag_s + slow_s + 0.1
 
 
 def main(arguments: Sequence[str]) -> int:
     seeds = [int(argument) for argument in arguments if not argument.startswith("--")]
     broken = 0
     for seed in seeds:
-        outcome = run(draw(seed))
+        outcome = run(draw(seed, with_turns="--turns" in arguments))
         print(f"seed {seed}\n{outcome.scenario}")
         if outcome.broken is not None or "--trace" in arguments:
             print("\n".join(outcome.trace))

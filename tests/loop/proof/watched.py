@@ -65,11 +65,15 @@ class WatchedWorker:
             self._invariants.times.check_report(report)
             self._book.running_tokens = int(report.gauges["running_tokens"])
         unfinished, live = self._book.unfinished, self._invariants.books.live
-        for key, finished in progress.finished_sequences.items():
-            if key in unfinished:
-                num_responses = live[key.attempt].parts[key.number].num_responses
-                unfinished[key] = min(unfinished[key], num_responses - finished)
+        for key, before in unfinished.items():
+            now = live[key.attempt].parts[key.number].num_responses - progress.freed_slots.get(key, 0)
+            is_over = any(result.key == key for result in progress.ended)
+            may_rise = is_over or not self._invariants.settings.profile.rollout.hold_slots
+            self._invariants.check(now <= before or may_rise, "slots", f"{key} takes {now} slots after {before}")
+            unfinished[key] = 0 if is_over else now
         for result in progress.ended:
+            self._invariants.counts["turns"] += sum(meta.num_turns for meta in result.trajectories)
+            self._invariants.counts.update(f"failed: {failure.kind}" for failure in result.failures)
             self._invariants.ledger.part_ended(self.name, result)
         return progress
 

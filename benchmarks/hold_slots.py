@@ -1,0 +1,122 @@
+"""What a trajectory's slot is worth while it waits for a tool: rollout.hold_slots true against false.
+
+    python -m benchmarks.hold_slots --simulate
+    python -m benchmarks.hold_slots --directory DIR [--tool-s 0.5] [--steps 16] [--pairs 2]
+
+The first simulates the loop on `laptop-tiny` with episodes like those of builtin:guess, for tools from a tenth of a second to ten.
+The second trains on builtin:guess itself, in pairs of real runs with the same seed that take turns at being first; its environment
+sleeps before every hint, lognormal around `--tool-s`. Columns, of the whole run:
+
+    step_s   seconds per train step        slots    share of slots with a running sequence
+    waiting  ... with a trajectory that waits for its tool (above the rest where slots are not held)
+    stale    mean staleness of trained tokens, in versions
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
+from asyncrl_cli.simulate.workload_files import load_workload, profile_for
+from asyncrl_cli.simulate.world import simulate
+
+PROFILES = ("stale-samples", "partial-rollout")
+TOOLS_S = (0.1, 1.0, 10.0)
+SIGMA = 1.0
+"""Of the logarithm of a tool's seconds."""
+WINDOWS = 12
+SIZES = ("rollout.slots=32", "rollout.n=8", "async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=2")
+KEYS = {
+    "step_s": "timing/step_s",
+    "slots": "rollouter/slot_utilization",
+    "waiting": "rollouter/tool_waiting_ratio",
+    "stale": "staleness/mean",
+}
+ENVIRONMENT = """
+import asyncio, os, random
+from asyncrl_cli.envs.guess import Guess
+
+class SlowGuess(Guess):
+    async def step(self, answer):
+        await asyncio.sleep(float(os.environ["SLOW_GUESS_S"]) * random.lognormvariate(0.0, {sigma}))
+        return await super().step(answer)
+"""
+
+
+def simulated(profile: str, tool_s: float, *, hold: bool) -> list[dict[str, Any]]:
+    """A step's guesses are four tokens long, and three or four are made."""
+    workload = load_workload("laptop-tiny")
+    turns = Turns(number=Drawn(median=3.6, sigma=0.4), tool_s=Drawn(median=tool_s, sigma=SIGMA), result_tokens=Drawn(median=4.0))
+    guess = workload.model_copy(update={"turns": turns, "lengths": Lengths(distribution="list", response_tokens=(3, 4, 4, 5))})
+    sets = [*SIZES, f"rollout.hold_slots={str(hold).lower()}", "env.tool_timeout_s=600", "env.max_context_tokens=400"]
+    return simulate(profile_for(guess, profile, sets, groups=WINDOWS * 32, environ={}).profile, guess).lines
+
+
+def trained(directory: Path, profile: str, tool_s: float, steps: int, seed: int, *, hold: bool) -> list[dict[str, Any]]:
+    name = f"{profile}-{tool_s:g}-{'held' if hold else 'lent'}-{seed}"
+    sets = [*SIZES, "task.source=builtin:guess", "task.environment=slow-guess", "eval.every_versions=0", "checkpoint.every_steps=0"]
+    sets += [
+        f"rollout.hold_slots={str(hold).lower()}",
+        f"run.train_steps={steps}",
+        f"run.seed={seed}",
+        "env.max_context_tokens=300",
+    ]
+    asked = [sys.executable, "-m", "asyncrl_cli", "train", "--profile", profile, "--name", name, "--ui", "none"]
+    asked += ["--runs-dir", str(directory / "runs"), *(part for text in sets for part in ("--set", text))]
+    paths = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(asked, check=True, env={**os.environ, "PYTHONPATH": paths, "SLOW_GUESS_S": str(tool_s)})
+    return [json.loads(line) for line in (directory / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def install(directory: Path) -> None:
+    """Make the slow environment a package of `directory`, as any other package would offer one."""
+    told = directory / "slow_guess-1.0.dist-info"
+    told.mkdir(parents=True, exist_ok=True)
+    (directory / "slow_guess.py").write_text(ENVIRONMENT.format(sigma=SIGMA))
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-guess\nVersion: 1.0\n")
+    (told / "entry_points.txt").write_text("[asyncrl.environments]\nslow-guess = slow_guess:SlowGuess\n")
+
+
+def row(what: str, lines: Sequence[dict[str, Any]]) -> str:
+    """Means over the steps after the first window."""
+    kept = lines[2:]
+    means = {name: sum(line.get(key, 0.0) for line in kept) / len(kept) for name, key in KEYS.items()}
+    return f"{what:<44}" + "".join(f"{name} {mean:8.3f}   " for name, mean in means.items())
+
+
+def rows(options: argparse.Namespace) -> Iterator[str]:
+    if options.simulate:
+        for profile in PROFILES:
+            for tool_s in TOOLS_S:
+                for hold in (True, False):
+                    what = f"SIMULATED {profile} tools {tool_s:g} s {'held' if hold else 'lent'}"
+                    yield row(what, simulated(profile, tool_s, hold=hold))
+        return
+    install(options.directory)
+    for seed in range(options.pairs):
+        for hold in (True, False) if seed % 2 else (False, True):
+            lines = trained(options.directory, "partial-rollout", options.tool_s, options.steps, seed, hold=hold)
+            yield row(f"partial-rollout tools {options.tool_s:g} s {'held' if hold else 'lent'}, seed {seed}", lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--simulate", action="store_true")
+    where.add_argument("--directory", type=Path)
+    parser.add_argument("--tool-s", type=float, default=0.5)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=2)
+    for line in rows(parser.parse_args()):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Who may generate on a rollout worker, where trajectories have several turns, and whom a drain waits for.
+
+    take (begins) ─> generate ─> pause, waits for a tool ─> take (goes on) ─> generate ─> ... ─> leave
+
+A worker has as many places as its engine has slots. With `rollout.hold_slots` a trajectory keeps its place during a pause; without,
+it queues for one when it goes on, before all that have not begun. Trajectories of a single turn take no place: they queue in the
+engine itself, which begins one in the very step in which another ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Places:
+    def __init__(self, number: int, *, hold: bool) -> None:
+        self.hold = hold
+        self._free = number
+        self._num_begun = 0
+        self._is_closed = False
+        self._going_on: deque[asyncio.Future[None]] = deque()
+        self._new: deque[asyncio.Future[None]] = deque()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @asynccontextmanager
+    async def drained(self) -> AsyncIterator[None]:
+        """Let nobody begin, and wait until all that have begun have left. Whoever waits begins after the block."""
+        self._is_closed = True
+        try:
+            await self._empty.wait()
+            yield
+        finally:
+            self._is_closed = False
+            self._hand_out()
+
+    async def take(self, *, is_new: bool) -> None:
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        (self._new if is_new else self._going_on).append(place)
+        self._hand_out()
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it was handed out in the same turn of the event loop
+                self.give_back()
+                if is_new:
+                    self.left()
+            raise
+
+    def give_back(self) -> None:
+        self._free += 1
+        self._hand_out()
+
+    def left(self) -> None:
+        """One that had begun has ended."""
+        self._num_begun -= 1
+        if not self._num_begun:
+            self._empty.set()
+
+    def _hand_out(self) -> None:
+        while self._free and (queue := self._going_on or (self._new if not self._is_closed else None)):
+            place = queue.popleft()
+            if place.cancelled():
+                continue
+            self._free -= 1
+            if queue is self._new:
+                self._num_begun += 1
+                self._empty.clear()
+            place.set_result(None)
+
+
+class Place:
+    """One trajectory's."""
+
+    def __init__(self, places: Places) -> None:
+        self.has_begun = False
+        self._places = places
+        self._has_place = False
+
+    async def take(self) -> None:
+        """Wait for a place, before each answer."""
+        if not self._has_place:
+            await self._places.take(is_new=not self.has_begun)
+            self.has_begun = self._has_place = True
+
+    def pause(self) -> None:
+        """The trajectory waits for its environment."""
+        if not self._places.hold:
+            self._give_back()
+
+    def leave(self) -> None:
+        """The trajectory generates no more. May be called again."""
+        self._give_back()
+        if self.has_begun:
+            self.has_begun = False
+            self._places.left()
+
+    def _give_back(self) -> None:
+        if self._has_place:
+            self._has_place = False
+            self._places.give_back()
