@@ -26,6 +26,7 @@ from asyncrl_cli.errors import StallError
         (["plan", "-p", "base", "--set", "rollout.slot=3"], 2, "unknown key rollout.slot", "rollout.slots"),
         (["plan", "-p", "base", "--set", "rollout.enforce_eager=true"], 2, "rollout.enforce_eager", "rollout.engine=vllm"),
         (["plan", "-p", "base", "--set", "placement.gpus=8", "--gpus", "0"], 3, "8 GPUs", "--set"),
+        (["plan", "-p", "base", "--set", "algorithm.loss_mode=gpso"], 2, 'loss_mode = "gpso" is not known', "gspo"),
         (["profiles", "show", "bas"], 2, "there is no profile 'bas'", "`base`"),
         (["init", "parquet", "x"], 2, "there is no template 'parquet'", "jsonl"),
         (["status", "--runs-dir", "/nonexistent"], 2, "there are no runs", "asyncrl train"),

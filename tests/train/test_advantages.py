@@ -64,17 +64,18 @@ def test_reinforce_plus_plus_normalizes_over_all_groups(groups):
 def test_a_response_in_the_overlong_buffer_loses_by_how_far_it_reaches_in():
     meta = make_step(0, num_groups=1)[0][0].trajectories[0]
     algorithm = AlgorithmSection(overlong_buffer_tokens=20, overlong_penalty_factor=0.5)
-    lengths = {10: 0.0, 80: 0.0, 85: 0.125, 90: 0.25, 100: 0.5}
+    lengths = {10: 0.0, 80: 0.0, 85: 0.125, 90: 0.25, 100: 0.5, 300: 0.5}
     for length, penalty in lengths.items():
         shaped = shaped_reward(replace(meta, response_tokens=length, reward=1.0), algorithm, 100)
         assert shaped == pytest.approx(1.0 - penalty)
 
 
-def test_truncated_responses_count_in_their_groups_mean_and_are_not_trained():
+@pytest.mark.parametrize("cut", ["length", "max_turns"])
+def test_truncated_responses_count_in_their_groups_mean_and_are_not_trained(cut):
     (group,), _ = make_step(0, num_groups=1, n=4)
-    reasons = ["length", "stop", "stop", "stop"]
+    reasons = [cut, "stop", "stop", "stop"]
     metas = [
-        replace(meta, reward=float(reason == "length"), finish_reason=reason)
+        replace(meta, reward=float(reason == cut), finish_reason=reason)
         for meta, reason in zip(group.trajectories, reasons, strict=True)
     ]
     (plan,) = planned([replace(group, trajectories=tuple(metas))], mask_truncated=True, normalize_advantages=False)

@@ -15,6 +15,7 @@ from asyncrl_cli.plan.memory import MemoryEstimate
 from asyncrl_cli.profile.arithmetic import Schedule
 from asyncrl_cli.profile.loaded import Loaded
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.train.losses import check_loss
 
 MIB, GIB = 2**20, 2**30
 NOT_COUNTED = "not counted: Python, torch and a GPU's context (about 1 GiB per process), and fragmentation"
@@ -24,8 +25,10 @@ def print_plan(loaded: Loaded, *, gpus: int | None, as_json: bool, gpu_memory_gi
     """Print the plan on stdout, for this machine or for one with `gpus` GPUs of `gpu_memory_gib` each.
 
     Raises PreflightError if the job cannot run there: before printing if no plan can be made, else after the plan is printed.
+    ConfigError for an unknown loss.
     """
     profile = loaded.profile
+    check_loss(profile.algorithm.loss_mode)
     schedule, job = Schedule.of(profile), _planned(profile, gpus)
     warnings = [*loaded.warnings, *job.warnings]
     if (missing := engine_refusal(profile, job.device)) is not None and gpus is None:

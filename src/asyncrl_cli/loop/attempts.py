@@ -91,6 +91,11 @@ class TrajectoryMeta:
     facts: tuple[tuple[str, Finite], ...] = ()
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it, of tokens or of turns."""
+        return self.finish_reason in ("length", "max_turns")
+
+    @property
     def oldest(self) -> int:
         return self.version_tokens[0][0]
 

@@ -58,7 +58,7 @@ class AlgorithmSection(Section):
     overlong_penalty_factor: PositiveFloat = 1.0
     """What a response of rollout.max_response_tokens loses by overlong_buffer_tokens."""
     mask_truncated: bool = False
-    """Responses that were cut off at their limit count in their group's mean, but are not trained."""
+    """Responses that a limit cut off, of tokens or of turns, count in their group's mean, but are not trained."""
     loss_mode: str = "vanilla"
     """The policy's loss: `vanilla` (PPO's clipped ratio), `gspo`, `cispo`, `dppo`, `sapo` or `reinforce`. Packages add others as
     entry points `asyncrl.losses`."""

@@ -36,11 +36,13 @@ def advantages_of(groups: Sequence[Sequence[TrajectoryMeta]], algorithm: Algorit
 
 
 def shaped_reward(meta: TrajectoryMeta, algorithm: AlgorithmSection, max_tokens: int) -> float:
-    """The reward, less DAPO's penalty for a response that reaches into the last `overlong_buffer_tokens` before its limit."""
+    """The reward, less DAPO's penalty for a response that reaches into the last `overlong_buffer_tokens` before its limit.
+    The tokens of several turns count together; beyond the limit the penalty grows no further."""
     if algorithm.overlong_buffer_tokens is None:
         return meta.reward
-    beyond = meta.response_tokens - (max_tokens - algorithm.overlong_buffer_tokens)
-    return meta.reward - algorithm.overlong_penalty_factor * max(0, beyond) / algorithm.overlong_buffer_tokens
+    buffer = algorithm.overlong_buffer_tokens
+    beyond = min(max(0, meta.response_tokens - (max_tokens - buffer)), buffer)
+    return meta.reward - algorithm.overlong_penalty_factor * beyond / buffer
 
 
 def grpo(groups: Rewards, normalize: bool) -> list[list[float]]:

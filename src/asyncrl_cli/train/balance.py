@@ -118,7 +118,7 @@ def _plan_optimizer_step(groups: Sequence[GroupResult], indices: range, profile:
     num_loss_tokens = 0
     for group, of_group in zip(indices, advantages, strict=True):
         for trajectory, (meta, advantage) in enumerate(zip(groups[group].trajectories, of_group, strict=True)):
-            if algorithm.mask_truncated and meta.finish_reason == "length":
+            if algorithm.mask_truncated and meta.is_truncated:
                 continue
             planned.append(PlannedTrajectory(group=group, trajectory=trajectory, advantage=advantage))
             lengths.append(meta.prompt_tokens + meta.response_tokens)
