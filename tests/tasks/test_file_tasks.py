@@ -227,6 +227,22 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):
         load(path)
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_pattern_reads_several_files_in_the_order_of_their_names(tmp_path, suffix):
+    for number in (1, 0, 2):
+        write(tmp_path / f"train-{number}.{suffix}", sums(4, start=3 * number))
+    write(tmp_path / f"other.{suffix}", sums(4, start=50))
+    assert prompts_of(load(tmp_path / f"train-*.{suffix}", num_eval=0).train) == {f"{i}+1=" for i in range(10)}
+    task = load(tmp_path / f"train-*.{suffix}", num_eval=0, train_prompts=5)
+    assert prompts_of(task.train) == {f"{i}+1=" for i in range(5)}
+    assert [note.partition(": ")[2] for note in task.notes] == [
+        "left out 1 rows whose prompt repeats an earlier one",
+        "left out its last 6 rows: task.train_prompts = 5, and eval.prompts = 0",
+    ]
+    with pytest.raises(ConfigError, match=r"task.source: no file fits .*test-\*"):
+        load(tmp_path / f"test-*.{suffix}")
+
+
 def test_a_file_that_is_not_there_or_not_parquet_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"task.source: .*nowhere.jsonl does not exist"):
         load(tmp_path / "nowhere.jsonl")

@@ -22,8 +22,8 @@ rollout.nnodes | rollout.workers | workers of placement.gpus_per_rollout_worker 
 rollout.n_gpus_per_node | rollout.workers | workers of placement.gpus_per_rollout_worker GPUs each
 trainer.nnodes | placement.trainer_workers | ranks: nodes x GPUs per node; or placement.gpus with placement.ratio
 trainer.n_gpus_per_node | placement.trainer_workers | ranks: nodes x GPUs per node; or placement.gpus with placement.ratio
-data.train_files | task.source | "parquet:<file>", one file
-data.val_files | task.eval_path | one file; without one, eval.prompts prompts are held out
+data.train_files | task.source | "parquet:<file>"; several by a pattern, "parquet:train-*.parquet"
+data.val_files | eval.sets and task.eval_path | sets by name; or one file in place of the held-out prompts
 data.prompt_key | task.prompt_key | the same; text or messages
 data.train_batch_size | async_training.trigger_parameter_sync_step | groups per sync: this * require_batches * ppo_mini_batch_size
 data.gen_batch_size | - | groups are always admitted one by one
@@ -70,6 +70,7 @@ actor_rollout_ref.rollout.enable_dual_buffer | weights.dual_buffer | the same
 actor_rollout_ref.rollout.enable_param_async | weights.mode | true is "async"; how weights travel is weights.transport
 actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb | weights.gather_bucket_size_mb | MiB, 2048 in both
 actor_rollout_ref.rollout.param_update_consume_bucket_size_mb | weights.load_bucket_size_mb | MiB, 128 in both; nccl and ipc
+actor_rollout_ref.rollout.val_kwargs.n | eval.samples_per_prompt
 actor_rollout_ref.rollout.val_kwargs.temperature | eval.temperature | 1 if not given, 0 in verl
 algorithm.adv_estimator | algorithm.adv_estimator | grpo, rloo and REINFORCE++; gae needs a critic
 algorithm.norm_adv_by_std_in_grpo | algorithm.normalize_advantages
@@ -148,6 +149,7 @@ trainer.resume_mode | - | `asyncrl resume RUN` goes on from the newest checkpoin
 trainer.max_prompt_length | rollout.max_prompt_tokens | a longer prompt is refused, never left out
 trainer.run_name | run.name
 generator.n_samples_per_prompt | rollout.n
+generator.eval_n_samples_per_prompt | eval.samples_per_prompt
 generator.num_inference_engines | rollout.workers
 generator.inference_engine_tensor_parallel_size | placement.gpus_per_rollout_worker | on CPUs rollout.tensor_parallel_size
 generator.backend | rollout.engine | "vllm" or "transformers"
@@ -158,8 +160,8 @@ generator.max_num_seqs | rollout.slots | sequences of one worker at once
 generator.max_input_length | env.max_context_tokens | tokens of an episode, its responses included
 generator.sampling_params.max_generate_length | rollout.max_response_tokens | of one turn
 generator.zero_reward_on_non_stop | algorithm.mask_truncated | they are left out of the loss instead
-data.train_data | task.source | "parquet:<file>", one file; task.answer_key = "reward_spec.ground_truth"
-data.val_data | task.eval_path | one file; without one, eval.prompts prompts are held out
+data.train_data | task.source | "parquet:<file>"; several by a pattern, "parquet:train-*.parquet"
+data.val_data | eval.sets and task.eval_path | sets by name; or one file in place of the held-out prompts
 environment.env_class | task.environment
 [AReaL]
 rollout.max_head_offpolicyness | async_training.staleness_threshold | the same number if each step syncs; strict here
@@ -193,6 +195,7 @@ orchestrator.seq_len | env.max_context_tokens
 orchestrator.env | task.environment
 orchestrator.eval.interval | eval.every_versions | in versions, not in steps: divide by trigger_parameter_sync_step
 orchestrator.eval.num_examples | eval.prompts
+orchestrator.eval.rollouts_per_example | eval.samples_per_prompt
 orchestrator.weight_broadcast.type | weights.transport | filesystem is "disk"
 model.name | model.path
 max_steps | run.train_steps

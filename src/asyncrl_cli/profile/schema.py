@@ -78,8 +78,8 @@ class TaskSection(Section):
     """Prompts and their rewards."""
 
     source: PathText = "reasoning-gym:number_sorting"
-    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>`, or a task of many turns that comes with asyncrl:
-    `builtin:calculator` or `builtin:guess`."""
+    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>` (several files by a pattern: `train-*.parquet`), or a task of
+    many turns that comes with asyncrl: `builtin:calculator` or `builtin:guess`."""
     params: Params = Field(default_factory=dict)
     """Parameters of the reasoning-gym dataset or the builtin task; a layer that sets `source` discards those of lower layers."""
     adapter: Literal["auto", "plain", "worked"] = "auto"

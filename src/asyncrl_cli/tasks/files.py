@@ -1,4 +1,4 @@
-"""Reads items from a jsonl file (one object per line) or a parquet file (whose columns may also hold times, dates, decimals, bytes,
+"""Reads items from jsonl files (one object per line) or parquet files (whose columns may also hold times, dates, decimals, bytes,
 lists and dicts). Every error names the file and the line or row.
 """
 
@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from asyncrl_cli.errors import ConfigError, first_line
 from asyncrl_cli.safe_files import UnsafeFile, open_regular, read_lines, reason
-from asyncrl_cli.tasks.item import Item, prompt_key
-from asyncrl_cli.tasks.rows import item_of
+from asyncrl_cli.tasks.item import Item, make_item, prompt_key
+from asyncrl_cli.tasks.rows import prompt_and_answer
 
 MAX_NESTING = 64
 UTF8_SIGNATURE = b"\xef\xbb\xbf"
@@ -25,7 +26,7 @@ ROWS_PER_BATCH = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """The items of a file, and how many rows were left out: `num_repeated` repeat an earlier row's prompt, `num_behind` come after
+    """The items of files, and how many rows were left out: `num_repeated` repeat an earlier row's prompt, `num_behind` come after
     the last row that was wanted."""
 
     items: list[Item]
@@ -34,23 +35,28 @@ class Read:
 
 
 def read_items(path: Path, *, key: str, prompt: str, answer: str, needs_answer: bool, limit: int | None) -> Read:
-    """The first `limit` items with distinct prompts. `prompt` and `answer` name columns, or fields in them (`column.field`). All
+    """The first `limit` items with distinct prompts of a file, or of all files in the order of their names that a pattern like
+    `train-*.parquet` fits. `prompt` and `answer` name columns, or fields in them (`column.field`). All
     other columns become an item's metadata.
 
     `key`: the profile's key that names the file, for errors. Raises ConfigError.
     """
-    rows, count = (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
+    read_rows, count = (parquet_rows, num_parquet_rows) if path.suffix == ".parquet" else (_jsonl_rows, _num_jsonl_rows)
     items: dict[str, Item] = {}
     num_rows = num_behind = 0
     with _readable(path, key):
-        for place, row in rows(path):
+        files = sorted(path.parent.glob(path.name)) if "*" in path.name else [path]
+        for place, row in chain.from_iterable(map(read_rows, files)):
             num_rows += 1
-            item = item_of(row, prompt, answer, place, needs_answer=needs_answer)
-            if items.setdefault(prompt_key(item["prompt"]), item) is item and len(items) == limit:
-                num_behind = count(path) - num_rows
+            asked, expected = prompt_and_answer(row, prompt, answer, place, needs_answer=needs_answer)
+            if (name := prompt_key(asked)) in items:
+                continue
+            items[name] = make_item(asked, expected, {column: row[column] for column in row if column not in (prompt, answer)})
+            if len(items) == limit:
+                num_behind = sum(map(count, files)) - num_rows
                 break
     if not items:
-        raise ConfigError(f"{key}: {path} holds no rows")
+        raise ConfigError(f"{key}: {path} holds no rows" if files else f"{key}: no file fits {path}")
     return Read(items=list(items.values()), num_repeated=num_rows - len(items), num_behind=num_behind)
 
 

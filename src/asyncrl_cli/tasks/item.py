@@ -46,8 +46,8 @@ def content_uid(prompt: Prompt, answer: str | None) -> str:
 
 
 def prompt_key(prompt: Prompt) -> str:
-    """The same text for the same prompt."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
+    """The same text for the same prompt, whose messages have their fields in the same order."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)
 
 
 def messages_of(prompt: Prompt) -> tuple[Mapping[str, str], ...]:

@@ -1,4 +1,4 @@
-"""Makes an item of one row of a file: finds the prompt and the answer in it, and refuses what can be neither.
+"""Finds the prompt and the answer in one row of a file, and refuses what can be neither.
 
 A prompt is text, or a list of messages as verl's and SkyRL's files have it. Every error names the file and the line or row.
 """
@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError, first_names, nearest
-from asyncrl_cli.tasks.item import Item, Prompt, make_item
+from asyncrl_cli.tasks.item import Prompt
 
 PROMPT_KEY, ANSWER_KEY = "task.prompt_key", "task.answer_key"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -20,11 +20,11 @@ GROUND_TRUTH = "ground_truth"
 MAX_COLUMNS_NAMED = 20
 
 
-def item_of(row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool) -> Item:
-    """`prompt` and `answer` name a column, or a field in one (`column.field`); all other columns are metadata. `place`: the row's,
-    for errors. Raises ConfigError."""
-    others = {name: value for name, value in row.items() if name not in (prompt, answer)}
-    return make_item(_prompt(row, prompt, place), _answer(row, answer, place, needs_answer), others)
+def prompt_and_answer(
+    row: Mapping[str, Any], prompt: str, answer: str, place: str, *, needs_answer: bool
+) -> tuple[Prompt, str | None]:
+    """`prompt` and `answer` name a column, or a field in one (`column.field`). Raises ConfigError that begins with `place`."""
+    return _prompt(row, prompt, place), _answer(row, answer, place, needs_answer)
 
 
 def _prompt(row: Mapping[str, Any], column: str, place: str) -> Prompt:
