@@ -80,7 +80,7 @@ def test_a_key_of_the_peers_pages_is_refused_with_ours(key: str) -> None:
 
 
 def test_a_key_is_known_without_its_first_parts_and_not_mistaken_for_ours() -> None:
-    for bare in ("test_freq", "max_staleness_steps", "fully_async.max_staleness_steps", "generate_ahead_steps", "gen_batch_size"):
+    for bare in ("test_freq", "max_staleness_steps", "fully_async.max_staleness_steps", "generate_ahead_steps", "train_batch_size"):
         assert any(ours in refusal(f"{bare}=1").message for ours in ("verl's", "SkyRL's"))
     assert refusal("staleness_threshold=1").hint == "did you mean async_training.staleness_threshold?"
 
