@@ -99,7 +99,7 @@ def sent(weights: dict[str, torch.Tensor], version: int, bucket_bytes: int = 2**
 @pytest.mark.parametrize("interrupt", ["keep-kv", "drain"])
 def test_generation_stands_still_for_the_load_and_its_probe(interrupt: Interrupt) -> None:
     manifest: Any = SimpleNamespace(
-        version=3, probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), previous_logprobs=(), temperature=1.0
+        version=3, fingerprint="", probe_tokens=((1, 2, 3),), probe_logprobs=((-1.0, -2.0),), previous_logprobs=(), temperature=1.0
     )
     engine = SlowEngine()
     actor = Worker(engine)
@@ -281,13 +281,13 @@ def test_the_same_bits_arrive_whatever_the_knobs(tied: bool, tmp_path: Path) -> 
             held = FIRST_VERSION - 1
             for version, (dual_buffer, overlap, gather_bytes) in enumerate(KNOBS, FIRST_VERSION):
                 actor = Worker(engine, dual_buffer=dual_buffer, overlap=overlap)
-                actor._held = held
+                actor.held = held
                 weights = tiny.weights_after(model, version)
                 interrupts: list[Interrupt] = ["keep-kv", "recompute-kv", "drain"]
                 await actor.prefetch(*sent(weights, version, gather_bytes))
                 report = await actor.load(version, interrupts[version % 3])
                 assert_holds(engine, weights)
-                assert engine.version == report.version == actor._held == version
+                assert engine.version == report.version == actor.held == version
                 assert (report.send_s > 0) == (not dual_buffer)
                 assert report.pause_s >= report.send_s + report.load_s > 0
                 held = version

@@ -22,8 +22,8 @@ from asyncrl_cli.engines.port import Engine, Sampling
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.places import Place, Places
-from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Turn
-from asyncrl_cli.errors import first_line
+from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, SelfPlayed, Turn
+from asyncrl_cli.errors import ExecutorFailed, first_line
 from asyncrl_cli.loop.attempts import Failure, TrajectoryMeta
 from asyncrl_cli.profile.arithmetic import max_context_tokens
 from asyncrl_cli.profile.schema import Profile
@@ -123,6 +123,9 @@ class Episode:
             await self.stop("episode-timeout", f"{self.id} had not ended after env.episode_timeout_s = {limit_s:g}")
 
     async def _end_of(self, environment: Environment) -> End:
+        if isinstance(environment, SelfPlayed):
+            await self._call(self._place.take())
+            return await self._call(environment.play(self))
         turn = await self._call(environment.start(self.item))
         self.has_one_turn = turn.is_last
         while True:
@@ -198,7 +201,7 @@ class Episode:
             return task.result()
         except RewardFailed as failed:
             raise EpisodeFailed("reward", f"reward of {self.id}: {failed}") from failed
-        except EpisodeFailed:
+        except (EpisodeFailed, ExecutorFailed):
             raise
         except Exception as error:  # a user's environment may raise anything
             raise self._failed(error) from error

@@ -57,7 +57,7 @@ class Answer:
 class EpisodeFailed(Exception):
     """This trajectory has no reward; it leaves its group, and the others go on. `kind` is what metrics count, `text` says more.
 
-    Kinds: prompt, context, cut, environment, tool-timeout, tool-died, episode-timeout, reward, aborted.
+    Kinds: prompt, context, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward, aborted.
     """
 
     def __init__(self, kind: str, text: str) -> None:
@@ -86,6 +86,14 @@ class Environment(Protocol):
 
     async def close(self) -> None:
         """Let go of what the episode holds. Called once, whatever happened, errors and aborts included."""
+
+
+class SelfPlayed(Environment):
+    """Plays its whole episode by itself: it asks the model without the episode's turns, and is asked for nothing but `play`."""
+
+    async def play(self, episode: Any) -> End:
+        """Play an `episode.Episode`, and fill its conversation and `finish_reason`."""
+        raise NotImplementedError
 
 
 class OneTurn(Environment):

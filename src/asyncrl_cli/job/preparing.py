@@ -78,7 +78,8 @@ def check_surroundings(profile: Profile, address: str | None) -> None:
     """Check that the loss and the environment exist, the job fits here (or the cluster answers), the engine is installed, and
     W&B has a login. Call it before transformers is imported: broken engine packages may break that import, too."""
     check_loss(profile.algorithm.loss_mode)
-    check_environment(environment_of(profile.task))
+    if not profile.task.agent:
+        check_environment(environment_of(profile.task))
     if address is None:
         compile_job(profile, local_cluster())
     else:

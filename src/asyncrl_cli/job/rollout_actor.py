@@ -41,6 +41,10 @@ from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff
 if TYPE_CHECKING:
     import torch
 
+    from asyncrl_cli.envs.chat import Chat
+    from asyncrl_cli.envs.episode import Limits
+    from asyncrl_cli.envs.gateway.server import Gateway
+
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,8 @@ class RolloutActor:
         self._profile = profile
         self._place = place
         self._reward = reward
+        self._log_path = log_path
+        self._gateway: Gateway | None = None
 
     def __repr__(self) -> str:
         return self._name
@@ -69,15 +75,22 @@ class RolloutActor:
         self._changes = LongPoll()
         self._meter = RolloutMeter(self._name, profile.rollout.slots, time.monotonic, self._changes.note)
         self._engine = make_engine(profile, place, self._meter.running)
-        workers = profile.task.reward_workers or default_workers()
-        self._pool = RewardPool(self._reward, timeout_s=profile.task.reward_timeout_s, workers=workers)
+        self._pool = self._make_pool()
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool.score, time.monotonic)
         await asyncio.gather(self._engine.start(), self._pool.start())
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
-        self._runner = self._make_runner()
+        self._runner = await self._make_runner()
         self._desk = PartDesk(self._runner.run, self._changes)
 
-    def _make_runner(self) -> Any:
+    def _make_pool(self) -> RewardPool:
+        """The processes that compute rewards, or that play agents."""
+        task, env = self._profile.task, self._profile.env
+        workers = task.reward_workers or default_workers()
+        if task.agent:
+            return RewardPool(self._reward, timeout_s=env.episode_timeout_s, block_s=env.tool_timeout_s, workers=workers)
+        return RewardPool(self._reward, timeout_s=task.reward_timeout_s, workers=workers)
+
+    async def _make_runner(self) -> Any:
         from asyncrl_cli.envs.chat import load_chat
         from asyncrl_cli.envs.episode import Limits, Means
         from asyncrl_cli.envs.group_runner import GroupRunner
@@ -85,17 +98,35 @@ class RolloutActor:
 
         profile = self._profile
         chat = load_chat(self._place.model_dir, trust_remote_code=profile.model.trust_remote_code)
-        environment = partial(find_environment(environment_of(profile.task)), self._rewards)
+        limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
+        if profile.task.agent:
+            from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
+
+            self._gateway = await self._served(chat, sampling, limits)
+            environment = partial(AgentEnvironment, self._gateway, self._rewards)
+        else:
+            environment = partial(find_environment(environment_of(profile.task)), self._rewards)
         places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
-        means = Means(self._engine, chat, environment, Limits.of(profile), places, self._meter.waiting)
-        return GroupRunner(means, Sampling.of(profile.rollout, profile.rollout.temperature))
+        return GroupRunner(Means(self._engine, chat, environment, limits, places, self._meter.waiting), sampling)
+
+    async def _served(self, chat: Chat, sampling: Sampling, limits: Limits) -> Gateway:
+        """A gateway that listens; its address and the admin's key are in a file beside the log, for this user alone."""
+        from asyncrl_cli.envs.gateway.admin_routes import admin_routes
+        from asyncrl_cli.envs.gateway.server import Gateway
+
+        gateway = Gateway(self._engine, chat, sampling, limits)
+        await gateway.start(admin_routes(gateway, self._loader))
+        gateway.write_address(self._log_path.with_suffix(".gateway.json"))
+        return gateway
 
     async def connect(self, rank_zero: RayRankZero) -> None:
         """`nccl`, `ipc`: the engine's processes and the trainer's first actor agree on how weights come. Both have started."""
         await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
-        """End the reward processes and the engine. Running parts end with an error."""
+        """End the reward processes, the gateway and the engine. Running parts end with an error."""
+        if self._gateway is not None:
+            await self._gateway.close()
         await asyncio.gather(self._pool.close(), self._engine.close())
 
     async def submit(self, requests: Sequence[PartRequest]) -> None:
@@ -173,14 +204,17 @@ class Loader:
     """A rollout worker's side of a weight sync. Versions only rise: it refuses one that is not newer than the loaded
     version and than any version that waits to be loaded.
 
-    `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it.
+    `held`: version of the engine's weights; one less if the first load may bring that same version, to verify it. `fingerprint`:
+    of the last version that was loaded; "" before.
     """
 
     def __init__(self, engine: Engine, weights: WeightsSection, meter: RolloutMeter, held: int) -> None:
         self._engine = engine
         self._weights = weights
         self._meter = meter
-        self._held = held
+        self.held = held
+        self.fingerprint = ""
+        self.last_load: LoadReport | None = None
         self._received: Received | None = None
 
     async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float:
@@ -211,12 +245,12 @@ class Loader:
             finally:
                 if self._received is received:
                     self._received = None  # also if it failed: the version may come again
-            self._held = version
+            self.held, self.fingerprint = version, manifest.fingerprint
             if engine.stops_to_score:
                 self._meter.load_begins("keep-kv")  # the probe also freezes the responses that began after a drain
             else:
                 self._meter.load_ended()
-            report = LoadReport(
+            report = self.last_load = LoadReport(
                 version=version, send_s=pause.fetch_s, load_s=pause.load_s, pause_s=pause.pause_s, logprob_abs_diff=None
             )
             return await self._probed(report, manifest) if manifest.probe_tokens else report
@@ -247,7 +281,7 @@ class Loader:
         return self._engine.receive(buckets if self._weights.overlap else list(buckets))
 
     def _check_newer(self, version: int) -> None:
-        newest = self._held if self._received is None else max(self._held, self._received.manifest.version)
+        newest = self.held if self._received is None else max(self.held, self._received.manifest.version)
         if version <= newest:
             raise ValueError(
                 f"version {version} of the weights is not newer than version {newest}, which this worker has already received"

@@ -112,7 +112,7 @@ class Run:
         with blocked(signal.SIGHUP):
             plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        keep_record(directory.path, "reward", task.reward.function)
+        keep_record(directory.path, "agent" if profile.task.agent else "reward", task.reward.function)
         from asyncrl_cli.job.workers import started_workers
 
         crew = started_workers(

@@ -154,6 +154,21 @@ CLASHES = (
         "--set eval.samples_per_prompt=1, or an eval.temperature above 0",
     ),
     Clash(
+        {"task.agent": given, "task.environment": _other_than("auto")},
+        "an agent plays the whole episode itself",
+        "leave one of the two out",
+    ),
+    Clash(
+        {"task.agent": given, "task.reward": _other_than("auto")},
+        "the agent's own result is the reward",
+        "leave task.reward out, and let the agent return the reward",
+    ),
+    Clash(
+        {"task.agent": given, "rollout.hold_slots": False},
+        "an agent may ask the model at any time, so its trajectory keeps its slot",
+        "--set rollout.hold_slots=true",
+    ),
+    Clash(
         {TRANSPORT: direct, "placement.device": _other_than("cuda")},
         "the bytes go from GPU memory to GPU memory",
         "--set placement.device=cuda, or --set weights.transport=object-store",

@@ -97,6 +97,9 @@ class TaskSection(Section):
     environment: str = "auto"
     """The episode that a prompt starts: `one-turn` is one response and its reward. Packages add others as entry points
     `asyncrl.environments`. `auto` is the builtin task's own, and one-turn for other sources."""
+    agent: str | None = None
+    """`module:function`, an `async def episode(client, item)` that plays each prompt through an OpenAI client and returns the
+    reward, instead of an environment (docs/agents.md)."""
     reward: str = "auto"
     """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`
     or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""

@@ -9,7 +9,7 @@
         item.py                            what an item is; compact prompts with written-out working, for builtin:tiny
     rewards.RewardPool(task.reward, ...)   awaits rewards without blocking the event loop:
         reward_process.py              a process that scores, seen from the pool: started, asked, watched
-        reward_worker.py               what runs in it, with scoring.py inside
+        reward_worker.py               what runs in it, with scoring.py inside; agents.py: agents run there, too
         child.py                       how our child processes start, talk and end
 
 This room does not import ray or torch.

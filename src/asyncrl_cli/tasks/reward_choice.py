@@ -1,4 +1,4 @@
-"""Turns `task.reward` into a RewardSpec, and tries a user's function out before the run begins."""
+"""Turns `task.reward` or `task.agent` into a RewardSpec, and tries a user's function out before the run begins."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.tasks.agents import check_agent
 from asyncrl_cli.tasks.code_records import is_user_code, try_out, user_code
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec, check_function
 
@@ -49,3 +50,20 @@ def resolve_reward(
         expects="the function takes (item, response)",
     )
     return RewardSpec(kind="function", dataset=dataset, params=params, adapter=adapter, function=code)
+
+
+def resolve_agent(
+    agent: str, *, dataset: str, params: Mapping[str, Any], adapter: Adapter, timeout_s: float, only_file: str | None = None
+) -> RewardSpec:
+    """The spec of `task.agent`, which is tried out like a reward function. Raises ConfigError."""
+    if not is_user_code(agent):
+        raise ConfigError(f'task.agent = "{agent}" is not of the form module:function', hint='for example "my_agent:episode"')
+    code, _ = try_out(
+        "task.agent",
+        user_code(agent, only_file),
+        check_agent,
+        limit_s=timeout_s,
+        limit_key="env.tool_timeout_s",
+        expects="it is an async function of (client, item)",
+    )
+    return RewardSpec(kind="agent", dataset=dataset, params=params, adapter=adapter, function=code)

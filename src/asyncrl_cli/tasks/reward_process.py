@@ -9,9 +9,10 @@ import os
 import pickle
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 
 from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
-from asyncrl_cli.tasks.reward_worker import IDLE, Board, Outcome, serve
+from asyncrl_cli.tasks.reward_worker import IDLE, Board, Failed, Outcome, serve
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 START_TIMEOUT_S = 60.0
@@ -42,7 +43,17 @@ class Wanted:
 Backlog = asyncio.PriorityQueue[Wanted]
 
 
-async def start_process(spec: RewardSpec, timeout_s: float, backlog: Backlog) -> RewardProcess:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """`timeout_s`: of a reward; `block_s`: of an uninterrupted stretch of it, if it awaits. `again`: what was running in a process
+    that died because of another reward begins anew in the next one."""
+
+    timeout_s: float
+    block_s: float
+    again: bool = True
+
+
+async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> RewardProcess:
     """Raises CannotScore if the system cannot start a process."""
     try:
         with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
@@ -56,8 +67,8 @@ async def start_process(spec: RewardSpec, timeout_s: float, backlog: Backlog) ->
                 start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
             )
             assert process.stdin is not None
-            process.stdin.write(pickle.dumps((serve, (spec, timeout_s, shared.fileno()))))
-            return RewardProcess(process, Board(shared.fileno()), timeout_s, backlog)
+            process.stdin.write(pickle.dumps((serve, (spec, rules.timeout_s, shared.fileno()))))
+            return RewardProcess(process, Board(shared.fileno()), rules, backlog)
     except OSError as error:  # out of memory, processes or file descriptors
         raise CannotScore(f"a reward process cannot be started: {error}") from error
 
@@ -65,28 +76,28 @@ async def start_process(spec: RewardSpec, timeout_s: float, backlog: Backlog) ->
 class RewardProcess:
     """Takes rewards from `backlog` and computes them. Those that it owes when it ends go back there, for another process."""
 
-    def __init__(self, process: asyncio.subprocess.Process, board: Board, timeout_s: float, backlog: Backlog) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, board: Board, rules: Rules, backlog: Backlog) -> None:
         self._process = process
         self._board = board
-        self._timeout_s = timeout_s
+        self._rules = rules
         self._backlog = backlog
         self._asked: dict[int, Wanted] = {}
         self._last_news_s = 0.0
         self._num_results = 0
-        self._killed_for = ""
+        self._killed_for: Failed | None = None
         self.pid = process.pid
 
     async def greeting(self) -> int:
         """Wait for the process's first line: how many rewards it takes at once. Raises CannotScore if it cannot score."""
-        limit_s = max(START_TIMEOUT_S, self._timeout_s)  # an import may take as long as a reward
+        limit_s = max(START_TIMEOUT_S, self._rules.timeout_s)  # an import may take as long as a reward
         try:
             async with asyncio.timeout(limit_s):
                 greeting = await self._next_answer()
         except TimeoutError:
             raise CannotScore(f"the reward process did not start within {limit_s:g} s") from None
-        if greeting is None or isinstance(greeting[1], str):
-            raise CannotScore("the reward process ended while it started" if greeting is None else greeting[1])
-        return greeting[1]
+        if greeting is None or isinstance(greeting[1], Failed):
+            raise CannotScore("the reward process ended while it started" if greeting is None else greeting[1].text)
+        return int(greeting[1])
 
     async def serve(self, places: int) -> None:
         """Compute `places` rewards at a time, until the process ends, or is killed because it hangs."""
@@ -113,25 +124,36 @@ class RewardProcess:
                 self._last_news_s = asyncio.get_running_loop().time()
             self._asked[wanted.number] = wanted
             self._process.stdin.write(wanted.request)
+            wanted.outcome.add_done_callback(partial(self._withdraw, wanted.number))
             await asyncio.sleep(0)  # the other processes' turn, so that rewards spread over all of them
+
+    def _withdraw(self, number: int, outcome: asyncio.Future[Outcome]) -> None:
+        """Tell the process that nobody waits for this reward any more: if it awaits, it is cancelled there."""
+        assert self._process.stdin is not None
+        if outcome.cancelled() and number in self._asked and not self._process.stdin.is_closing():
+            self._process.stdin.write(pickle.dumps((number, None, "")))
 
     async def _next_answer(self) -> tuple[int, Outcome] | None:
         """The next (number, outcome); None if the process has ended."""
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        if not line.endswith(b"\n"):
+            return None
+        number, outcome = json.loads(line)
+        return number, Failed(*outcome) if isinstance(outcome, list) else outcome
 
     async def _watch(self) -> None:
         """Kill the process if a reward runs too long, or if rewards are due but neither running nor answered for long."""
-        period_s = min(MAX_WATCH_PERIOD_S, self._timeout_s / 4)
+        block_s = self._rules.block_s
+        period_s = min(MAX_WATCH_PERIOD_S, block_s / 4)
         while not self._killed_for:
             await asyncio.sleep(period_s)
             seen, (running, ran_s) = self._board.read()[0], self._board.read()
             silent_s = asyncio.get_running_loop().time() - self._last_news_s
-            if running != IDLE and running == seen and ran_s > self._timeout_s:
-                self._killed_for = f"took longer than {self._timeout_s:g} s and was killed"
-            elif running == IDLE and self._asked and silent_s > 2 * self._timeout_s + START_TIMEOUT_S:
-                self._killed_for = f"its process gave no sign of life for {silent_s:.0f} s and was killed"
+            if running != IDLE and running == seen and ran_s > block_s:
+                self._killed_for = Failed("blocked", f"took longer than {block_s:g} s and was killed")
+            elif running == IDLE and self._asked and silent_s > 2 * self._rules.timeout_s + START_TIMEOUT_S:
+                self._killed_for = Failed("timed-out", f"its process gave no sign of life for {silent_s:.0f} s and was killed")
         kill_group(self.pid)
 
     async def end(self) -> str:
@@ -158,7 +180,9 @@ class RewardProcess:
             wanted.num_deaths += wanted.number == culprit
             if self._killed_for and culprit in (wanted.number, IDLE):
                 wanted.end(self._killed_for)
-            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD:
-                wanted.end(f"the reward process died ({how}) while scoring")
+            elif wanted.num_deaths == MAX_DEATHS_OF_REWARD or (wanted.num_deaths and not self._rules.again):
+                wanted.end(Failed("died", f"the reward process died ({how}) while scoring"))
+            elif not self._rules.again:
+                wanted.end(Failed("lost", f"its process, which it shared with others, ended ({how})"))
             else:
                 self._backlog.put_nowait(wanted)

@@ -1,11 +1,12 @@
 """The reward process's own side: scores requests, and writes on a shared board which one is running.
 
-    pool -> child    pickles: (id, item, response)
-    child -> pool    lines of JSON: [id, reward], or [id, "why there is none"]
+    pool -> child    pickles: (id, item, response); (id, None, "") if nobody waits for an async reward any more
+    child -> pool    lines of JSON: [id, reward], or [id, [kind, "why there is none"]]
 
 The child's first line has id 0: how many rewards it takes at once, or why it cannot score. Ordinary rewards come one at a time;
 async ones run together, each with a timeout of its own while it awaits. The pool kills the process if the board shows the same
-reward for longer than the timeout.
+reward for longer than a limit. Agents (agents.py) are async rewards here: the item is played, and the "response" is their access to
+the model.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import time
 import traceback
 import types
 from collections.abc import Coroutine, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 
 from asyncrl_cli.tasks.item import Item
 from asyncrl_cli.tasks.scoring import RewardSpec, Scorer, build_scorer, checked_reward, is_async
@@ -36,9 +38,16 @@ NUM_PRINTED_TRACEBACKS = 3
 IDLE = 0
 _ENTRY = struct.Struct("<Qd")
 
-Outcome = float | str
-"""A reward, or why there is none."""
-Request = tuple[int, Item, str]
+
+class Failed(NamedTuple):
+    """Why there is no reward. `lost`: its process died because of another one, and it may be begun anew."""
+
+    kind: Literal["raised", "timed-out", "blocked", "died", "lost", "unable"]
+    text: str
+
+
+Outcome = float | Failed
+Request = tuple[int, Item | None, Any]
 
 
 class Board:
@@ -67,7 +76,7 @@ def serve(requests: BinaryIO, results: BinaryIO, spec: RewardSpec, timeout_s: fl
     try:
         scorer = build_scorer(spec)
     except (Exception, SystemExit) as error:
-        _answer(results, IDLE, describe(error))
+        _answer(results, IDLE, Failed("unable", describe(error)))
         os._exit(0)  # without waiting for threads that the module has started
     worker = _Worker(scorer, results, Board(board_fd), timeout_s)
     if is_async(scorer):
@@ -103,6 +112,8 @@ class _Worker:
 
     def serve(self, requests: BinaryIO) -> None:
         for request_id, item, response in _each(requests):
+            if item is None:  # withdrawn, but computed already
+                continue
             outcome: Outcome
             self.board.enter(request_id)
             try:
@@ -123,31 +134,36 @@ class _Worker:
                 loop.call_soon_threadsafe(arrived.put_nowait, request)
 
         threading.Thread(target=read, daemon=True).start()
-        running: set[asyncio.Task[None]] = set()
+        loop.set_default_executor(ThreadPoolExecutor(MAX_AWAITING))  # for rewards that put blocking calls into threads
+        running: dict[int, asyncio.Task[None]] = {}
         while (request := await arrived.get()) is not None:
-            task = asyncio.create_task(self._score_awaiting(*request))
-            running.add(task)
-            task.add_done_callback(running.discard)
+            request_id, item, response = request
+            if item is not None:
+                task = running[request_id] = asyncio.create_task(self._score_awaiting(request_id, item, response))
+                task.add_done_callback(lambda _, request_id=request_id: running.pop(request_id))
+            elif request_id in running:
+                running[request_id].cancel()
 
-    async def _score_awaiting(self, request_id: int, item: Item, response: str) -> None:
+    async def _score_awaiting(self, request_id: int, item: Item, response: Any) -> None:
         import asyncio
 
         outcome: Outcome
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 outcome = checked_reward(await announced(self._call(item, response), request_id, self.board))
-        except (Exception, SystemExit) as error:
-            outcome = f"took longer than {self.timeout_s:g} s" if limit.expired() else self._failure(error)
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            took_too_long = Failed("timed-out", f"took longer than {self.timeout_s:g} s")
+            outcome = took_too_long if limit.expired() else self._failure(error)
         _answer(self.results, request_id, outcome)
 
-    async def _call(self, item: Item, response: str) -> Any:
+    async def _call(self, item: Item, response: Any) -> Any:
         return await self.scorer(item, response)
 
-    def _failure(self, error: BaseException) -> str:
+    def _failure(self, error: BaseException) -> Failed:
         if self.tracebacks_left:
             self.tracebacks_left -= 1
             traceback.print_exception(error)
-        return describe(error)
+        return Failed("raised", describe(error))
 
 
 @types.coroutine

@@ -19,10 +19,12 @@ import asyncio
 import os
 import pickle
 from itertools import count
+from typing import Any
 
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.tasks.item import Item
-from asyncrl_cli.tasks.reward_process import Backlog, CannotScore, RewardProcess, Wanted, start_process
+from asyncrl_cli.tasks.reward_process import Backlog, CannotScore, RewardProcess, Rules, Wanted, start_process
+from asyncrl_cli.tasks.reward_worker import Failed
 from asyncrl_cli.tasks.scoring import RewardSpec
 
 MAX_DEFAULT_WORKERS = 4
@@ -32,7 +34,11 @@ CLOSED = "the reward pool is closed"
 
 
 class RewardFailed(Exception):
-    """There is no reward for this response: it raised, hung, died or returned no number. `str(error)` says which."""
+    """There is no reward for this response: it raised, hung, died or returned no number. `kind` and `str(error)` say which."""
+
+    def __init__(self, text: str, kind: str = "raised") -> None:
+        super().__init__(text)
+        self.kind = kind
 
 
 def default_workers() -> int:
@@ -44,9 +50,10 @@ def default_workers() -> int:
 class RewardPool:
     """Scores responses in `workers` child processes. One event loop; any number of concurrent `score` calls."""
 
-    def __init__(self, spec: RewardSpec, *, timeout_s: float, workers: int = 1) -> None:
+    def __init__(self, spec: RewardSpec, *, timeout_s: float, workers: int = 1, block_s: float | None = None) -> None:
+        """`timeout_s`: of a reward; `block_s`: of an uninterrupted stretch of an async one, if that limit is another one."""
         self._spec = spec
-        self._timeout_s = timeout_s
+        self._rules = Rules(timeout_s=timeout_s, block_s=block_s or timeout_s, again=spec.kind != "agent")
         self._num_workers = workers
         self._processes: set[RewardProcess] = set()
         self._backlog: Backlog = asyncio.PriorityQueue()
@@ -68,7 +75,7 @@ class RewardPool:
         if self._broken:
             raise ExecutorFailed(f"rewards cannot start: {self._broken}")
 
-    async def score(self, item: Item, response_text: str) -> float:
+    async def score(self, item: Item, response_text: Any) -> float:
         """The reward of a response. Raises RewardFailed if there is none."""
         self._begin()
         number = next(self._numbers)
@@ -81,8 +88,8 @@ class RewardPool:
         if self._broken:
             self._fail_all()
         outcome = await wanted.outcome
-        if isinstance(outcome, str):
-            raise RewardFailed(outcome)
+        if isinstance(outcome, Failed):
+            raise RewardFailed(outcome.text, outcome.kind)
         return outcome
 
     async def close(self) -> None:
@@ -110,13 +117,13 @@ class RewardPool:
 
     def _fail_all(self) -> None:
         while not self._backlog.empty():
-            self._backlog.get_nowait().end(self._broken)
+            self._backlog.get_nowait().end(Failed("unable", self._broken))
 
     async def _keep_process(self) -> None:
         """Keep one process running: start another when it dies. Raises CannotScore if that is no use."""
         num_idle_deaths = 0
         while True:
-            process, died_idle = await start_process(self._spec, self._timeout_s, self._backlog), ""
+            process, died_idle = await start_process(self._spec, self._rules, self._backlog), ""
             try:
                 places = await process.greeting()
                 self._processes.add(process)

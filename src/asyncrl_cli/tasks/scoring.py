@@ -18,7 +18,7 @@ from typing import Any, Literal
 from asyncrl_cli.tasks.item import WORKED, Item
 from asyncrl_cli.tasks.user_code import UserCode
 
-Scorer = Callable[[Item, str], Any]
+Scorer = Callable[[Item, Any], Any]
 Adapter = Literal["plain", "worked"]
 ANSWER_TAG, ANSWER_END = "<answer>", "</answer>"
 
@@ -28,10 +28,11 @@ class RewardSpec:
     """Describes a task's reward; small and picklable.
 
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
-    in a response. `episode`: the environment or agent gives the reward, and responses are not scored.
+    in a response. `agent`: the function plays items and gives their rewards (agents.py). `episode`: the environment gives the
+    reward, and responses are not scored.
     """
 
-    kind: Literal["dataset", "exact-match", "math-verify", "function", "episode"]
+    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "episode"]
     dataset: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter = "plain"
@@ -46,6 +47,10 @@ def build_scorer(spec: RewardSpec) -> Scorer:
         return _exact_match_scorer(spec)
     if spec.kind == "math-verify":
         return _math_verify_scorer()
+    if spec.kind == "agent" and spec.function is not None:
+        from asyncrl_cli.tasks.agents import player
+
+        return player(spec.function)
     if spec.function is None:
         raise ValueError("the episode itself gives the reward")
     return load_function(spec.function)

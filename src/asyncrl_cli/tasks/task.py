@@ -19,7 +19,7 @@ from asyncrl_cli.tasks.eval_sets import KINDS, check_no_sets, file_of, read_sets
 from asyncrl_cli.tasks.files import Read, read_items
 from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
-from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_reward
+from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_agent, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 
 SOURCES = {"builtin": "<task>", "reasoning-gym": "<dataset>", "jsonl": "<path>", "parquet": "<path>"}
@@ -83,12 +83,15 @@ def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
 def _reward(
     profile: Profile, run_dir: Path | None, dataset: str, params: Mapping[str, Any], adapter: Adapter
 ) -> tuple[RewardSpec, tuple[str, ...]]:
-    """The reward, and notes for the user about it."""
-    reward, file, note = profile.task.reward, None, ""
-    if run_dir is not None and reward not in BUILT_IN:
-        file, note = recorded_file(run_dir, "reward", reward)
-    timeout_s = profile.task.reward_timeout_s
-    spec = resolve_reward(reward, dataset=dataset, params=params, adapter=adapter, timeout_s=timeout_s, only_file=file)
+    """The reward, or the agent that gives it, and notes for the user about it."""
+    task, file, note = profile.task, None, ""
+    what, name = ("agent", task.agent) if task.agent else ("reward", task.reward)
+    if run_dir is not None and name not in BUILT_IN:
+        file, note = recorded_file(run_dir, what, name)
+    resolve, timeout_s = resolve_reward, task.reward_timeout_s
+    if task.agent:
+        resolve, timeout_s = resolve_agent, profile.env.tool_timeout_s
+    spec = resolve(name, dataset=dataset, params=params, adapter=adapter, timeout_s=timeout_s, only_file=file)
     return spec, (note,) if note else ()
 
 
@@ -170,7 +173,7 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
         read_items,
         prompt=profile.task.prompt_key,
         answer=profile.task.answer_key,
-        needs_answer=reward.kind != "function",
+        needs_answer=reward.function is None,
     )
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, read)

@@ -1,6 +1,7 @@
 """Writes versions as ordinary Hugging Face directories: for `weights.transport = "disk"` and for `weights.keep_versions`.
 
-    <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it
+    <root>/version-000012/   model*.safetensors, one file per bucket; config, tokenizer: transformers and vLLM open it;
+                             manifest.json (published.py)
 
 A version is written under a hidden name and then renamed, so it appears whole or not at all. The files have no checksums: a
 worker compares what it reads with the fingerprints in the manifest that the driver sends.
@@ -23,6 +24,7 @@ from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.storage import remove_tree, sync_files
 from asyncrl_cli.weights.buckets import Bucket, DamagedWeights, Entry, dtype_name, parameter_dtype, unpack, view_of
 from asyncrl_cli.weights.model_files import copy_model_files, weight_file, write_index, write_weights
+from asyncrl_cli.weights.published import write_manifest
 from asyncrl_cli.weights.versions import Manifest, Sender, send
 
 _VERSION_NAME = re.compile(r"version-(\d{6,})")
@@ -100,6 +102,7 @@ class DiskSender(Sender):
         with self._telling():
             copy_model_files(self._model_dir, self._working, parameter_dtype(file_of))
             write_index(self._working, {spec.name: file for spec, file in file_of.items()}, manifest.num_bytes)
+            write_manifest(self._working, manifest.version)
             if self._durable:
                 sync_files(self._working)
             remove_tree(self._final)

@@ -30,6 +30,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import xxhash
+
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, PROBE_TOKENS, WeightsSection
 
 if TYPE_CHECKING:
@@ -69,6 +71,11 @@ class Manifest:
     probe_tokens: tuple[tuple[int, ...], ...] = ()
     probe_logprobs: tuple[tuple[float, ...], ...] = ()
     previous_logprobs: tuple[tuple[float, ...], ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the whole version: 16 hex digits."""
+        return xxhash.xxh3_64_hexdigest(b"".join(fingerprint.to_bytes(8, "big") for fingerprint in self.fingerprints))
 
 
 class Sender(Protocol):

@@ -1,0 +1,95 @@
+"""The admin's routes: another trainer drives this rollout worker with them. Every request needs the admin key.
+
+    GET  /weights         {"version", "fingerprint", "last_load": {"version", "load_s", "pause_s"} or null}
+    POST /weights/load    {"path": "<directory with manifest.json>", "interrupt": "keep-kv"}    answers once the version is loaded
+    POST /pause           no model request begins any more; answers once none runs
+    POST /resume
+
+The form of a version on disk is in weights/published.py. `interrupt` says what happens to responses that run during the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from asyncrl_cli.envs.gateway.openai_requests import Refused, parsed
+from asyncrl_cli.envs.gateway.server import PAUSE_LIMIT_S, Gateway
+from asyncrl_cli.errors import ExecutorFailed, RefusedError
+from asyncrl_cli.loop.ports import LoadReport
+from asyncrl_cli.profile.schema import Interrupt
+from asyncrl_cli.weights.buckets import DamagedWeights
+from asyncrl_cli.weights.published import read_version
+from asyncrl_cli.weights.versions import Manifest
+
+
+class Loads(Protocol):
+    """The worker's side of a weight sync; each call raises ValueError for a version that is not newer."""
+
+    held: int
+    fingerprint: str
+    last_load: LoadReport | None
+
+    async def prefetch(self, manifest: Manifest, refs: Sequence[Any]) -> float: ...
+
+    async def load(self, version: int, interrupt: Interrupt) -> LoadReport: ...
+
+
+class LoadPost(BaseModel):
+    path: Path
+    interrupt: Interrupt = "keep-kv"
+
+
+def admin_routes(gateway: Gateway, loads: Loads) -> list[web.AbstractRouteDef]:
+    async def weights(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        return web.json_response(_described(loads))
+
+    async def load(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        # A load that has begun goes to its end, also if the client goes away.
+        await asyncio.shield(asyncio.create_task(_load(loads, parsed(await request.read(), LoadPost)), name="load"))
+        return web.json_response(_described(loads))
+
+    async def pause(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        try:
+            async with asyncio.timeout(PAUSE_LIMIT_S):
+                await gateway.pause()
+        except TimeoutError:
+            raise Refused(503, f"a model request still runs after {PAUSE_LIMIT_S:g} s; no new one begins") from None
+        return web.json_response({"paused": True})
+
+    async def resume(request: web.Request) -> web.Response:
+        gateway.check_admin(request)
+        gateway.resume()
+        return web.json_response({"paused": False})
+
+    return [
+        web.get("/weights", weights),
+        web.post("/weights/load", load),
+        web.post("/pause", pause),
+        web.post("/resume", resume),
+    ]
+
+
+def _described(loads: Loads) -> dict[str, Any]:
+    last = loads.last_load
+    report = None if last is None else {"version": last.version, "load_s": last.load_s, "pause_s": last.pause_s}
+    return {"version": loads.held, "fingerprint": loads.fingerprint or None, "last_load": report}
+
+
+async def _load(loads: Loads, asked: LoadPost) -> None:
+    try:
+        manifest, refs = await asyncio.to_thread(read_version, asked.path)
+        await loads.prefetch(manifest, refs)
+        await loads.load(manifest.version, asked.interrupt)
+    except (RefusedError, DamagedWeights, ValueError) as error:
+        raise Refused(400, str(error), "weights_refused") from None
+    except ExecutorFailed as error:
+        raise Refused(503, str(error)) from None

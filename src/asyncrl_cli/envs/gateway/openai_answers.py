@@ -1,0 +1,124 @@
+"""Answers in OpenAI's shape, whole or as the events of a stream. Fields beyond OpenAI's have vLLM's names, where it has one.
+
+    token_ids, weight_versions    of a choice: the sampled tokens, and the version of the weights that sampled each
+    prompt_token_ids              of the answer: all tokens before them
+
+An engine gives a response once it is whole, so a stream brings it in one piece.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.envs.gateway.openai_requests import ModelRequest
+from asyncrl_cli.envs.port import Message
+
+MODEL = "asyncrl"
+"""The name under which the policy is served; requests may name any other."""
+END_OF_STREAM = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a session gives for a request. `message`: parsed from the tokens in a chat, else only its `content`."""
+
+    prompt_tokens: list[int]
+    completion: Completion
+    message: Message
+    decode: Callable[[list[int]], str]
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.message.get("tool_calls") else self.completion.finish_reason
+
+    def usage(self) -> dict[str, int]:
+        prompt, sampled = len(self.prompt_tokens), len(self.completion.tokens)
+        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+    def tokens(self) -> dict[str, Any]:
+        return {"token_ids": self.completion.tokens, "weight_versions": self.completion.versions}
+
+
+def chat_answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
+    choice = {"index": 0, "message": _message(reply), "finish_reason": reply.finish_reason, "logprobs": None}
+    if request.wants_tokens:
+        choice |= {"logprobs": {"content": _chat_logprobs(reply)}, **reply.tokens()}
+    return _answer("chatcmpl", "chat.completion", reply, request, choice)
+
+
+def text_answer(reply: Reply, request: ModelRequest) -> dict[str, Any]:
+    choice = {"index": 0, "text": reply.message["content"], "finish_reason": reply.completion.finish_reason, "logprobs": None}
+    if request.wants_tokens:
+        choice |= {"logprobs": _text_logprobs(reply), **reply.tokens()}
+    return _answer("cmpl", "text_completion", reply, request, choice)
+
+
+def chat_events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+    """The answer as a stream: the message, how it ended, and the usage if asked for."""
+    choice = answer["choices"][0]
+    message = choice["message"]
+    calls = [{"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())]
+    delta = {**message, "tool_calls": calls} if calls else message
+    more = {name: choice[name] for name in ("logprobs", "token_ids", "weight_versions") if name in choice}
+    yield _event(answer, "chat.completion.chunk", [{"index": 0, "delta": delta, "finish_reason": None, **more}])
+    yield _event(answer, "chat.completion.chunk", [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}])
+    yield from _last_events(answer, "chat.completion.chunk", with_usage)
+
+
+def text_events(answer: Mapping[str, Any], *, with_usage: bool) -> Iterator[bytes]:
+    yield _event(answer, "text_completion", answer["choices"])
+    yield from _last_events(answer, "text_completion", with_usage)
+
+
+def models() -> dict[str, Any]:
+    """The body of `/v1/models`."""
+    return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}]}
+
+
+def _answer(prefix: str, kind: str, reply: Reply, request: ModelRequest, choice: Mapping[str, Any]) -> dict[str, Any]:
+    head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": request.model or MODEL}
+    prompt = {"prompt_token_ids": reply.prompt_tokens} if request.wants_tokens else {}
+    return {**head, "choices": [choice], "usage": reply.usage(), **prompt}
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """With the arguments of calls as text and, if there is no content beside them, `content` null, as OpenAI writes it."""
+    calls = [{**call, "function": _as_text(call["function"])} for call in reply.message.get("tool_calls") or ()]
+    return {**reply.message, "content": reply.message.get("content") or None, "tool_calls": calls} if calls else dict(reply.message)
+
+
+def _as_text(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)}
+
+
+def _chat_logprobs(reply: Reply) -> list[dict[str, Any]]:
+    pairs = zip(reply.completion.tokens, reply.completion.logprobs, strict=True)
+    texts = ((reply.decode([token]), logprob) for token, logprob in pairs)
+    return [
+        {"token": text, "logprob": value, "bytes": list(text.encode(errors="replace")), "top_logprobs": []} for text, value in texts
+    ]
+
+
+def _text_logprobs(reply: Reply) -> dict[str, Any]:
+    texts = [reply.decode([token]) for token in reply.completion.tokens]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=0))
+    return {"tokens": texts, "token_logprobs": reply.completion.logprobs, "top_logprobs": None, "text_offset": offsets}
+
+
+def _event(answer: Mapping[str, Any], kind: str, choices: list[Any], **more: Any) -> bytes:
+    head = {name: answer[name] for name in ("id", "created", "model")}
+    return f"data: {json.dumps({**head, 'object': kind, 'choices': choices, **more})}\n\n".encode()
+
+
+def _last_events(answer: Mapping[str, Any], kind: str, with_usage: bool) -> Iterator[bytes]:
+    if with_usage:
+        yield _event(answer, kind, [], usage=answer["usage"])
+    yield END_OF_STREAM

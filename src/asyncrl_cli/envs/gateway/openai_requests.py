@@ -1,0 +1,190 @@
+"""Requests in OpenAI's shape: what a client may ask for, and what it is told if it may not.
+
+What is trained must be what the profile says, so the profile alone decides how tokens are sampled. Three kinds of fields:
+
+    honoured   messages, prompt, tools, tool_choice "none", stop, max_tokens, max_completion_tokens, stream, logprobs,
+               return_token_ids
+    ignored    all others (temperature, top_p, penalties, seed, other values of tool_choice, ...): agents set them by habit. The
+               header `x-asyncrl-ignored` of the answer names those whose value is not the profile's
+    refused    what would promise an answer of another form: n > 1, response_format, echo, images
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from asyncrl_cli.engines.port import Sampling
+from asyncrl_cli.envs.port import Message
+
+MAX_STOPS = 16
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Refused(Exception):
+    """A request that gets an error as its answer, in OpenAI's shape; `status` is HTTP's."""
+
+    def __init__(self, status: int, text: str, code: str = "", *, retry_after_s: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": text, "type": kind, "param": None, "code": code or None}}
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class ResponseFormat(BaseModel):
+    type: Literal["text"]
+
+
+class ModelRequest(BaseModel):
+    """What both kinds of requests have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = ""
+    """Any name is taken: an agent may have been written for another model."""
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    logprobs: bool | int | None = None
+    return_token_ids: bool | None = None
+    n: Literal[1] | None = None
+    best_of: Literal[1] | None = None
+    echo: Literal[False] | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def wants_tokens(self) -> bool:
+        return self.logprobs not in (None, False) or bool(self.return_token_ids)
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def most_tokens(self) -> int | None:
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(stop for stop in given if stop)
+
+    def ignored(self, sampling: Sampling) -> list[str]:
+        """Names of the fields that have no effect, other than those that ask for what happens anyway."""
+        same = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        given = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return sorted(name for name, value in given.items() if name not in same or value != same[name])
+
+
+class TextPart(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(BaseModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def plain(self) -> Message:
+        """The message with its content as one text, and without what was not given."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        given = self.model_dump(exclude_none=True, exclude={"content"})
+        return {"role": given.pop("role"), "content": text, **{name: value for name, value in given.items() if value}}
+
+
+class FunctionTool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class ChatRequest(ModelRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[FunctionTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    def plain_messages(self) -> list[Message]:
+        return [message.plain() for message in self.messages]
+
+    def offered_tools(self) -> tuple[dict[str, Any], ...]:
+        if self.tool_choice == "none":
+            return ()
+        return tuple(tool.model_dump() for tool in self.tools or ())
+
+    def ignored(self, sampling: Sampling) -> list[str]:
+        forces_a_call = self.tool_choice not in (None, "none", "auto")
+        return sorted([*super().ignored(sampling), *(["tool_choice"] if forces_a_call else [])])
+
+
+class TextRequest(ModelRequest):
+    """The body of `/v1/completions`: a prompt as text or as token ids."""
+
+    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class RewardPost(BaseModel):
+    """The body of `POST /sessions/{id}/reward`."""
+
+    reward: Annotated[float, Field(allow_inf_nan=False)]
+
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+
+def parsed(body: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Raises Refused (400) for anything but the JSON object that `kind` describes."""
+    try:
+        return kind.model_validate(json.loads(body or b"{}"))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise Refused(400, f"{where}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {error}") from None
+
+
+def said(message: Message) -> str:
+    """What a message says, for comparisons: the same for the same message, however a client has written it. Without thinking, which
+    most clients do not send back, and with the arguments of calls as values."""
+    calls = [(call.get("id"), call["function"]["name"], _arguments(call["function"])) for call in message.get("tool_calls") or ()]
+    kept = [message["role"], message.get("content") or "", calls, message.get("tool_call_id"), message.get("name")]
+    return json.dumps(kept, sort_keys=True)
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,259 @@
+"""The gateway: a rollout worker serves OpenAI's API to agents that are not ours, on loopback.
+
+    /health                                 is the server there?
+    /sessions/{id}/v1/chat/completions      an agent's requests; its client's base URL is `/sessions/{id}/v1`
+    /sessions/{id}/v1/completions
+    /sessions/{id}/v1/models
+    /sessions/{id}/reward                   GET, POST
+    /v1/...                                 the same with the admin key, outside of any trajectory
+    /weights, /weights/load, /pause, /resume    admin key (admin_routes.py)
+
+Every other request needs a key, as `Authorization: Bearer <key>`: each session has its own. A wrong key or an unknown session gets
+401, a closed session 410, too many requests at once 429, junk 400, all in OpenAI's shape.
+
+Who waits for whom: a model request for `POST /resume`, if the gateway is paused, for PAUSE_LIMIT_S at most; then for the engine. A
+client that goes away takes its request with it.
+
+aiohttp, because Ray brings it (`ray[default]`), it runs in the worker's own event loop, and it cancels the handler of a client
+that disconnects. An ASGI server would be two packages more, with a signal handling of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from asyncrl_cli.engines.port import Engine, Sampling
+from asyncrl_cli.envs.chat import Chat
+from asyncrl_cli.envs.conversation import Conversation
+from asyncrl_cli.envs.episode import Limits, derived_seed
+from asyncrl_cli.envs.gateway import openai_answers
+from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, RewardPost, TextRequest, parsed
+from asyncrl_cli.envs.gateway.session import CLOSED, Session
+from asyncrl_cli.tasks.agents import Access
+
+MAX_BODY_BYTES = 64 * 2**20
+BACKLOG = 1024
+MAX_CLOSED = 4096
+"""How many closed sessions are remembered, so that late requests get 410, not 401."""
+PAUSE_LIMIT_S = 600.0
+RETRY_AFTER_S = 1
+MOST_PER_SLOT = 4
+"""Model requests that may run or wait at once, per slot of the engine: agents may ask several times at once."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """`sampling`: of requests that belong to no trajectory."""
+
+    def __init__(self, engine: Engine, chat: Chat, sampling: Sampling, limits: Limits) -> None:
+        self.admin_key = secrets.token_urlsafe(32)
+        self.url = ""
+        self._engine = engine
+        self._chat = chat
+        self._sampling = sampling
+        self._limits = limits
+        self._sessions: dict[str, tuple[str, Session]] = {}
+        self._closed: dict[str, str] = {}
+        self._num_admitted = 0
+        self._num_running = 0
+        self._unrecorded = itertools.count()
+        self._resumed, self._idle = asyncio.Event(), asyncio.Event()
+        self._resumed.set()
+        self._idle.set()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, more_routes: Iterable[web.AbstractRouteDef] = ()) -> None:
+        """Listen on a free port of loopback."""
+        app = web.Application(middlewares=[_errors_in_openais_shape], client_max_size=MAX_BODY_BYTES)
+        app.add_routes([*self._routes(), *more_routes])
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG).start()
+        host, port = self._runner.addresses[0][:2]
+        self.url = f"http://{host}:{port}"
+
+    def write_address(self, path: Path) -> None:
+        """Write the address and the admin's key to a file that only this user can read."""
+        with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o600)) as file:
+            json.dump({"url": self.url, "admin_key": self.admin_key}, file)
+
+    async def close(self) -> None:
+        """End all sessions and the server."""
+        for _, session in list(self._sessions.values()):
+            await self.close_session(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def session(
+        self,
+        id: str,
+        conversation: Conversation,
+        sampling: Sampling,
+        seed: int,
+        on_running: Callable[[int], None] = lambda running: None,
+    ) -> Session:
+        """A session that is not open to anybody yet; its requests to the engine are named by `id`."""
+        return Session(id, self._engine, conversation, sampling, self._limits, seed=seed, on_running=on_running)
+
+    def open_session(self, session: Session) -> Access:
+        """The session's address and key, for its client."""
+        number, key = secrets.token_hex(8), secrets.token_urlsafe(32)
+        self._sessions[number] = (key, session)
+        return Access(base_url=f"{self.url}/sessions/{number}/v1", key=key, model=openai_answers.MODEL)
+
+    async def close_session(self, session: Session) -> None:
+        """From now on its requests get 410."""
+        for number in [number for number, (_, own) in self._sessions.items() if own is session]:
+            self._closed[number] = self._sessions.pop(number)[0]
+        while len(self._closed) > MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        await session.close()
+
+    async def pause(self) -> None:
+        """Let no model request begin, and wait until none runs."""
+        self._resumed.clear()
+        await self._idle.wait()
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    def check_admin(self, request: web.Request) -> None:
+        """Raises Refused unless the request has the admin key."""
+        if not _has_key(request, self.admin_key):
+            raise Refused(401, "the admin key is wrong or missing", "invalid_api_key")
+
+    def _routes(self) -> list[web.AbstractRouteDef]:
+        models = [(f"{prefix}/v1", prefix) for prefix in ("", "/sessions/{id}")]
+        return [
+            web.get("/health", _health),
+            web.get("/sessions/{id}/reward", self._get_reward),
+            web.post("/sessions/{id}/reward", self._post_reward),
+            *(web.get(f"{base}/models", self._models) for base, _ in models),
+            *(web.post(f"{base}/chat/completions", self._answer_chat) for base, _ in models),
+            *(web.post(f"{base}/completions", self._answer_text) for base, _ in models),
+        ]
+
+    def _session_of(self, request: web.Request) -> Session:
+        """The session that the request's path and key name; one of its own for the admin's. Raises Refused."""
+        number = request.match_info.get("id")
+        if number is None:
+            self.check_admin(request)
+            number = f"admin-{next(self._unrecorded)}"
+            return self.session(number, Conversation(self._chat), self._sampling, derived_seed(0, number))
+        key, session = self._sessions.get(number, (self._closed.get(number), None))
+        if key is None or not _has_key(request, key):
+            raise Refused(401, "there is no session with this address and key", "invalid_api_key")
+        if session is None:
+            raise Refused(410, CLOSED, "session_closed")
+        return session
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._session_of(request)
+        return web.json_response(openai_answers.models())
+
+    async def _get_reward(self, request: web.Request) -> web.Response:
+        return web.json_response({"reward": self._session_of(request).reward})
+
+    async def _post_reward(self, request: web.Request) -> web.Response:
+        session = self._session_of(request)
+        session.reward = parsed(await request.read(), RewardPost).reward
+        return web.json_response({"reward": session.reward})
+
+    async def _answer_chat(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        asked = parsed(await request.read(), ChatRequest)
+        async with self._admitted():
+            answer = openai_answers.chat_answer(await session.chat(asked), asked)
+        return await _answered(request, session, asked, answer, openai_answers.chat_events)
+
+    async def _answer_text(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        asked = parsed(await request.read(), TextRequest)
+        async with self._admitted():
+            answer = openai_answers.text_answer(await session.complete(asked), asked)
+        return await _answered(request, session, asked, answer, openai_answers.text_events)
+
+    @asynccontextmanager
+    async def _admitted(self) -> AsyncIterator[None]:
+        """Within the block a model request runs. Raises Refused if there are too many, or if the gateway stays paused."""
+        if self._num_admitted >= MOST_PER_SLOT * self._engine.slots:
+            raise Refused(429, f"{self._num_admitted} requests run or wait", "rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+        self._num_admitted += 1
+        try:
+            await self._when_resumed()
+            self._count_running(+1)
+            try:
+                yield
+            finally:
+                self._count_running(-1)
+        finally:
+            self._num_admitted -= 1
+
+    async def _when_resumed(self) -> None:
+        try:
+            async with asyncio.timeout(PAUSE_LIMIT_S):
+                await self._resumed.wait()
+        except TimeoutError:
+            why = f"the gateway has been paused for {PAUSE_LIMIT_S:g} s"
+            raise Refused(503, why, "paused", retry_after_s=RETRY_AFTER_S) from None
+
+    def _count_running(self, change: int) -> None:
+        self._num_running += change
+        if self._num_running:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+
+def _has_key(request: web.Request, key: str) -> bool:
+    given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    return hmac.compare_digest(given.encode(errors="replace"), key.encode())
+
+
+async def _health(request: web.Request) -> web.Response:
+    return web.json_response({"status": "ok"})
+
+
+async def _answered(
+    request: web.Request, session: Session, asked: ModelRequest, answer: dict[str, Any], events: Callable[..., Iterable[bytes]]
+) -> web.StreamResponse:
+    """The answer, as one body or as a stream of server-sent events."""
+    ignored = asked.ignored(session.sampling)
+    headers = {"x-asyncrl-ignored": ", ".join(ignored)} if ignored else {}
+    if not asked.stream:
+        return web.json_response(answer, headers=headers)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    await response.prepare(request)
+    for event in events(answer, with_usage=asked.wants_usage):
+        await response.write(event)
+    await response.write_eof()
+    return response
+
+
+@web.middleware
+async def _errors_in_openais_shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as refused:
+        error = refused
+    except web.HTTPException as raised:  # no such path, a body that is too large
+        error = Refused(raised.status, f"{request.method} {request.path}: {raised.reason}")
+    except Exception:
+        logger.exception("the gateway failed on %s %s", request.method, request.path)
+        error = Refused(500, "the gateway failed on this request; the worker's log has the traceback")
+    return web.json_response(error.body, status=error.status, headers=error.headers)

@@ -1,0 +1,172 @@
+"""A session: one trajectory of an agent that we cannot see into. Its requests become the contexts of a conversation.
+
+A request brings all messages of a chat, and is matched to a context so far, the longest that fits:
+
+    its messages are those of a context, the answers that it got included, and more      the context's ids + ids of the new messages
+    its ids, rendered anew, begin with all ids of a context                              the context's ids + the remaining ones
+    otherwise (a rewritten history, a second chat)                                       a new context: a fork, prompt and all
+
+So no sampled id is ever tokenized again where it is trained. Contexts change only when a response is whole: a request that is
+aborted leaves no trace, and of two that continue the same context at once, the second makes a fork.
+
+Who waits for whom: a request for the engine, which holds it back during a weight load. Closing a session ends its requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from asyncrl_cli.engines.port import Completion, Engine, Sampling
+from asyncrl_cli.envs.chat import Tools
+from asyncrl_cli.envs.conversation import Context, Conversation
+from asyncrl_cli.envs.episode import Limits, derived_seed
+from asyncrl_cli.envs.gateway.openai_answers import Reply
+from asyncrl_cli.envs.gateway.openai_requests import ChatRequest, ModelRequest, Refused, TextRequest, said
+from asyncrl_cli.envs.port import EpisodeFailed, Message
+from asyncrl_cli.errors import ExecutorFailed
+
+CLOSED = "this session is closed: its trajectory has ended"
+
+
+class Session:
+    """`id` names its requests to the engine. `on_running(number of requests that run)`: at every change."""
+
+    def __init__(
+        self,
+        id: str,
+        engine: Engine,
+        conversation: Conversation,
+        sampling: Sampling,
+        limits: Limits,
+        *,
+        seed: int,
+        on_running: Callable[[int], None] = lambda running: None,
+    ) -> None:
+        self.id = id
+        self.conversation = conversation
+        self.sampling = sampling
+        self.is_open = True
+        self.reward: float | None = None
+        self.finish_reason = ""
+        """Of the last answer, or why there was no further one ("length", "max_turns")."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Gets the engine's error, if it fails under a request; the client is only told that there is no answer."""
+        self._engine = engine
+        self._limits = limits
+        self._seed = seed
+        self._on_running = on_running
+        self._running: set[str] = set()
+        self._numbers = itertools.count(1)
+
+    async def chat(self, request: ChatRequest) -> Reply:
+        """The next message of a chat. Raises Refused."""
+        messages, tools, chat = request.plain_messages(), request.offered_tools(), self.conversation.chat
+        try:
+            context, prompt = self._continued(messages, tools) or self._context_of(chat.render(messages, tools))
+        except EpisodeFailed as failed:
+            raise Refused(400, failed.text) from None
+        completion = await self._generated(prompt, request)
+        answer = chat.parse(prompt, completion, tools)
+        message = {**answer.message, "content": _before(answer.message.get("content") or "", request.stops)}
+        self._keep(context, prompt, completion, [*messages, message], tools)
+        return Reply(prompt_tokens=prompt, completion=completion, message=message, decode=chat.decode)
+
+    async def complete(self, request: TextRequest) -> Reply:
+        """A response to a text, or to token ids. Raises Refused."""
+        chat = self.conversation.chat
+        prompt = request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt)
+        context, prompt = self._context_of(prompt)
+        completion = await self._generated(prompt, request)
+        self._keep(context, prompt, completion, [], ())
+        text = _before(chat.decode(completion.tokens), request.stops)
+        return Reply(prompt_tokens=prompt, completion=completion, message={"content": text}, decode=chat.decode)
+
+    async def close(self) -> None:
+        """End the session: its requests end soon after, and leave no trace."""
+        self.is_open = False
+        for request_id in list(self._running):
+            await self._engine.abort(request_id)
+
+    def _continued(self, messages: Sequence[Message], tools: Tools) -> tuple[Context, list[int]] | None:
+        """The longest context whose messages `messages` continue, and its ids with those of the new messages."""
+        told = [said(message) for message in messages]
+        for context in sorted(self.conversation.contexts, key=lambda context: len(context.messages), reverse=True):
+            num = len(context.messages)
+            if 0 < num < len(told) and context.tools == tools and told[:num] == [said(message) for message in context.messages]:
+                added = self.conversation.chat.bridge(context.tokens, context.messages, messages[num:], tools)
+                if added is not None:
+                    return context, context.tokens + added
+        return None
+
+    def _context_of(self, tokens: list[int]) -> tuple[Context, list[int]]:
+        """The longest context with which `tokens` begin, or a new one."""
+        fitting = [context for context in self.conversation.contexts if context.begins(tokens)]
+        return max(fitting, key=lambda context: len(context.tokens), default=Context()), tokens
+
+    async def _generated(self, prompt: list[int], request: ModelRequest) -> Completion:
+        sampling, number = self._sampling_for(prompt, request), next(self._numbers)
+        seed = self._seed if number == 1 else derived_seed(self._seed, str(number - 1))
+        with self._counted(number) as request_id:
+            try:
+                completion = await self._engine.generate(request_id, prompt, sampling, seed)
+            except ValueError as error:
+                raise Refused(400, str(error)) from None
+            except ExecutorFailed as error:
+                if not self.failed.done():
+                    self.failed.set_exception(error)
+                    self.failed.exception()  # a session of the admin has nobody else who looks
+                raise Refused(503, str(error)) from None
+        if not self.is_open or completion.finish_reason == "abort":
+            raise Refused(410, CLOSED, "session_closed")
+        return completion
+
+    @contextmanager
+    def _counted(self, number: int) -> Iterator[str]:
+        """Gives the request's id for the engine: the session's own, unless another of its requests runs under that."""
+        request_id = f"{self.id}/{number}" if self._running else self.id
+        self._running.add(request_id)
+        self._on_running(len(self._running))
+        try:
+            yield request_id
+        finally:
+            self._running.discard(request_id)
+            self._on_running(len(self._running))
+
+    def _sampling_for(self, prompt: list[int], request: ModelRequest) -> Sampling:
+        """The profile's sampling, within the request's limits. Raises Refused if there is no room for a response."""
+        limits = self._limits
+        if not self.is_open:
+            raise Refused(410, CLOSED, "session_closed")
+        if not prompt:
+            raise Refused(400, "the prompt has no tokens")
+        if self.conversation.num_turns + len(self._running) >= limits.max_turns:
+            self.finish_reason = "max_turns"
+            raise Refused(400, f"this trajectory has had its env.max_turns = {limits.max_turns} answers", "max_turns")
+        room = limits.max_context_tokens - len(prompt)
+        if room < 1:
+            self.finish_reason = "length"
+            most = f"env.max_context_tokens = {limits.max_context_tokens}"
+            raise Refused(400, f"the prompt has {len(prompt)} tokens, with its answer at most {most}", "context_length_exceeded")
+        most = min(filter(None, (self.sampling.max_response_tokens, request.most_tokens, room)))
+        return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *request.stops))
+
+    def _keep(self, context: Context, prompt: list[int], completion: Completion, messages: list[Message], tools: Tools) -> None:
+        """Add a whole response to the context, or to a new one if that has grown meanwhile."""
+        if not context.begins(prompt):
+            context = Context()
+        if context not in self.conversation.contexts:
+            self.conversation.contexts.append(context)
+        context.grow(prompt, completion)
+        context.messages, context.tools = messages, tools
+        self.conversation.num_turns += 1
+        self.finish_reason = completion.finish_reason
+
+
+def _before(text: str, stops: Sequence[str]) -> str:
+    """OpenAI leaves the stop string out of the answer. It stays in the tokens, for it was sampled."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return text[: min(found, default=len(text))]

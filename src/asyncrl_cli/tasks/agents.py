@@ -1,0 +1,71 @@
+"""Agents: functions of the user's that play an item through an OpenAI client, `async def episode(client, item) -> reward`.
+
+They run as async rewards do (reward_worker.py), up to 128 in a process. `client` is an `openai.AsyncOpenAI` for the gateway of a
+rollout worker; `client.model` is the name to ask for. An agent that returns None has posted its reward.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.user_code import UserCode
+
+Episode = Callable[[Any, Item], Awaitable[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a client needs for one session of the gateway."""
+
+    base_url: str
+    key: str
+    model: str
+
+
+def load_agent(code: UserCode) -> Episode:
+    """The agent's function. Raises any error of its import, TypeError if it cannot be an agent."""
+    function = code.load()
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(f"{code.attribute} is no async function")
+    try:
+        inspect.signature(function).bind(None, {})
+    except TypeError as error:
+        raise TypeError(f"{code.attribute}{inspect.signature(function)} cannot be called with (client, item): {error}") from error
+    return function
+
+
+def check_agent(code: UserCode) -> None:
+    """Raises whatever stands against using the function as an agent."""
+    load_agent(code)
+
+
+def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
+    """What plays an item with the agent and returns the reward. Raises what `load_agent` does."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    function = load_agent(code)
+
+    async def play(item: Item, access: Access) -> float:
+        # Loopback needs neither certificates, whose loading takes longer than a request, nor the machine's proxies.
+        http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+        async with AsyncOpenAI(base_url=access.base_url, api_key=access.key, http_client=http) as client:
+            client.model = access.model  # type: ignore[attr-defined]
+            reward = await function(client, item)
+            return await _posted(access) if reward is None else reward
+
+    return play
+
+
+async def _posted(access: Access) -> float:
+    import httpx
+
+    async with httpx.AsyncClient(verify=False, trust_env=False) as http:
+        answer = await http.get(f"{access.base_url.removesuffix('/v1')}/reward", headers={"Authorization": f"Bearer {access.key}"})
+    reward = answer.raise_for_status().json()["reward"]
+    if reward is None:
+        raise ValueError("the agent returned None and has posted no reward")
+    return float(reward)

@@ -1,0 +1,112 @@
+"""Agents that know nothing of asyncrl are trained by the command line: a loop over the openai client, and smolagents."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.run.commands import descendants, finish, lines, start, wait_for_steps, wait_until_gone
+
+pytestmark = pytest.mark.slow
+
+AGENTS = """
+    import asyncio, json, re
+
+    from openai import BadRequestError
+
+
+    def tool(name, argument):
+        parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+        return {"type": "function", "function": {"name": name, "description": name, "parameters": parameters}}
+
+
+    TOOLS = [tool("calculate", "expression"), tool("answer", "value")]
+
+
+    def value_of(expression):
+        return str(eval(expression)) if re.fullmatch(r"\\d{1,9}[-+*]\\d{1,9}", expression) else "one operation at a time"
+
+
+    async def looping(client, item):
+        messages = [{"role": "user", "content": item["prompt"]}]
+        try:
+            while True:
+                answer = await client.chat.completions.create(model="gpt-4o", messages=messages, tools=TOOLS, temperature=0.3)
+                message = answer.choices[0].message
+                messages.append(message.model_dump(exclude_none=True))
+                if not message.tool_calls:
+                    return 0.0
+                for call in message.tool_calls:
+                    arguments = json.loads(call.function.arguments)
+                    if call.function.name == "answer":
+                        return 0.5 + 0.5 * (str(arguments.get("value")) == item["answer"])
+                    result = value_of(str(arguments.get("expression")))
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        except BadRequestError:  # no room for a further turn
+            return 0.0
+
+
+    async def framework(client, item):
+        from smolagents import OpenAIModel, Tool, ToolCallingAgent
+
+        class Calculate(Tool):
+            name, description, output_type = "calculate", "one operation", "string"
+            inputs = {"expression": {"type": "string", "description": "as 12*34"}}
+
+            def forward(self, expression: str) -> str:
+                return value_of(expression)
+
+        model = OpenAIModel(model_id="gpt-4o", api_base=str(client.base_url), api_key=client.api_key)
+        agent = ToolCallingAgent(tools=[Calculate()], model=model, max_steps=2, verbosity_level=0)
+        agent.prompt_templates["system_prompt"] = "calculate"
+        agent.prompt_templates["final_answer"] = {"pre_messages": "answer", "post_messages": "now"}
+        said = await asyncio.to_thread(agent.run, item["prompt"])
+        return 1.0 / (1.0 + len(str(said)))
+"""
+SETS = (
+    "task.source=builtin:calculator",
+    "run.train_steps=10",
+    "model.warm_start_steps=60",
+    "trainer.ppo_mini_batch_size=2",
+    "rollout.n=4",
+    "rollout.slots=16",
+    "rollout.max_response_tokens=32",
+    "env.max_context_tokens=768",
+    "task.train_prompts=100",
+    "task.max_failed_ratio=0",
+    "eval.prompts=4",
+    "eval.every_versions=0",
+    "checkpoint.every_steps=5",
+    "logging.samples_every_steps=1",
+    "async_training.staleness_threshold=1",
+    "async_training.trigger_parameter_sync_step=1",
+)
+
+
+@pytest.mark.parametrize("agent", ["looping", "framework"])
+def test_an_unchanged_agent_is_trained_for_ten_steps(tmp_path: Path, agent: str) -> None:
+    (tmp_path / "my_agent.py").write_text(textwrap.dedent(AGENTS))
+    words = ("--profile", "partial-rollout", "--name", agent, "--ui", "plain")
+    process = start(tmp_path, "train", *words, sets=(*SETS, f"task.agent=my_agent:{agent}"))
+    run = tmp_path / "runs" / agent
+    wait_for_steps(process, run, 2)
+    family = descendants(process.pid)
+    (address,) = run.glob("logs/attempt-1/rollout-0.gateway.json")
+    assert address.stat().st_mode & 0o777 == 0o600
+    code, _, err = finish(process)
+    assert code == 0, err
+    metrics = lines(run / "metrics.jsonl")
+    assert [line["step"] for line in metrics if "reward/mean" in line] == list(range(1, 11))
+    assert wait_until_gone(family, 10.0) == set()
+    samples = [sample for path in sorted(run.glob("samples/*.jsonl")) for sample in lines(path)]
+    assert len(samples) == 10 * 2 * 4
+    assert all(any(sample["mask"]) for sample in samples)
+    assert {
+        version >= 0 for sample in samples for version, mask in zip(sample["versions"], sample["mask"], strict=True) if mask
+    } == {True}
+    turns = [sample["text"].count("<model>") for sample in samples]
+    assert max(turns) > 1
+    record = (run / "agent.json").read_text()
+    assert str(tmp_path / "my_agent.py") in record
