@@ -50,8 +50,8 @@ class Style(NamedTuple):
 
     thinks: bool
     """It takes `reasoning_content`. Otherwise thinking is put into `content`, as the model wrote it."""
-    empty: str | None = ""
-    """`content` beside tool calls, if there is none."""
+    says_and_calls: bool = True
+    """It takes `content` beside tool calls. Otherwise that must be None there."""
     arguments_as_text: bool = False
     writes_calls: bool = True
 
@@ -77,8 +77,10 @@ class Chat:
     def render(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins. Without a chat template: of the contents, end to end.
 
-        Raises EpisodeFailed if the template refuses the messages.
+        Raises EpisodeFailed if the template refuses the messages, or cannot be used with tools.
         """
+        if tools and self.why_no_tools:
+            raise EpisodeFailed("template", f"the model cannot be offered tools: {self.why_no_tools}")
         if not self.has_template:
             return self.encode("".join(message["content"] for message in messages))
         return list(self._applied(messages, tools, tokenize=True, add_generation_prompt=True))
@@ -125,28 +127,27 @@ class Chat:
         ends = [written.index(text) for text in self._stop_texts if text in written]
         return Parser(self.tokenizer, prompt, written[: min(ends, default=len(written))])
 
-    def check(self, *, tools: bool) -> None:
-        """Raises ValueError if the template cannot write a second turn, or with `tools` a tool call and its result."""
-        if not self.has_template:
-            if tools:
-                raise ValueError("its tokenizer has no chat template, which tools need")
-            return
-        try:
+    def check_turns(self) -> None:
+        """Raises EpisodeFailed if the template cannot write a second turn."""
+        if self.has_template:
             self._text([QUESTION, {"role": "assistant", "content": "a"}, QUESTION], ())
-            if tools:
-                self._check_tools()
-        except EpisodeFailed as failed:
-            raise ValueError(failed.text) from None
 
-    def _check_tools(self) -> None:
+    @cached_property
+    def why_no_tools(self) -> str:
+        """Why the model cannot be offered tools; "" if it can."""
+        if not self.has_template:
+            return "its tokenizer has no chat template"
         if not self._style.writes_calls:
-            raise ValueError("its chat template does not write tool calls")
+            return "its chat template does not write tool calls"
         if not self.parser.reads_calls:
-            raise ValueError("its chat template writes tool calls in a form that is not known")
+            return "its chat template writes tool calls in a form that is not known, and its tokenizer has no response_template"
         call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
         result = {"role": "tool", "content": MARK, "tool_call_id": EXAMPLE["id"], "name": EXAMPLE["function"]["name"]}
-        if MARK not in self._text([QUESTION, call, result], ()):
-            raise ValueError("its chat template does not write the results of tools")
+        try:
+            is_written = MARK in self._text([QUESTION, call, result], ())
+        except EpisodeFailed as failed:
+            return failed.text
+        return "" if is_written else "its chat template does not write the results of tools"
 
     def _unclosed(self, after: str, said: Sequence[Message], tools: Tools) -> list[int] | None:
         """For templates that do not close an answer with a token at which the model stops: what follows the answer as text."""
@@ -161,9 +162,9 @@ class Chat:
             THOUGHT in self._example({"role": "assistant", "content": "a", "reasoning_content": THOUGHT}, Style(thinks=True))[1]
         )
         call = {**EXAMPLE, "function": {**EXAMPLE["function"], "arguments": {MARK: ""}}}
-        for empty in ("", None):
+        for says_and_calls in (True, False):
             for arguments_as_text in (False, True):
-                style = Style(thinks, empty, arguments_as_text)
+                style = Style(thinks, says_and_calls, arguments_as_text)
                 if MARK in self._example({"role": "assistant", "content": "", "tool_calls": [call]}, style)[1]:
                     return style
         return Style(thinks, writes_calls=False)
@@ -213,7 +214,7 @@ class Chat:
         if thinking is not None and not style.thinks:
             dressed["content"] = f"<think>\n{thinking}\n</think>\n\n{message.get('content') or ''}"
         if calls:
-            dressed["content"] = dressed.get("content") or style.empty
+            dressed["content"] = (dressed.get("content") or "") if style.says_and_calls else None
             dressed["tool_calls"] = [_dressed_call(call, style.arguments_as_text) for call in calls]
         return dressed
 

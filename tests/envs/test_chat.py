@@ -1,0 +1,158 @@
+"""Conversations over five real chat templates: no sampled id is ever tokenized again, and forks come where templates rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from random import Random
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.engines.port import Completion
+from asyncrl_cli.envs.chat import Chat
+from asyncrl_cli.envs.conversation import Conversation
+from asyncrl_cli.envs.port import Answer
+from tests.envs.chat_models import ALPHABET, MODELS, TOOLS, WORDS, ChatModel, Said
+
+BY_NAME = {model.name: model for model in MODELS}
+
+
+def random_text(rng: Random, most: int = 30) -> str:
+    text = "".join(rng.choices([*ALPHABET, *WORDS], k=rng.randrange(1, most)))
+    return text.strip() or "x"
+
+
+def random_said(model: ChatModel, rng: Random, *, tools: bool, thinks: bool) -> Said:
+    has_calls = tools and rng.random() < 0.5
+    thinking = random_text(rng) if thinks and rng.random() < 0.6 and (model.thinks_and_calls or not has_calls) else ""
+    content = random_text(rng) if not has_calls or (model.calls_and_says and rng.random() < 0.4) else ""
+    calls = [
+        (rng.choice(("search", "add_up")), {"text": random_text(rng), "n": rng.randrange(-9, 999)} if rng.random() < 0.8 else {})
+        for _ in range(rng.randrange(1, model.max_calls + 1) if has_calls else 0)
+    ]
+    return Said(content, thinking, tuple(calls), broken=has_calls and rng.random() < 0.1)
+
+
+def respelled(chat: Chat, ids: Sequence[int], rng: Random) -> list[int]:
+    """The same text in other tokens than the tokenizer would choose, as a model may sample it."""
+    vocabulary, specials = chat.tokenizer.get_vocab(), set(chat.tokenizer.get_added_vocab())
+    pieces: list[int] = []
+    for token, piece in zip(ids, chat.tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
+        at = rng.randrange(1, len(piece)) if len(piece) > 1 else 0
+        halves = [vocabulary.get(piece[:at]), vocabulary.get(piece[at:])]
+        is_split = at and piece not in specials and not piece.startswith("<0x") and rng.random() < 0.3 and None not in halves
+        pieces += halves if is_split else [token]
+    return pieces
+
+
+class Play:
+    """One random conversation, checked at every turn. `num_forks`: as the hand-written rules of the model have it."""
+
+    def __init__(self, model: ChatModel, seed: int) -> None:
+        self.model, self.rng = model, Random(seed)
+        self.chat = Chat(model.tokenizer, model.stop_tokens)
+        self.conversation = Conversation(self.chat)
+        self.tools = TOOLS if model.has_tools and self.rng.random() < 0.7 else ()
+        self.history: list[dict[str, Any]] = []
+        self.since: list[Said] = []
+        self.sampled: list[list[Completion]] = []
+        self.before: list[int] = []
+
+    def run(self) -> None:
+        new = [{"role": "user", "content": random_text(self.rng)}]
+        if self.model.name != "mistral" and self.rng.random() < 0.3:
+            new.insert(0, {"role": "system", "content": random_text(self.rng)})
+        for _ in range(self.rng.randrange(1, 9)):
+            prompt = self.asked(new)
+            new = self.answered(prompt, new)
+        assert self.conversation.num_forks == len(self.sampled) - 1
+        for segment, completions in zip(self.conversation.segments(), self.sampled, strict=True):
+            assert segment.tokens_T[segment.mask_T].tolist() == list(chain.from_iterable(one.tokens for one in completions))
+            assert segment.versions_T[segment.mask_T].tolist() == list(chain.from_iterable(one.versions for one in completions))
+            assert segment.logprobs_T[segment.mask_T].tolist() == list(chain.from_iterable(one.logprobs for one in completions))
+            assert not segment.logprobs_T[~segment.mask_T].any()
+
+    def asked(self, new: list[dict[str, Any]]) -> list[int]:
+        prompt = self.conversation.ask(new, self.tools)
+        whole = self.reference([*self.history, *new])
+        if not self.sampled or self.model.rewrites(self.since, new, bool(self.tools)):
+            assert prompt == whole
+            self.sampled.append([])
+        else:
+            assert prompt[: len(self.before)] == self.before
+            added = prompt[len(self.before) :]
+            assert whole[-len(added) :] == added
+            expected = self.chat.tokenizer(self.model.added(new), add_special_tokens=False)["input_ids"]
+            assert added == expected[self.before[-1] in self.model.stop_tokens :]
+        return prompt
+
+    def reference(self, messages: list[dict[str, Any]]) -> list[int]:
+        prepared = [self.model.prepared(message) for message in messages]
+        how = {"add_generation_prompt": True, "return_dict": False}
+        return list(self.chat.tokenizer.apply_chat_template(prepared, tools=list(self.tools) or None, **how))
+
+    def answered(self, prompt: list[int], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Answers, and returns the messages of the next turn."""
+        said = random_said(self.model, self.rng, tools=bool(self.tools), thinks=True)
+        text = self.model.write(said, self.chat.tokenizer.decode(prompt), self.rng)
+        ids = respelled(self.chat, self.chat.tokenizer(text, add_special_tokens=False)["input_ids"], self.rng)
+        text = self.chat.tokenizer.decode(ids)
+        is_cut = not (said.calls or said.thinking) and self.model.name != "deepseek r1" and self.rng.random() < 0.2
+        end = [] if is_cut else [self.rng.choice(self.model.stop_tokens)]
+        tokens = (ids[: self.rng.randrange(1, len(ids) + 1)] if is_cut else ids) + end
+        logprobs = [-0.5 * self.rng.randrange(9) for _ in tokens]
+        reason = "length" if is_cut else "stop"
+        completion = Completion(tokens=tokens, logprobs=logprobs, versions=[len(self.since)] * len(tokens), finish_reason=reason)
+        answer = self.conversation.take(completion)
+        self.sampled[-1].append(completion)
+        if is_cut:
+            said = Said(self.chat.decode(tokens))
+        self.check(answer, said, text)
+        self.history += [*new, dict(answer.message)]
+        self.before = prompt + tokens
+        self.since = [said] if new[-1]["role"] == "user" else [*self.since, said]
+        return self.next(answer)
+
+    def check(self, answer: Answer, said: Said, text: str) -> None:
+        message = answer.message
+        assert message.get("reasoning_content", "") == said.thinking
+        assert bool(answer.malformed) == said.broken
+        if not said.broken:
+            assert message["content"] == said.content.strip()
+            assert [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())] == [
+                *said.calls
+            ]
+        else:
+            assert "tool_calls" not in message
+            assert message["content"] == text.rpartition("</think>")[2].strip()
+
+    def next(self, answer: Answer) -> list[dict[str, Any]]:
+        calls = answer.message.get("tool_calls", ())
+        results = [
+            {"role": "tool", "content": random_text(self.rng), "tool_call_id": call["id"], "name": call["function"]["name"]}
+            for call in calls
+        ]
+        return results or [{"role": "user", "content": f"{answer.malformed}{random_text(self.rng)}"}]
+
+
+def play(model: ChatModel, num_turns: int, seed: int) -> int:
+    """Random conversations of `num_turns` turns in all; the number of forks."""
+    turns = forks = 0
+    while turns < num_turns:
+        game = Play(model, seed := seed + 1)
+        game.run()
+        turns, forks = turns + game.conversation.num_turns, forks + game.conversation.num_forks
+    return forks
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
+def test_no_sampled_id_changes_over_random_turns_and_forks_are_where_the_template_rewrites(model: ChatModel) -> None:
+    forks = play(model, 40, seed=0)
+    assert (forks == 0) == (model.name in ("llama3", "gemma"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
+def test_no_sampled_id_changes_over_2000_random_turns_of_each_template(model: ChatModel) -> None:
+    play(model, 2000, seed=10_000)
