@@ -7,9 +7,10 @@ Legend: T = all tokens of a segment, prompt and response together.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,8 @@ def is_dump_step(step: int, every_steps: int) -> bool:
 def dump_samples(directory: Path, step: int, payloads: Sequence[GroupPayload], *, window: int, decode: Decode) -> Path:
     """Write one JSON line per trajectory of `step`, atomically: its whole text, and the part that the policy sampled.
 
-    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends.
+    Arrays cover all tokens of all segments, end to end; `segment_lengths` says where each segment ends. `spans` tells the
+    trajectory as people read it, turn by turn: what the model said, and what it was told.
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"step-{step:06d}.jsonl"
@@ -107,9 +109,17 @@ def _line(group: GroupPayload, index: int, trajectory: Trajectory, decode: Decod
         "finish_reason": trajectory.finish_reason,
         "text": "".join(map(decode, tokens)),
         "sampled_text": "".join(map(decode, sampled)),
+        "spans": [span for number, segment in enumerate(segments) for span in _spans(segment, number, decode)],
+        "turn_rewards": list(trajectory.turn_rewards),
         "tokens": list(chain.from_iterable(tokens)),
         "logprobs": [float(value) for segment in segments for value in segment.logprobs_T],
         "versions": [int(value) for segment in segments for value in segment.versions_T],
         "mask": [int(value) for segment in segments for value in segment.mask_T],
         "segment_lengths": [len(ids) for ids in tokens],
     }
+
+
+def _spans(segment: Segment, number: int, decode: Decode) -> Iterator[dict[str, Any]]:
+    """The stretches of a segment that the model sampled, and those between them."""
+    for is_sampled, pairs in groupby(zip(segment.mask_T.tolist(), segment.tokens_T.tolist(), strict=True), key=itemgetter(0)):
+        yield {"segment": number, "by": "model" if is_sampled else "environment", "text": decode([token for _, token in pairs])}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import chain
 from random import Random
 from typing import Any
@@ -13,7 +14,9 @@ from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
 from asyncrl_cli.envs.port import Answer
-from tests.envs.chat_models import ALPHABET, MODELS, TOOLS, WORDS, ChatModel, Said
+from asyncrl_cli.errors import PreflightError
+from asyncrl_cli.models.tiny_chat import chat_tokenizer
+from tests.envs.chat_models import ALPHABET, MODELS, TEMPLATES, TOOLS, WORDS, ChatModel, Said
 
 BY_NAME = {model.name: model for model in MODELS}
 
@@ -156,3 +159,88 @@ def test_no_sampled_id_changes_over_random_turns_and_forks_are_where_the_templat
 @pytest.mark.parametrize("model", MODELS, ids=[model.name for model in MODELS])
 def test_no_sampled_id_changes_over_2000_random_turns_of_each_template(model: ChatModel) -> None:
     play(model, 2000, seed=10_000)
+
+
+def chat_of(name: str, template: str | None = None) -> Chat:
+    """The model's chat, with another template or with its own."""
+    model = BY_NAME[name]
+    tokenizer = copy(model.tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return Chat(tokenizer, model.stop_tokens)
+
+
+def completion_of(chat: Chat, text: str, reason: Any = "stop") -> Completion:
+    tokens = chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Completion(tokens=tokens, logprobs=[0.0] * len(tokens), versions=[0] * len(tokens), finish_reason=reason)
+
+
+def test_an_answer_that_is_cut_off_while_it_thinks_says_nothing_and_its_call_is_malformed() -> None:
+    chat = chat_of("qwen3")
+    prompt = chat.render([{"role": "user", "content": "hi"}], TOOLS)
+    answer = chat.parse(prompt, completion_of(chat, "<think>\nlet me", "length"), TOOLS)
+    assert answer.message == {"role": "assistant", "content": "", "reasoning_content": "let me"}
+    answer = chat.parse(prompt, completion_of(chat, '<tool_call>\n{"name": "sea', "length"), TOOLS)
+    assert answer.malformed
+    assert answer.message["content"].startswith("<tool_call>")
+
+
+@pytest.mark.parametrize(
+    "call", ['{"name": 3, "arguments": {}}', '{"arguments": {}}', '{"name": "search", "arguments": [1]}', "[]"]
+)
+def test_a_call_that_names_no_tool_or_no_arguments_is_malformed(call: str) -> None:
+    chat = chat_of("qwen3")
+    prompt = chat.render([{"role": "user", "content": "hi"}], TOOLS)
+    assert chat.parse(prompt, completion_of(chat, f"<tool_call>{call}</tool_call>"), TOOLS).malformed
+
+
+def test_calls_are_text_where_no_tools_were_offered() -> None:
+    chat = chat_of("qwen3")
+    text = '<tool_call>{"name": "search", "arguments": {}}</tool_call>'
+    answer = chat.parse(chat.render([{"role": "user", "content": "hi"}]), completion_of(chat, text))
+    assert (answer.message, answer.malformed) == ({"role": "assistant", "content": text}, "")
+
+
+def test_a_template_that_does_not_close_its_answers_is_continued_by_what_follows_them() -> None:
+    plain = (
+        "{% for m in messages %}({{ m.role }}) {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}(assistant) {% endif %}"
+    )
+    chat = chat_of("qwen3", plain)
+    conversation = Conversation(chat)
+    prompt = conversation.ask([{"role": "user", "content": "hi"}])
+    conversation.take(said := completion_of(chat, "yes<|im_end|>"))
+    again = conversation.ask([{"role": "user", "content": "and?"}])
+    assert again[: len(prompt) + len(said.tokens)] == prompt + said.tokens
+    assert chat.tokenizer.decode(again[len(prompt) + len(said.tokens) :]) == "(user) and?\n(assistant) "
+
+
+def test_the_builtin_model_can_be_offered_tools() -> None:
+    chat = Chat(chat_tokenizer(["thanks"]))
+    chat.check_turns()
+    chat.check_tools()
+    conversation = Conversation(chat)
+    conversation.ask([{"role": "user", "content": "2*3"}], TOOLS)
+    answer = conversation.take(completion_of(chat, "<call>search text=2*3,n=4<eos>"))
+    assert answer.message["tool_calls"][0]["function"] == {"name": "search", "arguments": {"text": "2*3", "n": 4}}
+    prompt = conversation.ask([{"role": "tool", "content": "6"}], TOOLS)
+    assert chat.tokenizer.decode(prompt) == "<user>2*3<model><call>search text=2*3,n=4<eos><result>6<model>"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ((TEMPLATES / "gemma.jinja").read_text(encoding="utf-8"), "does not write tool calls"),
+        (
+            "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}{% endfor %}",
+            "a form",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_offered_tools_is_refused_with_the_reason(template: str, why: str) -> None:
+    with pytest.raises(PreflightError, match=f"cannot be offered tools: its chat template .*{why}") as refused:
+        chat_of("gemma", template).check_tools()
+    assert "response_template" in (refused.value.hint or "")
+
+
+def test_a_template_that_refuses_a_second_turn_is_refused_before_the_run() -> None:
+    with pytest.raises(PreflightError, match=r"a second turn is not possible: .*only one"):
+        chat_of("gemma", "{% if messages|length > 1 %}{{ raise_exception('only one') }}{% endif %}").check_turns()

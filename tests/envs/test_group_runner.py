@@ -270,6 +270,37 @@ def test_several_turns_are_one_sequence_whose_sampled_tokens_alone_are_trained(
     run(body)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [TEMPLATE, "{{ messages[-1].content }}"], ids=["one segment", "a segment per turn"])
+def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_it(
+    model: Qwen3ForCausalLM, model_dir: Path, template: str
+) -> None:
+    """Weights are loaded with recompute-kv while some episodes sample and others are between turns."""
+    weights = {version: tiny.weights_after(model, version) for version in (0, 1, 2)}
+
+    async def body() -> None:
+        how = Sampling(temperature=0.9, max_response_tokens=40)
+        async with runner_of(model_dir, Rewards(), Questions, chat_template=template, sampling=how) as runner:
+            engine = runner._means.engine
+            running = asyncio.create_task(runner.run(group(n=12), lambda finished: None))
+            for version, after_tokens in ((1, 150), (2, 400)):
+                while engine.sampled_tokens < after_tokens:  # noqa: ASYNC110
+                    await asyncio.sleep(0)
+                await engine.load(weights[version], version, "recompute-kv")
+            result, payload = await running
+        segments = [segment for trajectory in payload.trajectories for segment in trajectory.segments]
+        for segment in segments:
+            for version in {*segment.versions_T.tolist()} - {-1}:
+                expected_T = np.array([0.0, *tiny.plain_logprobs(model, weights[version], segment.tokens_T.tolist(), 0.9)])
+                span_T = segment.versions_T == version
+                assert segment.logprobs_T[span_T].tolist() == pytest.approx(expected_T[span_T], abs=1e-4)
+        assert len(result.trajectories) > 8
+        assert max(meta.span for meta in result.trajectories) == 2
+        assert {meta.num_forks for meta in result.trajectories} == ({0} if template == TEMPLATE else {2})
+
+    run(body)
+
+
 class Broken(Questions):
     async def step(self, answer: Answer) -> Turn | End:
         raise KeyError("no such tool")

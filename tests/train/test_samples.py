@@ -42,6 +42,12 @@ def test_every_trajectory_is_a_line_with_all_its_arrays(tmp_path, payloads):
     assert (first["tokens"], first["versions"], first["mask"]) == ([7, 8, 1, 2], [-1, -1, 3, 4], [0, 0, 1, 1])
     assert (first["text"], first["sampled_text"]) == ("<7><8><1><2>", "<1><2>")
     assert second["segment_lengths"] == [4, 2]
+    assert [(span["segment"], span["by"], span["text"]) for span in second["spans"]] == [
+        (0, "environment", "<7><8>"),
+        (0, "model", "<1><2>"),
+        (1, "environment", "<7>"),
+        (1, "model", "<9>"),
+    ]
     assert len(second["tokens"]) == len(second["logprobs"]) == len(second["versions"]) == len(second["mask"]) == 6
 
 

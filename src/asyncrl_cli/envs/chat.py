@@ -36,10 +36,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.answers import EXAMPLE, Parser, plain_answer
 from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema, prompt_of
-from asyncrl_cli.errors import first_line
+from asyncrl_cli.errors import PreflightError, first_line
 
 MARK, THOUGHT = "asyncrl-mark", "asyncrl-thought"
 QUESTION: Message = {"role": "user", "content": "q"}
+ANOTHER_MODEL = (
+    "take a model whose chat template has tools, or write one (chat_template.jinja in its directory, and response_template in its "
+    "tokenizer_config.json to read what it writes)"
+)
 PREFIX_TOKENS = 64
 """As many last tokens of a prompt show how it began the answer."""
 Tools = Sequence[ToolSchema]
@@ -128,9 +132,17 @@ class Chat:
         return Parser(self.tokenizer, prompt, written[: min(ends, default=len(written))])
 
     def check_turns(self) -> None:
-        """Raises EpisodeFailed if the template cannot write a second turn."""
-        if self.has_template:
-            self._text([QUESTION, {"role": "assistant", "content": "a"}, QUESTION], ())
+        """Raises PreflightError if the template cannot write a second turn."""
+        try:
+            if self.has_template:
+                self._text([QUESTION, {"role": "assistant", "content": "a"}, QUESTION], ())
+        except EpisodeFailed as failed:
+            raise PreflightError(f"model.path: a second turn is not possible: {failed.text}", hint=ANOTHER_MODEL) from None
+
+    def check_tools(self) -> None:
+        """Raises PreflightError if the model cannot be offered tools."""
+        if self.why_no_tools:
+            raise PreflightError(f"model.path: the model cannot be offered tools: {self.why_no_tools}", hint=ANOTHER_MODEL)
 
     @cached_property
     def why_no_tools(self) -> str:

@@ -94,7 +94,8 @@ class Episode:
         self._place = Place(self.means.places)
 
     async def play(self) -> None:
-        """From the environment's start to its end. Raises only what the engine raises."""
+        """From the environment's start to its end. Raises only what the engine raises, and PreflightError for a model without
+        tools."""
         try:
             self._check_stopped()
             environment = self._made()
@@ -146,9 +147,11 @@ class Episode:
     def _ask(self, turn: Turn) -> list[int] | None:
         """Ids to generate from; None if no further answer is possible, with `finish_reason` saying why.
 
-        Raises EpisodeFailed if the first prompt is empty or too long.
+        Raises EpisodeFailed if the first prompt is empty or too long, PreflightError if the model cannot be offered tools.
         """
         num_turns, limits = self.conversation.num_turns, self.means.limits
+        if turn.tools:
+            self.means.chat.check_tools()
         if num_turns >= limits.max_turns:
             self.finish_reason = "max_turns"
             return None

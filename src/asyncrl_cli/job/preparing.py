@@ -101,7 +101,7 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
 
 def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
     """The model's tokenizer. Raises PreflightError if it or the model cannot be used."""
-    from asyncrl_cli.envs.chat import load_tokenizer
+    from asyncrl_cli.envs.chat import Chat, load_tokenizer
 
     vocab_size = check_model(profile, model_dir)
     try:
@@ -111,6 +111,8 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
+    if environment_of(profile.task) != "one-turn":
+        Chat(tokenizer).check_turns()
     return tokenizer
 
 
