@@ -220,10 +220,10 @@ class Chat:
     def _dressed(self, message: Message, style: Style | None) -> dict[str, Any]:
         """An assistant's message in the template's style."""
         dressed, calls, thinking = dict(message), message.get("tool_calls"), message.get("reasoning_content")
-        if thinking is None and not calls:
+        if not thinking and not calls:
             return dressed
         style = style or self._style
-        if thinking is not None and not style.thinks:
+        if thinking and not style.thinks:
             dressed["content"] = f"<think>\n{thinking}\n</think>\n\n{message.get('content') or ''}"
         if calls:
             dressed["content"] = (dressed.get("content") or "") if style.says_and_calls else None

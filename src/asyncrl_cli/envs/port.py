@@ -57,7 +57,7 @@ class Answer:
 class EpisodeFailed(Exception):
     """This trajectory has no reward; it leaves its group, and the others go on. `kind` is what metrics count, `text` says more.
 
-    Kinds: prompt, context, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward, aborted.
+    Kinds: prompt, template, cut, environment, agent, tool-timeout, tool-died, episode-timeout, reward, aborted.
     """
 
     def __init__(self, kind: str, text: str) -> None:
