@@ -26,7 +26,7 @@ class Parrot(Engine):
     def __init__(self, profile, place, on_running):
         self.slots, self.word = profile.rollout.slots, profile.rollout.engine_args.get("word")
 
-    async def generate(self, request_id, prompt_tokens, sampling, seed):
+    async def generate(self, request_id, prompt_tokens, sampling, seed, *, first_version=None):
         tokens = prompt_tokens[: sampling.max_response_tokens]
         return Completion(tokens=tokens, logprobs=[0.0] * len(tokens), versions=[0] * len(tokens), finish_reason="length")
 

@@ -37,7 +37,9 @@ class ScriptedEngine:
     seen: list[tuple[str, list[int], Sampling]] = field(default_factory=list)
     num_cancelled: int = 0
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+    ) -> Completion:
         self.seen.append((request_id, prompt_tokens, sampling))
         aborted = self.running[request_id] = asyncio.get_running_loop().create_future()
         waiting = asyncio.ensure_future(self.held.wait())

@@ -71,7 +71,7 @@ ENGINE = """
         async def abort(self, request_id):
             pass
 
-        async def generate(self, request_id, prompt_tokens, sampling, seed):
+        async def generate(self, request_id, prompt_tokens, sampling, seed, *, first_version=None):
             tokens = [(prompt_tokens[-1] + 1 + i) % 60 for i in range(4)]
             return Completion(tokens=tokens, logprobs=[-1.0] * 4, versions=[0] * 4, finish_reason="stop")
 """

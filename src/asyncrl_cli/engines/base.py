@@ -22,6 +22,7 @@ class Track:
     prompt_tokens: list[int]
     sampling: Sampling
     seed: int
+    first_version: int | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -134,9 +135,13 @@ class SlottedEngine(Engine, Generic[AnyTrack]):
         track = self._tracks.get(request_id)
         return self._num_tokens(track) if track is not None else 0
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+    ) -> Completion:
         self._check(request_id, prompt_tokens, sampling)
-        track = self._make_track(request_id=request_id, prompt_tokens=prompt_tokens, sampling=sampling, seed=seed)
+        track = self._make_track(
+            request_id=request_id, prompt_tokens=prompt_tokens, sampling=sampling, seed=seed, first_version=first_version
+        )
         self._tracks[request_id] = track
         reason: FinishReason = "abort"
         try:

@@ -124,8 +124,12 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop the engine. All requests end with an error."""
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+    ) -> Completion:
         """Wait for a free slot (first come, first served) and sample a response.
+
+        `first_version`: for a later turn, the version that sampled its trajectory's first token (see `load`).
 
         Raises ValueError for a request that the engine was not configured for (too long, say), ExecutorFailed once the engine has
         failed or is closed.
@@ -152,6 +156,10 @@ class Engine(Protocol):
 
         `drain`: start no sequence and wait for the running ones. `keep-kv`: freeze them, then continue with the old KV cache.
         `recompute-kv`: freeze them, then continue with a cache rebuilt by the new weights.
+
+        Cached prefixes: no request that begins after the load uses keys or values that older weights computed, unless it is a later
+        turn of a trajectory that began before (`generate`'s `first_version`), and the load was a `keep-kv`. Such a turn may
+        go on with what its earlier turns have cached; an engine that cannot tell the two apart computes the whole prompt.
         """
 
     async def load_in_place(self, fetch: Callable[[], Sequence[Bucket]], version: int, interrupt: Interrupt) -> PauseReport:

@@ -47,6 +47,11 @@ class Context:
         self.versions += [NOT_SAMPLED] * len(added) + completion.versions
         self.num_sampled += len(completion.tokens)
 
+    @property
+    def first_version(self) -> int | None:
+        """The version that sampled its first token; None before that."""
+        return next((version for version in self.versions if version != NOT_SAMPLED), None)
+
     def segment(self) -> Segment:
         """Tokens that were not sampled have mask 0, version -1 and logprob 0."""
         versions_T = np.array(self.versions, dtype=np.int32)
@@ -110,6 +115,11 @@ class Conversation:
         versions = Counter(version for context in self.contexts for version in context.versions)
         del versions[NOT_SAMPLED]
         return tuple(sorted(versions.items()))
+
+    @property
+    def first_version(self) -> int | None:
+        """The version that sampled the trajectory's first token; None before that."""
+        return self.contexts[0].first_version if self.contexts else None
 
     def segments(self) -> tuple[Segment, ...]:
         return tuple(context.segment() for context in self.contexts)

@@ -171,7 +171,9 @@ class Episode:
         num_turns, room = self.conversation.num_turns, self.means.limits.max_context_tokens - len(prompt)
         sampling = replace(self.sampling, max_response_tokens=min(self.sampling.max_response_tokens, room))
         seed = derived_seed(self.seed, str(num_turns)) if num_turns else self.seed
-        completion = await self.means.engine.generate(self.id, prompt, sampling, seed)
+        completion = await self.means.engine.generate(
+            self.id, prompt, sampling, seed, first_version=self.conversation.first_version
+        )
         answer, self.finish_reason = self.conversation.take(completion), completion.finish_reason
         self._check_stopped()
         if completion.finish_reason == "abort":

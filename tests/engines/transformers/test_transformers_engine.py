@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3ForCausalLM
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from asyncrl_cli.engines.port import Completion, Sampling
 from asyncrl_cli.engines.transformers import paged_attention
@@ -314,6 +315,67 @@ def test_keep_kv_marks_the_spans_and_goes_on_with_the_old_cache(model: Qwen3ForC
         for version in (completion.versions[0], completion.versions[border]):
             plain = tiny.plain_logprobs(model, weights[version], prompt + completion.tokens, 0.8)  # type: ignore[arg-type]
             assert abs(completion.logprobs[border] - plain[len(prompt) - 1 + border]) > 1e-4
+
+    run(body)
+
+
+@asynccontextmanager
+async def engine_with_hits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[TransformersEngine, list[int]]]:
+    """An engine, and how many tokens of each prompt it has found in its cache."""
+    found: list[int] = []
+    search = PagedAttentionCache.search_prefix_match
+
+    def noted(cache: PagedAttentionCache, request_id: str, tokens: list[int]) -> int:
+        found.append(search(cache, request_id, tokens))
+        return found[-1]
+
+    monkeypatch.setattr(PagedAttentionCache, "search_prefix_match", noted)
+    async with engine_of(model_dir) as engine:
+        found.clear()
+        yield engine, found
+
+
+@pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])
+def test_a_later_turn_finds_the_blocks_of_its_earlier_ones_until_a_load(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch, interrupt: Any
+) -> None:
+    async def body() -> None:
+        weights = {0: model.state_dict(), 5: tiny.weights_after(model, 1)}
+        question = [3 + i % 50 for i in range(60)]
+        async with engine_with_hits(model_dir, monkeypatch) as (engine, found):
+            answer = await engine.generate("e", question, sampling(40), seed=1)
+            second = [*(question + answer.tokens)[:99], 5, 6, 7]
+            before = await engine.generate("e", second, sampling(8), seed=2, first_version=0)
+            await engine.load(weights[5], 5, interrupt)
+            after = [await engine.generate("e", second, sampling(8), seed=3, first_version=0) for _ in range(2)]
+        blocks = (len(second) - 1) // 32 * 32
+        assert found == [0, blocks, 0, blocks]
+        for version, completion in ((0, before), (5, after[0]), (5, after[1])):
+            plain = tiny.plain_logprobs(model, weights[version], second + completion.tokens)
+            assert completion.logprobs == pytest.approx(plain[len(second) - 1 :], abs=1e-4)
+            assert set(completion.versions) == {version}
+
+    run(body)
+
+
+def test_nobody_shares_the_blocks_of_a_response_that_keep_kv_interrupted(
+    model: Qwen3ForCausalLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first block is half of old weights: a prompt that begins with the same tokens must not find it."""
+
+    async def body() -> None:
+        weights, question = tiny.weights_after(model, 1), [3 + i % 50 for i in range(20)]
+        async with engine_with_hits(model_dir, monkeypatch) as (engine, found):
+            running = asyncio.create_task(engine.generate("e", question, sampling(100), seed=1))
+            await until(lambda: engine.sampled_tokens > 4)
+            await engine.load(weights, 5, "keep-kv")
+            mixed = await running
+            assert len(set(mixed.versions)) == 2
+            same = (question + mixed.tokens)[:60]
+            completion = await engine.generate("f", same, sampling(8), seed=2)
+        assert found == [0]
+        plain = tiny.plain_logprobs(model, weights, same + completion.tokens)
+        assert completion.logprobs == pytest.approx(plain[len(same) - 1 :], abs=1e-4)
 
     run(body)
 

@@ -12,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.engines.vllm import requests as vllm_requests
+from asyncrl_cli.profile.schema import Interrupt
 from tests.engines import tiny
 from tests.engines.needs import needs_vllm
 from tests.engines.vllm.vllm_kills import kill_and_expect
@@ -375,21 +376,55 @@ def test_prompt_tokens_are_counted_and_those_that_were_cached(there: World) -> N
     async def body() -> None:
         await there.load(there.newer(), "drain")
         long = [3 + i % 41 for i in range(MAX_PROMPT_TOKENS)]
-        begun = await counted(0)
+        begun = await counted(there, 0)
         await there.generate(long, sampling(4))
-        first = await counted(begun[0] + len(long))
+        first = await counted(there, begun[0] + len(long))
         await there.all_of([long, long, long], sampling(4))
-        later = await counted(first[0] + 3 * len(long))
+        later = await counted(there, first[0] + 3 * len(long))
         await there.engine.score(prompts(3), 1.0)
         # The page with the last token is computed again: its logits are needed.
         assert (first[1] - begun[1], later[1] - first[1]) == (0, 3 * (len(long) - PAGE_TOKENS))
-        assert await counted(0) == later
+        assert await counted(there, 0) == later
 
-    async def counted(at_least: int) -> tuple[float, float]:
-        """vLLM counts a request just after its last token was delivered."""
-        while (sums := there.engine.counters().sums)["prompt_tokens"] < at_least:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        return sums["prompt_tokens"], sums["cached_prompt_tokens"]
+    there.run(body)
+
+
+async def counted(there: World, at_least: float) -> tuple[float, float]:
+    """Prompt tokens, and those that were cached. vLLM counts a request just after its last token was delivered."""
+    while (sums := there.engine.counters().sums)["prompt_tokens"] < at_least:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return sums["prompt_tokens"], sums["cached_prompt_tokens"]
+
+
+@pytest.mark.parametrize("interrupt", ["keep-kv", "recompute-kv", "drain"])
+def test_only_a_later_turn_of_an_older_trajectory_meets_the_cache_of_older_weights_and_only_under_keep_kv(
+    there: World, interrupt: Interrupt
+) -> None:
+    async def cached(tokens: list[int], **turn: int) -> tuple[float, Completion]:
+        before = await counted(there, 0)
+        completion = await there.generate(tokens, sampling(8), **turn)
+        return (await counted(there, before[0] + len(tokens)))[1] - before[1], completion
+
+    async def body() -> None:
+        await there.load(there.newer(), "drain")
+        question = [3 + i % 37 for i in range(MAX_PROMPT_TOKENS)]
+        answer = await there.generate(question, sampling(40))
+        begun = answer.versions[0]
+        second = question + answer.tokens + [5, 6, 7]
+        pages = (len(second) - 1) // PAGE_TOKENS * PAGE_TOKENS
+        same_weights, completion = await cached(second, first_version=begun)
+        assert same_weights == pages
+        assert completion.logprobs == pytest.approx(there.plain(begun, second, completion), abs=1e-4)
+        version = there.newer()
+        await there.load(version, interrupt)
+        new_trajectory, completion = await cached(second)
+        assert new_trajectory == 0
+        assert completion.logprobs == pytest.approx(there.plain(version, second, completion), abs=1e-4)
+        later_turn, completion = await cached(second, first_version=begun)
+        assert set(completion.versions) == {version}
+        assert later_turn == (pages if interrupt == "keep-kv" else 0)
+        is_new_alone = completion.logprobs == pytest.approx(there.plain(version, second, completion), abs=1e-4)
+        assert is_new_alone == (interrupt != "keep-kv")
 
     there.run(body)
 

@@ -73,9 +73,11 @@ class World:
             running = [tasks.create_task(self.generate(prompt, how)) for prompt in requests]
         return [task.result() for task in running]
 
-    async def generate(self, prompt: list[int], how: Sampling, seed: int | None = None) -> Completion:
+    async def generate(self, prompt: list[int], how: Sampling, seed: int | None = None, **turn: Any) -> Completion:
+        """`turn`: `first_version`, for a later one."""
         self._num_requests += 1
-        return await self.engine.generate(f"r{self._num_requests}", prompt, how, self._num_requests if seed is None else seed)
+        seed = self._num_requests if seed is None else seed
+        return await self.engine.generate(f"r{self._num_requests}", prompt, how, seed, **turn)
 
     async def sampled(self, tokens: int) -> None:
         """Until that many more tokens are there."""

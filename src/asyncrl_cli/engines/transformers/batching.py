@@ -5,7 +5,8 @@
   half of the slots stay empty for as long as anybody decodes.
 - `num_blocks` holds all slots at full length (memory allowing), and `safety_margin` is 0: nobody waits for cache, and
   nobody is evicted.
-- No block sharing: a shared prompt block would hold keys of older weights after a load.
+- Blocks are shared: a request begins with the full blocks that an earlier turn, or another response to its prompt, has left in
+  the cache. Blocks are found by their tokens alone, so that a load must let none of them be found again (`forget_prefixes`).
 - Attention is the trainer's (models/attention.py), never a faster kernel. Where that is sdpa on a CPU, packed sequences are
   attended one by one (paged_attention.py) instead of all at once under a mask.
 - TokenSampler chooses the tokens: continuous batching's own logprobs are of the truncated distribution, and its own
@@ -22,7 +23,7 @@ import psutil
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessorList
 
 from asyncrl_cli.engines.transformers import CACHE_SHARE_OF_MEMORY, PAGE_TOKENS, PREFILL_TOKENS_PACKED, paged_attention
@@ -69,7 +70,7 @@ def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile
         max_batch_tokens=rollout.slots + max(prefill_tokens, rollout.max_prompt_tokens),
         max_requests_per_batch=rollout.slots,
         max_blocks_per_request=0,
-        allow_block_sharing=False,
+        allow_block_sharing=True,
         use_async_batching=False,
         use_cuda_graph=False if model.device.type == "cuda" else None,
         auto_switch_to_flash=False,
@@ -82,6 +83,20 @@ def make_manager(model: PreTrainedModel, sampler: TokenSampler, profile: Profile
     manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList([sampler]))
     manager.logit_processor.tensors_required = 1
     return manager
+
+
+def forget_prefixes(cache: PagedAttentionCache, *, goes_on: bool) -> None:
+    """Let no later request find a block that is filled now. Call it inside a pause.
+
+    `goes_on`: running requests keep their blocks. They fill the last one with keys of two versions, and continuous batching would
+    share it afterwards, as the others. It cannot leave out single requests, so nothing is shared from then on.
+    """
+    cache.evict_cached_blocks()
+    if goes_on and any(allocator.block_table for allocator in cache.cache_allocators.values()):
+        cache.allow_block_sharing = cache.use_prefix_sharing = False
+    for allocator in cache.cache_allocators.values():
+        allocator.ledger.hash_to_block.clear()
+        allocator.ledger.block_to_hash.clear()
 
 
 def eos_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

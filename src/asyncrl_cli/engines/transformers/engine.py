@@ -184,6 +184,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
             loaded_s = time.perf_counter()
             if interrupt == "recompute-kv":
                 self._drop_caches()
+            assert self._manager.batch_processor is not None
+            batching.forget_prefixes(self._manager.batch_processor.cache, goes_on=interrupt == "keep-kv")
         pause_s = time.perf_counter() - paused_s
         return PauseReport(load_s=loaded_s - fetched_s, pause_s=pause_s, fetch_s=fetched_s - paused_s)
 

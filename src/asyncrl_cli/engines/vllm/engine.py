@@ -12,8 +12,9 @@ all of these waits end with the error that processes.py finds, and so does every
 
 vLLM keeps track of versions: it labels the outputs of each step with the version that is set between steps, and reports spans.
 Cached prefixes are keyed by the version at which a request began (`cache_salt`), so a request never uses prefixes computed by
-older weights. If a load happens between a request's start and its first token, the request starts again. (Under `keep-kv` a
-running request keeps its own cache; that is what keep-kv means.)
+older weights. If a load happens between a request's start and its first token, the request starts again. A later turn has the key
+of its trajectory's first: after a `keep-kv` load it goes on with the cache of its earlier turns, as a running request does. All
+other loads clear the cache.
 """
 
 from __future__ import annotations
@@ -111,9 +112,11 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         self._llm = None
         await asyncio.to_thread(llm.shutdown, CLOSE_TIMEOUT_S)
 
-    async def generate(self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int) -> Completion:
+    async def generate(
+        self, request_id: str, prompt_tokens: list[int], sampling: Sampling, seed: int, *, first_version: int | None = None
+    ) -> Completion:
         requests.check_logprobs_exist(sampling, truncated_sampling=is_truncated(self._profile))
-        return await super().generate(request_id, prompt_tokens, sampling, seed)
+        return await super().generate(request_id, prompt_tokens, sampling, seed, first_version=first_version)
 
     async def abort(self, request_id: str) -> None:
         track = self._tracks.get(request_id)
@@ -167,10 +170,11 @@ class VllmEngine(SlottedEngine[VllmTrack]):
             await answer(llm, llm.wake_up())
 
     async def _respond(self, track: VllmTrack) -> FinishReason:
-        """Sample the response. If a load came before the first token, start again: the request has an old version's salt."""
+        """Sample the response. If a load came before a trajectory's first token, start again: the request has an old version's
+        salt."""
         reason = None
         while reason is None:
-            salted = self.version
+            salted = self.version if track.first_version is None else track.first_version
             prompt, params = requests.prompt(track.prompt_tokens, salted), requests.parameters(track.sampling, track.seed)
             with self._death_ends_it(self._running_llm()) as llm:
                 async with contextlib.aclosing(llm.generate(prompt, params, track.request_id)) as outputs:
@@ -186,7 +190,8 @@ class VllmEngine(SlottedEngine[VllmTrack]):
         async for output in outputs:
             part = output.outputs[0]
             requests.state_of(llm, track)  # noted while vLLM still has the request
-            if not (track.tokens or track.aborted) and requests.first_version(track, part) not in (None, salted):
+            is_first = track.first_version is None and not track.tokens
+            if is_first and not track.aborted and requests.first_version(track, part) not in (None, salted):
                 track.state = None
                 return None
             track.add(part)

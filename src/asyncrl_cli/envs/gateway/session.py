@@ -112,7 +112,8 @@ class Session:
         seed = self._seed if number == 1 else derived_seed(self._seed, str(number - 1))
         with self._counted(number) as request_id:
             try:
-                completion = await self._engine.generate(request_id, prompt, sampling, seed)
+                first_version = self.conversation.first_version
+                completion = await self._engine.generate(request_id, prompt, sampling, seed, first_version=first_version)
             except ValueError as error:
                 raise Refused(400, str(error)) from None
             except ExecutorFailed as error:
