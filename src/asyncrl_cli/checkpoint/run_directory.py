@@ -35,6 +35,8 @@ START_FILES = {
     "logs",
     "model",
     "reward.json",
+    "environment.json",
+    "agent.json",
     "weights",
 }
 """What the start of a run writes. A directory with anything else in it is never replaced."""

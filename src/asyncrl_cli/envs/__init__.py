@@ -6,10 +6,11 @@
     conversation.py  the segments of a trajectory while they are made
     episode.py       one trajectory while it is made: an environment and a model in turns
     group_runner.py  groups and evals: n trajectories at once on one engine
+    tool_environment.py  the environment that a user's class is; processes.py: where it runs; call_log.py: what its tools did
     calculator.py, guess.py   the environments of the builtin tasks
 
 `task.environment` names one. A new one is a file here and a line in `ENVIRONMENTS`, or an entry point `asyncrl.environments` of
-another package: a class, or a function, that takes the task's rewards and returns an `Environment`.
+another package: a class, or a function, that takes the task's rewards and returns an `Environment`. Or it is a user's class.
 """
 
 from __future__ import annotations
@@ -17,18 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl_cli.plugins import find
-from asyncrl_cli.profile.schema import TaskSection
-from asyncrl_cli.tasks.builtin import BUILTIN
+from asyncrl_cli.tasks.user_code import is_user_code
 
 ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.port:OneTurn", "guess": "asyncrl_cli.envs.guess:Guess"}
-
-
-def environment_of(task: TaskSection) -> str:
-    """The environment that a profile asks for; `auto` is that of a builtin task, or one-turn."""
-    if task.environment != "auto":
-        return task.environment
-    kind, _, name = task.source.partition(":")
-    return BUILTIN[name][1].environment if kind == "builtin" and name in BUILTIN else "one-turn"
 
 
 def find_environment(name: str) -> Any:
@@ -37,6 +29,7 @@ def find_environment(name: str) -> Any:
 
 
 def check_environment(name: str) -> None:
-    """Raises ConfigError for an unknown name. Our own environments are not imported: that would import transformers."""
-    if name not in ENVIRONMENTS:
+    """Raises ConfigError for an unknown name. Our own environments are not imported: that would import transformers. A user's
+    class is tried out when the task is loaded."""
+    if name not in ENVIRONMENTS and not is_user_code(name):
         find_environment(name)

@@ -216,7 +216,9 @@ class Episode:
 
     def _made(self) -> Environment:
         try:
-            return self.means.make_environment()
+            environment = self.means.make_environment()
+            environment.episode = self.id
+            return environment
         except Exception as error:  # as above
             raise self._failed(error) from error
 

@@ -73,7 +73,9 @@ class Rewards(Protocol):
 
 class Environment(Protocol):
     """Made for one trajectory; derive from it. An error that it raises fails only that trajectory. Its calls are cancelled if the
-    group is aborted."""
+    group is aborted. `episode` names the trajectory: `<attempt>/<index>`, or that of an eval."""
+
+    episode: str = ""
 
     async def start(self, item: Item) -> Turn: ...
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.checkpoint.sealed import Checkpoint
 from asyncrl_cli.engines.port import check_engine
-from asyncrl_cli.envs import check_environment, environment_of
+from asyncrl_cli.envs import check_environment
 from asyncrl_cli.errors import ConfigError, Interrupted, PreflightError, RefusedError, first_line
 from asyncrl_cli.job.driving import PromptFeed
 from asyncrl_cli.job.session import check_reachable
@@ -29,6 +29,7 @@ from asyncrl_cli.plan.cluster import local_cluster
 from asyncrl_cli.plan.job_plan import compile_job, device_of
 from asyncrl_cli.profile.arithmetic import LoopSettings
 from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.tasks.builtin import environment_of
 from asyncrl_cli.tasks.item import messages_of
 from asyncrl_cli.tasks.task import Task, load_task
 from asyncrl_cli.train.losses import check_loss

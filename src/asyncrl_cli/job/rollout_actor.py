@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from asyncrl_cli.engines.port import Engine, Sampling, make_engine
-from asyncrl_cli.envs import environment_of, find_environment
+from asyncrl_cli.envs import find_environment
+from asyncrl_cli.envs.call_log import SUFFIX, CallLog
+from asyncrl_cli.envs.port import Environment
+from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.envs.tool_environment import ToolEnvironment
+from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.job.calls import RayRankZero
 from asyncrl_cli.job.exchange import PARTS_PER_ANSWER, PartDesk
 from asyncrl_cli.job.process import no_collection_while_starting, set_up_process
@@ -34,8 +39,10 @@ from asyncrl_cli.loop.meters import LongPoll, MeteredRewards, RolloutMeter
 from asyncrl_cli.loop.ports import EvalRequest, EvalResult, LoadReport, PartRequest, Progress
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Interrupt, Place, Profile, WeightsSection
 from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.tasks.builtin import environment_of
 from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff
 
 if TYPE_CHECKING:
@@ -52,13 +59,24 @@ logger = logging.getLogger(__name__)
 class RolloutActor:
     """Methods mirror `loop.ports.RolloutWorker`; `RayRolloutWorker` calls them."""
 
-    def __init__(self, index: int, profile: Profile, place: Place, reward: RewardSpec, *, log_path: Path) -> None:
+    def __init__(
+        self,
+        index: int,
+        profile: Profile,
+        place: Place,
+        reward: RewardSpec,
+        tool_class: ToolClass | None = None,
+        *,
+        log_path: Path,
+    ) -> None:
         set_up_process(threads=place.threads, log_path=log_path)
         self._name = f"rollout-{index}"
         self._profile = profile
         self._place = place
         self._reward = reward
+        self._tool_class = tool_class
         self._log_path = log_path
+        self._processes: EnvironmentProcesses | None = None
         self._gateway: Gateway | None = None
 
     def __repr__(self) -> str:
@@ -77,7 +95,7 @@ class RolloutActor:
         self._engine = make_engine(profile, place, self._meter.running)
         self._pool = self._make_pool()
         self._rewards = MeteredRewards(self._name.replace("rollout", "reward"), self._pool.score, time.monotonic)
-        await asyncio.gather(self._engine.start(), self._pool.start())
+        await asyncio.gather(self._engine.start(), self._start_pool(), self._start_environments())
         self._loader = Loader(self._engine, profile.weights, self._meter, place.version - 1)
         self._runner = await self._make_runner()
         self._desk = PartDesk(self._runner.run, self._changes)
@@ -89,6 +107,25 @@ class RolloutActor:
         if task.agent:
             return RewardPool(self._reward, timeout_s=env.episode_timeout_s, block_s=env.tool_timeout_s, workers=workers)
         return RewardPool(self._reward, timeout_s=task.reward_timeout_s, workers=workers)
+
+    async def _start_pool(self) -> None:
+        if self._reward.kind != "episode":
+            await self._pool.start()
+
+    async def _start_environments(self) -> None:
+        if self._tool_class is not None:
+            self._processes = EnvironmentProcesses(self._tool_class, import_limit_s=self._profile.env.tool_timeout_s)
+            try:
+                await self._processes.start()
+            except ProcessEnded as why:
+                raise ExecutorFailed(f"environments cannot start: {why}") from None
+
+    def _environment_maker(self) -> Callable[[], Environment]:
+        if self._tool_class is None or self._processes is None:
+            return partial(find_environment(environment_of(self._profile.task)), self._rewards)
+        rewards = None if self._reward.kind == "episode" else self._rewards
+        calls = CallLog(self._log_path.with_suffix(SUFFIX))
+        return partial(ToolEnvironment, self._processes, self._tool_class, rewards, calls, self._profile.env.tool_timeout_s)
 
     async def _make_runner(self) -> Any:
         from asyncrl_cli.envs.chat import load_chat
@@ -105,7 +142,7 @@ class RolloutActor:
             self._gateway = await self._served(chat, sampling, limits)
             environment = partial(AgentEnvironment, self._gateway, self._rewards)
         else:
-            environment = partial(find_environment(environment_of(profile.task)), self._rewards)
+            environment = self._environment_maker()
         places = Places(profile.rollout.slots, hold=profile.rollout.hold_slots)
         return GroupRunner(Means(self._engine, chat, environment, limits, places, self._meter.waiting), sampling)
 
@@ -124,10 +161,11 @@ class RolloutActor:
         await self._engine.connect(rank_zero)
 
     async def stop(self) -> None:
-        """End the reward processes, the gateway and the engine. Running parts end with an error."""
+        """End the processes of rewards and environments, the gateway and the engine. Running parts end with an error."""
         if self._gateway is not None:
             await self._gateway.close()
-        await asyncio.gather(self._pool.close(), self._engine.close())
+        ends = [] if self._processes is None else [self._processes.close()]
+        await asyncio.gather(self._pool.close(), self._engine.close(), *ends)
 
     async def submit(self, requests: Sequence[PartRequest]) -> None:
         self._desk.begin(requests)

@@ -112,11 +112,21 @@ class Run:
         with blocked(signal.SIGHUP):
             plan = stack.enter_context(ray_session(profile, address=self.address, model_dir=model_dir))
         keep_model_files(model_dir, directory.path)
-        keep_record(directory.path, "agent" if profile.task.agent else "reward", task.reward.function)
+        reward = task.reward.function or (task.tool_class and task.tool_class.reward)
+        keep_record(directory.path, "agent" if profile.task.agent else "reward", reward)
+        keep_record(directory.path, "environment", task.tool_class and task.tool_class.code)
         from asyncrl_cli.job.workers import started_workers
 
         crew = started_workers(
-            plan, profile, model_dir, task.reward, run_dir=directory.path, log_dir=log_dir, checkpoint=self.checkpoint, progress=say
+            plan,
+            profile,
+            model_dir,
+            task.reward,
+            task.tool_class,
+            run_dir=directory.path,
+            log_dir=log_dir,
+            checkpoint=self.checkpoint,
+            progress=say,
         )
         return task, await stack.enter_async_context(crew), [*self.warnings, *plan.warnings, *task.notes]
 

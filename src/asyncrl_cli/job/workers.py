@@ -26,6 +26,7 @@ from asyncrl_cli.plan.cluster import ClusterResources, NodeResources
 from asyncrl_cli.plan.job_plan import ROLLOUT, TRAINER, Bundle, JobPlan, asked, check_fit, fitting_hint, place_of
 from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, Profile
 from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.tool_class import ToolClass
 
 STOP_TIMEOUT_S = 1.0
 """A kill after that loses nothing of value: checkpoints and publishes were awaited. A second Ctrl-C must end a run in 5 s."""
@@ -43,6 +44,7 @@ async def started_workers(
     profile: Profile,
     model_dir: Path,
     reward: RewardSpec,
+    tool_class: ToolClass | None = None,
     *,
     run_dir: Path,
     log_dir: Path,
@@ -67,7 +69,8 @@ async def started_workers(
         trainer = make_trainer(plan, profile, model_dir, options, run_dir=run_dir, log_dir=log_dir)
         makers = makers_of(plan, ROLLOUT, RolloutActor, options, log_dir)
         workers = [
-            RayRolloutWorker(name, partial(make, profile, place, reward), profile, place.workers) for name, make in makers.items()
+            RayRolloutWorker(name, partial(make, profile, place, reward, tool_class), profile, place.workers)
+            for name, make in makers.items()
         ]
         try:
             progress(f"starting {plan}")

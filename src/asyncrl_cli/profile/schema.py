@@ -95,14 +95,16 @@ class TaskSection(Section):
     eval_path: PathText | None = None
     """File of eval prompts; without one, `eval.prompts` items are held out of the source."""
     environment: str = "auto"
-    """The episode that a prompt starts: `one-turn` is one response and its reward. Packages add others as entry points
-    `asyncrl.environments`. `auto` is the builtin task's own, and one-turn for other sources."""
+    """The episode that a prompt starts: `one-turn` is one response and its reward; `module:Class` is a class of yours with tools,
+    in the convention of TRL's environment_factory. Packages add others as entry points `asyncrl.environments`. `auto` is the
+    builtin task's own, and one-turn for other sources."""
     agent: str | None = None
     """`module:function`, an `async def episode(client, item)` that plays each prompt through an OpenAI client and returns the
     reward, instead of an environment (docs/agents.md)."""
     reward: str = "auto"
     """`dataset` (its own verifier, which may forgive: number_sorting's accepts numbers 1 off), `exact-match`, `math-verify`
-    or `module:function`. `auto` is `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
+    or `module:function` (in TRL's signature, if the environment is a class of yours). `auto` is the class's `get_reward`,
+    `dataset` for reasoning-gym, and `exact-match` for files and for the worked form."""
     reward_timeout_s: PositiveFloat = 10.0
     """Seconds one reward may take before its trajectory counts as failed; importing its module may take as long, at least 10 s."""
     reward_workers: Annotated[int, Field(ge=1, le=256)] | None = None

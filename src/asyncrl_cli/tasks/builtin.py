@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from asyncrl_cli.errors import ConfigError, did_you_mean
 from asyncrl_cli.profile.fields import Section
+from asyncrl_cli.profile.schema import TaskSection
 from asyncrl_cli.tasks.arithmetic import Arithmetic, ArithmeticParams
 from asyncrl_cli.tasks.guessing import Guessing, GuessingParams
 from asyncrl_cli.tasks.item import Item
@@ -46,6 +47,14 @@ BUILTIN: Mapping[str, tuple[type[Section], type[Any]]] = {
     "guess": (GuessingParams, Guessing),
 }
 """Parameters and makers by the name in `task.source = "builtin:<name>"`."""
+
+
+def environment_of(task: TaskSection) -> str:
+    """The environment that a profile asks for; `auto` is that of a builtin task, or one-turn."""
+    if task.environment != "auto":
+        return task.environment
+    kind, _, name = task.source.partition(":")
+    return BUILTIN[name][1].environment if kind == "builtin" and name in BUILTIN else "one-turn"
 
 
 def builtin_task(name: str, params: Mapping[str, Any], form: Form) -> Builtin:

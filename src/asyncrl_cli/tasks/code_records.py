@@ -23,11 +23,6 @@ START_LIMIT_S = 10.0
 SCHEMA_VERSION = 1
 
 
-def is_user_code(name: str) -> bool:
-    module, _, attribute = name.partition(":")
-    return bool(module and attribute)
-
-
 def user_code(name: str, only_file: str | None = None) -> UserCode:
     """`only_file`: the module must be imported from this file ("": from none)."""
     if only_file is None:

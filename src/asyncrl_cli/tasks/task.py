@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.safe_files import expand
-from asyncrl_cli.tasks.builtin import builtin_task, drawn
+from asyncrl_cli.tasks.builtin import builtin_task, drawn, environment_of
 from asyncrl_cli.tasks.code_records import recorded_file
 from asyncrl_cli.tasks.eval_sets import KINDS, check_no_sets, file_of, read_sets, without
 from asyncrl_cli.tasks.files import Read, read_items
@@ -21,6 +21,9 @@ from asyncrl_cli.tasks.gym import dataset_module, make_entries
 from asyncrl_cli.tasks.item import WORKED, Item, prompt_key
 from asyncrl_cli.tasks.reward_choice import BUILT_IN, resolve_agent, resolve_reward
 from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
+from asyncrl_cli.tasks.tool_choice import resolve_tool_class
+from asyncrl_cli.tasks.tool_class import ToolClass
+from asyncrl_cli.tasks.user_code import is_user_code
 
 SOURCES = {"builtin": "<task>", "reasoning-gym": "<dataset>", "jsonl": "<path>", "parquet": "<path>"}
 MADE_PROMPTS, DRAWN_PROMPTS = 4096, 2048
@@ -58,14 +61,28 @@ class Task:
     flawed_demonstration: Demonstration = None
     words: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
+    tool_class: ToolClass | None = None
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
 
 
 def load_task(profile: Profile, run_dir: Path | None = None) -> Task:
     """The task of a profile. Raises ConfigError for errors in the profile or in a file.
 
-    `run_dir`: set for a resumed run, whose reward function is imported from the recorded file; RefusedError if that is impossible.
+    `run_dir`: set for a resumed run, whose own code is imported from the recorded files; RefusedError if that is impossible.
     """
+    task = _load_items(profile, run_dir)
+    if not has_tool_class(profile):
+        return task
+    tool_class, notes = resolve_tool_class(profile, environment_of(profile.task), run_dir)
+    return replace(task, tool_class=tool_class, notes=(*task.notes, *notes))
+
+
+def has_tool_class(profile: Profile) -> bool:
+    """Whether a class of the user's, or of a builtin task in the same convention, plays the episodes."""
+    return not profile.task.agent and is_user_code(environment_of(profile.task))
+
+
+def _load_items(profile: Profile, run_dir: Path | None) -> Task:
     kind, colon, name = profile.task.source.partition(":")
     if kind not in SOURCES or not (colon and name):
         raise ConfigError(
@@ -85,6 +102,8 @@ def _reward(
 ) -> tuple[RewardSpec, tuple[str, ...]]:
     """The reward, or the agent that gives it, and notes for the user about it."""
     task, file, note = profile.task, None, ""
+    if has_tool_class(profile) and (task.reward == "auto" or is_user_code(task.reward)):
+        return RewardSpec(kind="episode", dataset=dataset, params=params, adapter=adapter), ()
     what, name = ("agent", task.agent) if task.agent else ("reward", task.reward)
     if run_dir is not None and name not in BUILT_IN:
         file, note = recorded_file(run_dir, what, name)

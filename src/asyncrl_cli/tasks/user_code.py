@@ -43,6 +43,11 @@ class UserCode:
         return os.path.abspath(found.origin) if found is not None and found.has_location and found.origin else ""
 
 
+def is_user_code(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    return bool(module and attribute)
+
+
 def describe(error: BaseException) -> str:
     """The error and where it was raised, as one line that any encoding can write."""
     message = str(getattr(error, "message", "") or error).encode("utf-8", "backslashreplace").decode()

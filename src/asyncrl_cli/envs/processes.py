@@ -1,0 +1,236 @@
+"""Environment processes, seen from a rollout worker: one per running episode, forked from a zygote, reused after a clean end.
+
+    take ─> EnvironmentProcess ─ask, answer─> ... ─give_back─> idle ─> take ...
+                                     └─ hung, died, stopped ─> kill
+
+Nothing here blocks the event loop or needs a thread. What the processes print goes to this process's log, at a bounded rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+from typing import Any
+
+from asyncrl_cli.tasks import zygote
+from asyncrl_cli.tasks.child import command, environment, how_it_ended, kill_group
+from asyncrl_cli.tasks.tool_class import ToolClass
+
+MOST_IDLE = 64
+LINE_LIMIT_BYTES = 16 * 2**20
+"""More than a text of MAX_TEXT_CHARS takes as JSON."""
+START_LIMIT_S, DEATH_LIMIT_S, END_LIMIT_S = 30.0, 2.0, 5.0
+CHUNK_BYTES, CHUNK_PAUSE_S = 2**16, 0.002
+LOGGED_BYTES, LOGGED_BYTES_PER_S = 2**18, 2**14
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessEnded(Exception):
+    """The process has died, or no process can be started; `str(error)` says how or why."""
+
+
+class EnvironmentProcess:
+    """Runs one environment at a time. `is_busy`: it owes an answer."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._owed = 1  # its pid
+        self.pid = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._owed > 0
+
+    def ask(self, *request: Any, num_answers: int = 1) -> None:
+        """Raises any error of pickling, and then has asked nothing."""
+        self._writer.write(pickle.dumps(request, protocol=5))
+        self._owed += num_answers
+
+    async def answer(self, limit_s: float) -> dict[str, Any]:
+        """The next answer. Raises TimeoutError or ProcessEnded."""
+        async with asyncio.timeout(limit_s):
+            try:
+                line = await self._reader.readline()
+                answer = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, OSError) as error:  # a tool wrote to the socket, or closed it
+                raise ProcessEnded(f"what it wrote is no answer ({error})") from error
+        if not isinstance(answer, dict):
+            raise ProcessEnded(await self._how_it_ended())
+        self._owed -= 1
+        return answer
+
+    async def _how_it_ended(self) -> str:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEATH_LIMIT_S):
+                return how_it_ended(await asyncio.shield(self._ended))
+        return "its socket closed"
+
+    def has_ended(self, returncode: int) -> None:
+        """Whoever it has started may still hold its socket open: nothing is read any more."""
+        if not self._ended.done():
+            self._ended.set_result(returncode)
+        self._reader.feed_eof()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class EnvironmentProcesses:
+    """The processes of one rollout worker. `import_limit_s`: how long the import of the class may take."""
+
+    def __init__(self, tool_class: ToolClass, *, import_limit_s: float) -> None:
+        self._tool_class = tool_class
+        self._import_limit_s = import_limit_s
+        self._starting = asyncio.Lock()
+        self._control: socket.socket | None = None
+        self._zygote: asyncio.subprocess.Process | None = None
+        self._beside: list[asyncio.Task[None]] = []
+        self._idle: list[EnvironmentProcess] = []
+        self._alive: dict[int, EnvironmentProcess] = {}
+
+    async def start(self) -> None:
+        """Start the zygote, if there is none. Raises ProcessEnded if the class cannot be imported."""
+        async with self._starting:
+            if self._control is None:
+                await self._start()
+
+    async def take(self) -> EnvironmentProcess:
+        """A process without an environment. Raises ProcessEnded if none can be started."""
+        if self._idle:
+            return self._idle.pop()
+        await self.start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES)
+            self._command(zygote.FORK, theirs.fileno())
+        process = EnvironmentProcess(reader, writer)
+        try:
+            process.pid = (await process.answer(START_LIMIT_S))["pid"]
+        except (TimeoutError, ProcessEnded) as error:
+            process.close()
+            raise ProcessEnded(f"no environment process could be started: {error or 'no answer'}") from None
+        self._alive[process.pid] = process
+        return process
+
+    async def give_back(self, process: EnvironmentProcess, limit_s: float) -> None:
+        """End the process's episode. It serves another one if nothing of this one is left."""
+        with contextlib.suppress(TimeoutError, ProcessEnded):
+            if not process.is_busy and len(self._idle) < MOST_IDLE:
+                process.ask("finish")
+                if (await process.answer(limit_s)).get("clean"):
+                    self._idle.append(process)
+                    return
+        self.kill(process)
+
+    def kill(self, process: EnvironmentProcess) -> None:
+        """Kill the process with all that it has started."""
+        if self._alive.pop(process.pid, None) is not None and self._control is not None:
+            self._command(zygote.KILL + str(process.pid).encode())
+        process.close()
+
+    async def close(self) -> None:
+        """End all processes: the zygote kills them when its socket closes."""
+        for process in self._alive.values():
+            process.close()
+        self._alive, self._idle = {}, []
+        self._drop_zygote()
+        if self._zygote is not None:
+            try:
+                async with asyncio.timeout(END_LIMIT_S):
+                    await self._zygote.wait()
+            except TimeoutError:
+                kill_group(self._zygote.pid)
+        for task in self._beside:
+            task.cancel()
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            self._zygote = await asyncio.create_subprocess_exec(
+                *command(zygote.run),
+                stdin=theirs,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment(),
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        output = asyncio.create_task(_copy_output(self._zygote), name="environments' output")
+        self._beside.append(output)
+        writer.write(pickle.dumps((zygote.run, (self._tool_class,))))
+        try:
+            async with asyncio.timeout(self._import_limit_s):
+                said = json.loads(await reader.readline() or b'{"failed": "its process ended while it was imported"}')
+        except TimeoutError:
+            said = {"failed": f"it was not imported within {self._import_limit_s:g} s"}
+        if "failed" in said:
+            writer.close()
+            with contextlib.suppress(ProcessLookupError):
+                self._zygote.send_signal(signal.SIGKILL)
+            raise ProcessEnded(f"{self._tool_class.code.name}: {said['failed']}")
+        self._control = ours
+        self._beside.append(asyncio.create_task(self._listen(reader, writer), name="environment processes"))
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Note the processes that end; when the zygote itself ends, all do."""
+        try:
+            while line := await reader.readline():
+                ended = json.loads(line)
+                if (process := self._alive.pop(ended["pid"], None)) is not None:
+                    process.has_ended(ended["code"])
+                    self._idle = [other for other in self._idle if other is not process]
+        finally:
+            self._drop_zygote()
+            writer.close()
+            for process in self._alive.values():
+                process.has_ended(-signal.SIGKILL)
+            self._alive, self._idle = {}, []
+
+    def _drop_zygote(self) -> None:
+        control, self._control = self._control, None
+        if control is not None:
+            with contextlib.suppress(OSError):  # it has ended already
+                control.shutdown(socket.SHUT_RDWR)
+
+    def _command(self, word: bytes, *fds: int) -> None:
+        """Tell the zygote. Raises ProcessEnded if it does not listen."""
+        if self._control is None:
+            raise ProcessEnded("the parent of the environment processes has ended")
+        try:
+            socket.send_fds(self._control, [word + b"\n"], fds)
+        except OSError as error:
+            raise ProcessEnded(f"the parent of the environment processes does not listen: {error}") from error
+
+
+async def _copy_output(process: asyncio.subprocess.Process) -> None:
+    """Copy what is printed to our standard error: LOGGED_BYTES, and LOGGED_BYTES_PER_S from then on. The rest is counted.
+
+    A process that prints faster than this reads waits for it, within the limits of its episode.
+    """
+    assert process.stderr is not None
+    clock = asyncio.get_running_loop().time
+    budget, num_dropped, since_s = float(LOGGED_BYTES), 0, clock()
+    while chunk := await process.stderr.read(CHUNK_BYTES):
+        budget, since_s = min(LOGGED_BYTES, budget + (clock() - since_s) * LOGGED_BYTES_PER_S), clock()
+        shown = chunk[: max(0, int(budget))]
+        budget -= len(shown)
+        if shown:
+            if num_dropped:
+                logger.warning("left out %s bytes that environments have printed", f"{num_dropped:,}")
+                num_dropped = 0
+            os.write(2, shown)
+        num_dropped += len(chunk) - len(shown)
+        if len(chunk) == CHUNK_BYTES:
+            await asyncio.sleep(CHUNK_PAUSE_S)
+    if num_dropped:
+        logger.warning("left out %s bytes that environments have printed", f"{num_dropped:,}")

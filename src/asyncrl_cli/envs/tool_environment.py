@@ -1,0 +1,136 @@
+"""The environment that a ToolClass is: its tools run in a process of the episode's own, within env.tool_timeout_s each.
+
+    start      -> reset ─> text for the user's message
+    step       -> the tools that the model called ─> their results, or errors; no call, or `done` -> the reward
+    malformed  -> the model is told why its call could not be read
+
+A tool that hangs or dies ends the episode as failed; so do `reset` and the reward, by their own kinds.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from asyncrl_cli.envs.call_log import CallLog
+from asyncrl_cli.envs.port import Answer, End, Environment, EpisodeFailed, Message, Rewards, Turn, prompt_of
+from asyncrl_cli.envs.processes import EnvironmentProcess, EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.tool_class import ToolClass
+
+MALFORMED = "The tool call could not be read: {}"
+
+
+class ToolEnvironment(Environment):
+    """`rewards`: the task's own reward, added to the class's; None if there is none. `limit_s`: env.tool_timeout_s."""
+
+    def __init__(
+        self, processes: EnvironmentProcesses, tool_class: ToolClass, rewards: Rewards | None, calls: CallLog, limit_s: float
+    ) -> None:
+        self._processes = processes
+        self._tool_class = tool_class
+        self._rewards = rewards
+        self._calls = calls
+        self._limit_s = limit_s
+        self._process: EnvironmentProcess | None = None
+        self._completion: list[Message] = []
+        self._num_turns = 0
+        self._text = ""
+
+    async def start(self, item: Item) -> Turn:
+        self._item = item
+        try:
+            self._process = await self._processes.take()
+        except ProcessEnded as ended:
+            raise EpisodeFailed("environment", str(ended)) from None
+        prompt = list(prompt_of(item))
+        columns = {"answer": item["answer"], **item["metadata"]}
+        columns.pop("prompt", None)
+        self._process.ask("reset", zlib.crc32(self.episode.encode()), prompt, columns)
+        said = await self._answer("environment", "environment", "reset")
+        if said["text"]:
+            prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + said["text"]}
+        return Turn(messages=tuple(prompt), tools=self._tool_class.tools)
+
+    async def step(self, answer: Answer) -> Turn | End:
+        self._num_turns += 1
+        self._text = answer.text
+        self._completion.append(answer.message)
+        if answer.malformed:
+            return self._turn([{"role": "user", "content": MALFORMED.format(answer.malformed)}])
+        calls = answer.message.get("tool_calls") or ()
+        if not calls:
+            return await self._end()
+        told, is_done = await self._call([_named(call) for call in calls])
+        if is_done:
+            self._completion += told
+            return await self._end()
+        return self._turn([_answering(call, message) for call, message in zip(calls, told, strict=True)])
+
+    async def cut(self, reason: str) -> End:
+        return await self._end()
+
+    async def close(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            await self._processes.give_back(process, self._limit_s)
+        except BaseException:  # nobody waits any longer
+            self._processes.kill(process)
+            raise
+
+    async def _call(self, calls: list[tuple[str, Any]]) -> tuple[list[Message], bool]:
+        """Each call's result as a message, and whether the episode is over. Calls after the one that ends it run, too."""
+        assert self._process is not None
+        self._calls.note(self.episode, self._num_turns, [name for name, _ in calls])
+        self._process.ask("calls", calls, num_answers=len(calls))
+        told, is_done = list[Message](), False
+        for name, _ in calls:
+            said = await self._answer("tool-timeout", "tool-died", f"tool {name}")
+            told.append({"role": "tool", "name": name, "content": said["text"]})
+            is_done = said["done"]
+        return told, is_done
+
+    async def _end(self) -> End:
+        assert self._process is not None
+        self._process.ask("reward", self._completion)
+        said = await self._answer("reward", "reward", "the reward")
+        extra = 0.0 if self._rewards is None else await self._rewards.score(self._item, self._text)
+        return End(reward=said["reward"] + extra, facts=said["facts"])
+
+    async def _answer(self, late: str, dead: str, doing: str) -> Mapping[str, Any]:
+        """The next answer of the process. Raises EpisodeFailed, of the kind `late` or `dead`, if there is none."""
+        assert self._process is not None
+        where = f"{doing} of {self.episode}"
+        try:
+            said = await self._process.answer(self._limit_s)
+        except TimeoutError:
+            raise EpisodeFailed(late, f"{where} took longer than {self._limit_s:g} s and was killed") from None
+        except ProcessEnded as ended:
+            raise EpisodeFailed(dead, f"{where}: its process ended with {ended}") from None
+        if "failed" in said:
+            raise EpisodeFailed(dead if dead != "tool-died" else "environment", f"{where}: {said['failed']}")
+        return said
+
+    def _turn(self, messages: list[Message]) -> Turn:
+        self._completion += messages
+        return Turn(messages=tuple(messages), tools=self._tool_class.tools)
+
+
+def _named(call: Mapping[str, Any]) -> tuple[str, Any]:
+    """Name and arguments of a tool call. Arguments that are JSON text become what they say."""
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return function["name"], {arguments: ""}  # no tool has such an argument, and the model is told
+    return function["name"], arguments
+
+
+def _answering(call: Mapping[str, Any], message: Message) -> Message:
+    return {**message, "tool_call_id": call["id"]} if call.get("id") else message

@@ -1,0 +1,165 @@
+"""The parent of a rollout worker's environment processes: imports the user's class once, and forks a process whenever asked.
+
+    worker -> zygote    `fork` with one end of a socket, which the new process talks over; `kill PID`
+    zygote -> worker    lines of JSON: {"ready": true} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
+
+A process leads a session of its own. When it is killed, what it has started goes with it. What it has started and orphaned in a
+further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes: at the end of the
+worker, however that came about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG
+from asyncrl_cli.tasks.tool_class import ToolClass
+from asyncrl_cli.tasks.tool_player import Player
+from asyncrl_cli.tasks.user_code import describe
+
+PR_SET_CHILD_SUBREAPER = 36
+FORK, KILL = b"fork", b"kill"
+LAST_LOOK_S = 2.0
+
+
+def run(requests: BinaryIO, results: BinaryIO, tool_class: ToolClass) -> None:
+    """The zygote's role. Standard input is the worker's socket."""
+    control = socket.socket(fileno=os.dup(requests.fileno()))
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, 0)  # it ends by itself, when it has killed its processes
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        player = Player(tool_class.code.load(), tool_class.reward and tool_class.reward.load())
+    except (Exception, SystemExit) as error:
+        _tell(control, {"failed": describe(error)})
+        os._exit(1)
+    requests.close()
+    results.close()
+    zygote = Zygote(control, player)
+    try:
+        zygote.serve()
+    finally:
+        zygote.end()
+        os._exit(0)  # without waiting for threads that the module has started
+
+
+class Zygote:
+    def __init__(self, control: socket.socket, player: Player) -> None:
+        self._control = control
+        self._player = player
+        self._children: set[int] = set()
+        self._pid = os.getpid()
+        self._woken, wake = os.pipe()
+        for end in (self._woken, wake):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake)
+        self._pipes = (self._woken, wake)
+
+    def serve(self) -> None:
+        _tell(self._control, {"ready": True})
+        said = b""
+        while True:
+            ready, _, _ = select.select([self._control, self._woken], [], [])
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+                self._reap()
+            if self._control in ready:
+                data, fds, _, _ = socket.recv_fds(self._control, 4096, 1)
+                if not data:
+                    return
+                *words, said = (said + data).split(b"\n")
+                for word in words:
+                    self._obey(word, fds)
+
+    def _obey(self, word: bytes, fds: list[int]) -> None:
+        if word == FORK:
+            self._fork(fds.pop())
+        elif int(word.removeprefix(KILL)) in self._children:
+            _kill(int(word.removeprefix(KILL)))
+
+    def _fork(self, fd: int) -> None:
+        """Without a process the socket closes, and the worker knows."""
+        try:
+            pid = os.fork()
+        except OSError:
+            traceback.print_exc()
+            pid = -1
+        if pid == 0:
+            self._begin(fd)
+        os.close(fd)
+        if pid > 0:
+            self._children.add(pid)
+
+    def _begin(self, fd: int) -> NoReturn:
+        """The new process's life."""
+        try:
+            os.setsid()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._control.close()
+            for end in self._pipes:
+                os.close(end)
+            os.set_inheritable(fd, False)
+            if os.getppid() == self._pid:  # else the zygote died before it could be watched
+                with os.fdopen(fd, "rb") as requests, os.fdopen(os.dup(fd), "wb") as results:
+                    results.write(json.dumps({"pid": os.getpid()}).encode() + b"\n")
+                    results.flush()
+                    self._player.serve(requests, results)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if pid in self._children:
+                    self._children.discard(pid)
+                    _tell(self._control, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def end(self) -> None:
+        """Kill all that is left, daemons of tools included."""
+        limit_s = time.monotonic() + LAST_LOOK_S
+        while (left := list(_descendants(os.getpid()))) and time.monotonic() < limit_s:
+            for pid in left:
+                _kill(pid)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            time.sleep(0.01)
+
+
+def _kill(pid: int) -> None:
+    """Kill a process, its group, and whatever descends from it."""
+    for victim in [*_descendants(pid), pid]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(victim, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _tell(control: socket.socket, line: dict[str, Any]) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the worker is gone, which the next read says
+        control.sendall(json.dumps(line).encode() + b"\n")

@@ -1,0 +1,298 @@
+"""A user's class as the environment: what each misbehaviour does to its trajectory, that nothing waits longer than its limit, and
+that no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from asyncrl_cli.envs.call_log import CallLog, noted_calls
+from asyncrl_cli.envs.port import Answer, End, EpisodeFailed, Turn
+from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
+from asyncrl_cli.envs.tool_environment import ToolEnvironment
+from asyncrl_cli.tasks.item import make_item
+from asyncrl_cli.tasks.tool_class import ToolClass, inspect_class
+from asyncrl_cli.tasks.user_code import UserCode
+
+HERE = str(Path(__file__).parent)
+FAULTY = ToolClass(code=UserCode(name="faulty:Faulty", import_path=HERE))
+LIMIT_S = 1.0
+
+
+def said(text: str = "", *calls: tuple[str, Any], malformed: str = "") -> Answer:
+    tool_calls = [
+        {"id": f"c{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    message = {"role": "assistant", "content": text} | ({"tool_calls": tool_calls} if calls else {})
+    return Answer(text=text, message=message, finish_reason="stop", malformed=malformed)
+
+
+def misbehaving(how: str) -> Answer:
+    return said("", ("misbehave", {"how": how}))
+
+
+Play = Callable[[ToolEnvironment], Awaitable[Any]]
+
+
+def playing(*plays: Play, tool_class: ToolClass = FAULTY, answer: str | None = None, how: str = "") -> list[Any]:
+    """What each play of an environment returned or raised, at the same time; all processes are gone afterwards."""
+
+    async def main() -> list[Any]:
+        processes = EnvironmentProcesses(tool_class, import_limit_s=20.0)
+
+        async def one(play: Play) -> Any:
+            environment = ToolEnvironment(processes, tool_class, None, CallLog(None), LIMIT_S)
+            environment.episode = "uid@0.0/0"
+            try:
+                first = await environment.start(make_item("hello", answer, {"how": how}))
+                return first if play is only_start else await play(environment)
+            except EpisodeFailed as failed:
+                return failed.kind, failed.text
+            finally:
+                await environment.close()
+
+        try:
+            async with asyncio.timeout(30):
+                return await asyncio.gather(*map(one, plays))
+        finally:
+            await processes.close()
+
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        return asyncio.run(main())
+    finally:
+        assert not [child for child in psutil.Process().children(recursive=True) if child not in before]
+
+
+async def only_start(environment: ToolEnvironment) -> None: ...
+
+
+async def answering(*answers: Answer, environment: ToolEnvironment) -> list[Any]:
+    return [await environment.step(answer) for answer in answers]
+
+
+def after(*answers: Answer) -> Play:
+    return lambda environment: answering(*answers, environment=environment)
+
+
+def test_what_each_misbehaviour_does_to_its_trajectory_and_none_waits_longer_than_its_limit() -> None:
+    began_s = time.monotonic()
+    kinds = {
+        "hang": ("tool-timeout", "took longer than 1 s and was killed"),
+        "exit": ("tool-died", "exit code 3"),
+        "crash": ("tool-died", "SIGSEGV"),
+        "fork_and_exit": ("tool-died", "exit code 4"),
+        "ten_megabytes": ("environment", "10,000,000 characters"),
+    }
+    told = {
+        "sys_exit": "{'error': '3'}",
+        "raise": "{'error': 'out of stock'}",
+        "megabytes": "printed",
+        "nothing": "{'error': \"'Faulty' object has no attribute '_nothing'\"}",
+    }
+    outcomes = playing(*(after(misbehaving(how), said("bye")) for how in (*kinds, *told)))
+    for (how, (kind, text)), outcome in zip(kinds.items(), outcomes, strict=False):
+        assert outcome[0] == kind, how
+        assert text in outcome[1]
+        assert "uid@0.0/0" in outcome[1]
+    for (how, text), (turn, end) in zip(told.items(), outcomes[len(kinds) :], strict=True):
+        assert turn.messages[0]["content"] == text, how
+        assert end.reward == 1.0
+    assert time.monotonic() - began_s < LIMIT_S + 8  # among others on a busy machine
+
+
+def test_processes_that_tools_leave_behind_are_killed() -> None:
+    (forked,), (daemon,) = playing(after(misbehaving("fork")), after(misbehaving("daemon")))
+    for turn in (forked, daemon):
+        pid = int(turn.messages[0]["content"])
+        deadline_s = time.monotonic() + 5
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline_s, pid
+            time.sleep(0.02)
+
+
+def test_calls_are_answered_in_their_order_and_wrong_ones_are_told() -> None:
+    calls = [
+        ("echo", {"text": "a"}),
+        ("wait", {"seconds": 0.01}),
+        ("sell", {}),
+        ("echo", {"words": "b"}),
+        ("echo", "no JSON"),
+        ("echo", {"text": "c"}),
+    ]
+    ((turn, malformed, end),) = playing(after(said("", *calls), said("?", malformed="it is no JSON"), said("bye")))
+    assert isinstance(turn, Turn)
+    assert [message["tool_call_id"] for message in turn.messages] == [f"c{index}" for index in range(6)]
+    contents = [message["content"] for message in turn.messages]
+    assert contents[:3] == ["1: a", "waited", "{'error': 'Tool sell not found.'}"]
+    assert "unexpected keyword argument 'words'" in contents[3]
+    assert contents[4].startswith("{'error': ")
+    assert contents[5] == "2: c"
+    assert malformed.messages == ({"role": "user", "content": "The tool call could not be read: it is no JSON"},)
+    assert end == End(reward=1.0)
+
+
+def test_the_tools_that_nobody_may_call_are_not_found() -> None:
+    ((turn,),) = playing(after(said("", ("_exit", {}), ("reset", {}), ("get_reward", {}), ("__init__", {}))))
+    assert all("not found" in message["content"] for message in turn.messages)
+
+
+def test_reset_gets_the_columns_and_adds_to_the_users_message() -> None:
+    (turn,) = playing(only_start, answer="7")
+    assert turn.messages == ({"role": "user", "content": "hello (answer 7)"},)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [("hang", "took longer"), ("raise", "RuntimeError: no such shop"), ("number", "reset returned int, not text or None")],
+)
+def test_a_reset_that_fails_fails_its_trajectory(how: str, text: str) -> None:
+    ((kind, why),) = playing(only_start, how=how)
+    assert kind == "environment"
+    assert text in why
+
+
+@pytest.mark.parametrize(("how", "text"), [("reward hangs", "took longer"), ("reward is None", "the reward is None")])
+def test_an_episode_without_a_reward_has_failed(how: str, text: str) -> None:
+    ((kind, why),) = playing(after(said("bye")), how=how)
+    assert kind == "reward"
+    assert text in why
+
+
+def test_a_reward_function_in_the_signature_of_trl_is_added_and_may_log_figures() -> None:
+    tool_class = ToolClass(code=FAULTY.code, reward=UserCode(name="faulty:worth_of_answers", import_path=HERE))
+    ((_, end),) = playing(after(said("", ("echo", {"text": "a"})), said("bye")), tool_class=tool_class)
+    assert end.reward == 1.0 + 3.0  # the messages after the prompt: a call, its result, an answer
+    assert end.facts == {"said": 1.0}
+
+
+def test_a_process_serves_the_next_episode_with_a_new_object_unless_something_is_left_of_the_last() -> None:
+    async def pids(environment: ToolEnvironment) -> list[str]:
+        turns = await answering(said("", ("echo", {"text": "a"})), misbehaving("pid"), environment=environment)
+        return [turn.messages[0]["content"] for turn in turns]
+
+    async def main() -> list[list[str]]:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        outcomes = []
+        for how in ("pid", "fork", "pid"):
+            environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), LIMIT_S)
+            await environment.start(make_item("hello", None, {}))
+            await environment.step(misbehaving(how))
+            outcomes.append(await pids(environment))
+            await environment.close()
+        await processes.close()
+        return outcomes
+
+    first, second, third = asyncio.run(main())
+    assert first[0] == second[0] == third[0] == "1: a"
+    assert first[1] == second[1] != third[1]
+
+
+def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
+    async def main() -> None:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), 60.0)
+        await environment.start(make_item("hello", None, {}))
+        assert environment._process is not None
+        pid, step = environment._process.pid, asyncio.ensure_future(environment.step(misbehaving("hang")))
+        await asyncio.sleep(0.1)
+        step.cancel()
+        await asyncio.wait({step})
+        await environment.close()
+        await asyncio.to_thread(psutil.wait_procs, [psutil.Process(pid)] if psutil.pid_exists(pid) else [], 5)
+        assert not psutil.pid_exists(pid)
+        await processes.close()
+
+    asyncio.run(main())
+
+
+def test_a_zygote_that_dies_fails_what_runs_and_another_takes_its_place() -> None:
+    async def main() -> None:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), 20.0)
+        await environment.start(make_item("hello", None, {}))
+        assert processes._zygote is not None
+        processes._zygote.send_signal(signal.SIGKILL)
+        with pytest.raises(EpisodeFailed, match="SIGKILL") as failed:
+            await environment.step(misbehaving("hang"))
+        assert failed.value.kind == "tool-died"
+        await environment.close()
+        again = ToolEnvironment(processes, FAULTY, None, CallLog(None), 20.0)
+        await again.start(make_item("hello", None, {}))
+        await again.close()
+        await processes.close()
+
+    asyncio.run(main())
+
+
+def test_a_class_that_cannot_be_imported_is_told() -> None:
+    async def main() -> None:
+        processes = EnvironmentProcesses(ToolClass(code=UserCode(name="faulty:Nothing", import_path=HERE)), import_limit_s=20.0)
+        with pytest.raises(ProcessEnded, match="faulty:Nothing: AttributeError: module 'faulty' has no attribute 'Nothing'"):
+            await processes.start()
+        await processes.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    """Not even a daemon that a tool has started, and whose parent has ended."""
+    program = f"""
+        import asyncio, sys
+        sys.path.insert(0, {str(Path(HERE).parents[1])!r})
+        from tests.envs.test_tool_environment import *
+
+        async def main():
+            processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+            environments = [ToolEnvironment(processes, FAULTY, None, CallLog(None), 60.0) for _ in range(3)]
+            await asyncio.gather(*(each.start(make_item("hello", None, {{}})) for each in environments))
+            await environments[0].step(misbehaving("fork"))
+            await environments[1].step(misbehaving("daemon"))
+            asyncio.ensure_future(environments[2].step(misbehaving("hang")))
+            await asyncio.sleep(0.2)
+            print("ready", flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    assert worker.stdout.readline() == "ready\n"
+    started = psutil.Process(worker.pid).children(recursive=True)
+    assert len(started) == 6  # zygote, three environments, a fork and a daemon
+    worker.kill()
+    worker.wait()
+    assert not psutil.wait_procs(started, timeout=10)[1]
+
+
+def test_a_classs_tools_are_described_as_transformers_describes_functions() -> None:
+    schemas, has_reward = inspect_class(FAULTY.code)
+    assert has_reward
+    by_name = {schema["function"]["name"]: schema["function"] for schema in schemas}
+    assert set(by_name) == {"echo", "wait", "misbehave"}
+    parameters = by_name["wait"]["parameters"]
+    assert parameters["properties"]["seconds"] == {"type": "number", "description": "How long."}
+    assert parameters["required"] == ["seconds"]
+
+
+def test_tool_calls_are_noted_before_they_run_and_found_by_trajectory(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "attempt-1" / "rollout-0.tools.jsonl")
+    log.note("a@0.0/1", 1, ["search", "buy"])
+    log.note("b@0.0/0", 1, ["search"])
+    log.note("a@0.0/1", 2, ["buy"])
+    log.close()
+    with (tmp_path / "attempt-1" / "rollout-0.tools.jsonl").open("a") as file:
+        file.write('["a@0.0/1", 3, ["se')
+    assert noted_calls(tmp_path, ["a@0.0/1", "c@0.0/0"]) == {"a@0.0/1": {1: ["search", "buy"], 2: ["buy"]}}
