@@ -33,6 +33,16 @@ SIGMA = 1.0
 """Of the logarithm of a tool's seconds."""
 WINDOWS = 12
 SIZES = ("rollout.slots=32", "rollout.n=8", "async_training.staleness_threshold=1", "async_training.trigger_parameter_sync_step=2")
+GUESSING = (
+    "task.source=builtin:guess",
+    "task.environment=slow-guess",
+    "model.warm_start_steps=250",
+    "model.warm_start_label_noise=0.7",
+    "rollout.max_prompt_tokens=16",
+    "rollout.max_response_tokens=6",
+    "env.max_turns=8",
+    "env.max_context_tokens=128",
+)
 KEYS = {
     "step_s": "timing/step_s",
     "slots": "rollouter/slot_utilization",
@@ -61,13 +71,8 @@ def simulated(profile: str, tool_s: float, *, hold: bool) -> list[dict[str, Any]
 
 def trained(directory: Path, profile: str, tool_s: float, steps: int, seed: int, *, hold: bool) -> list[dict[str, Any]]:
     name = f"{profile}-{tool_s:g}-{'held' if hold else 'lent'}-{seed}"
-    sets = [*SIZES, "task.source=builtin:guess", "task.environment=slow-guess", "eval.every_versions=0", "checkpoint.every_steps=0"]
-    sets += [
-        f"rollout.hold_slots={str(hold).lower()}",
-        f"run.train_steps={steps}",
-        f"run.seed={seed}",
-        "env.max_context_tokens=300",
-    ]
+    sets = [*SIZES, *GUESSING, f"rollout.hold_slots={str(hold).lower()}", f"run.train_steps={steps}", f"run.seed={seed}"]
+    sets += [f"model.cache_dir={directory / 'models'}", "eval.prompts=0", "checkpoint.every_steps=0"]
     asked = [sys.executable, "-m", "asyncrl_cli", "train", "--profile", profile, "--name", name, "--ui", "none"]
     asked += ["--runs-dir", str(directory / "runs"), *(part for text in sets for part in ("--set", text))]
     paths = os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", "")])

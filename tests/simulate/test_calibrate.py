@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 from pathlib import Path
@@ -119,6 +120,20 @@ def test_it_predicts_profiles_that_it_was_not_calibrated_on(tmp_path: Path) -> N
             for work in (known, found)
         ]
         assert times[1] / times[0] == pytest.approx(1.0, abs=0.15), name
+
+
+def test_a_run_with_tools_is_predicted_back_from_its_mean_turns(tmp_path: Path) -> None:
+    turns = {"number": {"values": (2, 3, 4)}, "tool_s": {"median": 0.4, "sigma": 0.3}, "result_tokens": {"median": 5.0}}
+    given = truth(generation=0.0, training=0.0).model_dump() | {"turns": turns}
+    sets = ["env.max_context_tokens=4000", "rollout.hold_slots=false"]
+    found = calibrate(write_run(tmp_path / "run", Workload.model_validate(given), "partial-rollout", 40, *sets))
+    assert found.turns is not None
+    assert found.turns.number.values == (3.0,)
+    assert found.turns.tool_s.values[0] == pytest.approx(0.4 * math.exp(0.3**2 / 2), rel=0.1)
+    assert sum(found.lengths.response_tokens) / len(found.lengths.response_tokens) == pytest.approx(26.5, rel=0.1)
+    assert found.profile["rollout"]["hold_slots"] is False
+    window = next(residual for residual in residuals(found) if residual.part == "window")
+    assert window.ratio == pytest.approx(1.0, abs=0.15)
 
 
 @pytest.mark.parametrize("window_steps", [1, 4])

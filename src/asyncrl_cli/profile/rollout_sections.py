@@ -39,7 +39,8 @@ class RolloutSection(Section):
     """Groups admitted beyond the free slots, to wait in the engines' queues."""
     hold_slots: bool = True
     """What becomes of a trajectory's slot while it waits for a tool. true: it keeps the slot, and goes on at once; false: another
-    response may start there meanwhile, and the trajectory queues for a slot when it goes on."""
+    response may start there meanwhile, and the trajectory queues for a slot when it goes on, which is worth it where tools are slow
+    and slots few. Agents (`task.agent`) keep theirs in any case."""
     max_prompt_tokens: PositiveInt = 256
     """Longest prompt, in tokens; a task with a longer one is refused before the run starts."""
     max_response_tokens: PositiveInt = 256

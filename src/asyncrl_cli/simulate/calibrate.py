@@ -34,9 +34,10 @@ from asyncrl_cli.simulate.observed import (
     lengths_of,
     old_logprob_s_per_token,
     train_points,
+    turns_of,
     undisturbed,
 )
-from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Workload
+from asyncrl_cli.simulate.workload import Decoding, Reference, Syncing, Training, Turns, Workload
 from asyncrl_cli.simulate.world import virtual_cluster
 
 LEAST_STEPS = 8
@@ -47,6 +48,11 @@ COMMON_KEYS = {
     "placement": ("trainer_workers", "gpus", "ratio", "gpus_per_rollout_worker", "cpus_per_worker"),
 }
 """Keys that the workload takes from the calibrated run for every profile. The schedule (K, eta, ...) remains each profile's."""
+TURN_KEYS = {
+    "rollout": (*COMMON_KEYS["rollout"], "hold_slots"),
+    "env": ("max_turns", "max_context_tokens", "tool_timeout_s", "episode_timeout_s"),
+}
+"""The same keys, and more, where trajectories have several turns."""
 OWN_KEYS = {
     "algorithm": ("old_logprobs",),
     "rollout": ("interrupt",),
@@ -84,15 +90,16 @@ def _calibrated(run_directory: Path) -> Workload:
     _enough(decoded, run_directory, "train steps have decoding beside them")
     _enough(trained, run_directory, "train steps have trained tokens")
     decoding, training, syncing = fit_line(decoded), fit_line(trained), _syncing(run_directory, lines, profile)
-    scored_s = old_logprob_s_per_token(lines, training)
+    scored_s, turns = old_logprob_s_per_token(lines, training), turns_of(lines)
     return Workload(
         name=run_directory.name,
         purpose=f"Calibrated from the run {run_directory.name} ({profile.name}).",
-        notes="\n".join(_notes(len(lines), profile, decoding, training, scored_s)),
+        notes="\n".join(_notes(lines, profile, decoding, training, scored_s)),
         windows=24,
-        profile=_common(profile, job.device),
+        profile=_common(profile, job.device, turns),
         profiles={},
         lengths=lengths_of(lines, profile),
+        turns=turns,
         decoding=Decoding(
             step_s=max(decoding.constant, 1e-9),
             step_s_per_sequence=decoding.slope,
@@ -119,15 +126,20 @@ def _enough(found: Sequence[Any], run_directory: Path, what: str) -> None:
         )
 
 
-def _notes(num_lines: int, profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
+def _notes(lines: Sequence[Line], profile: Profile, decode_fit: Fit, train_fit: Fit, scored_s: float | None) -> list[str]:
     """What the figures are based on, and what one run cannot tell."""
     notes = [
-        f"From {num_lines} train steps of one run, lengths as observed (at its own stage of learning).",
+        f"From {len(lines)} train steps of one run, lengths as observed (at its own stage of learning).",
         "One run does not tell: scaling with devices (taken as scaling_exponent 1, nothing fixed); how alike the responses to one "
         "prompt are (prompt_variance_ratio 0); the latency of rewards (0: waits for them are not in the prediction); prompts and "
         "prefills (in the constants, prompt_tokens 0: a recompute-kv load costs nothing more); how workers differ "
         "(speed_spread 0).",
     ]
+    if turns_of(lines) is not None:
+        notes.append(
+            "Of turns and tools a run tells means: all trajectories have the same number of turns here, all tools take the same "
+            "time, and the tokens of their results are in the constants of decoding and training."
+        )
     if scored_s is None:
         notes.append(
             "The run had no old-logprob passes, so their cost is not known and they are free here (old_logprob_s_per_token 0)."
@@ -158,9 +170,9 @@ def _values(profile: Profile, keys: Mapping[str, Sequence[str]]) -> dict[str, di
     }
 
 
-def _common(profile: Profile, device: str) -> dict[str, Any]:
+def _common(profile: Profile, device: str, turns: Turns | None) -> dict[str, Any]:
     """The profile keys that size the work. Without `placement.colocate`, which is up to each profile."""
-    tables = _values(profile, COMMON_KEYS)
+    tables = _values(profile, COMMON_KEYS | (TURN_KEYS if turns is not None else {}))
     return tables | {"placement": tables["placement"] | {"device": device}}
 
 

@@ -11,13 +11,14 @@ done at rate 1 alone and at 1 / (1 + i) beside the other side, on average 1 - sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl_cli.observe.lines import Line, sampled_tokens, spent_s, trajectories
 from asyncrl_cli.profile.schema import Profile
-from asyncrl_cli.simulate.workload import Lengths
+from asyncrl_cli.simulate.workload import Drawn, Lengths, Turns
 
 INTERFERENCES = tuple(step / 100 for step in range(201))
 """Interference ratios that are tried, if the points can tell them apart."""
@@ -141,17 +142,34 @@ def old_logprob_s_per_token(lines: Sequence[Line], fit: Fit) -> float | None:
 
 
 def lengths_of(lines: Sequence[Line], profile: Profile) -> Lengths:
-    """Observed response lengths: LENGTHS_PER_STEP from each step, then at most LENGTHS_KEPT of them, evenly spaced when sorted."""
-    cap = profile.rollout.max_response_tokens
-    drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap))
+    """Observed lengths of a turn: LENGTHS_PER_STEP from each step, then at most LENGTHS_KEPT of them, evenly spaced when sorted.
+
+    A run tells those of whole trajectories, which are divided by the mean number of turns.
+    """
+    cap, turns = profile.rollout.max_response_tokens, num_turns(lines)
+    drawn = sorted(tokens for line in lines for tokens in _step_lengths(line, cap, turns))
     kept = min(LENGTHS_KEPT, len(drawn))
     picked = [drawn[int((index + 0.5) / kept * len(drawn))] for index in range(kept)]
     return Lengths(prompt_tokens=0, distribution="list", response_tokens=tuple(picked))
 
 
-def _step_lengths(line: Line, cap: int) -> list[int]:
+def num_turns(lines: Sequence[Line]) -> int:
+    """The mean over the run's trajectories, rounded; 1 if they have none to tell of."""
+    return round(fmean(line.get("env/turns_mean", 1.0) for line in lines))
+
+
+def turns_of(lines: Sequence[Line]) -> Turns | None:
+    """What a run tells of turns and tools: means. None if its trajectories have a single turn."""
+    number = num_turns(lines)
+    if number == 1:
+        return None
+    tool_s = fmean(line.get("env/tool_s", 0.0) for line in lines) / (number - 1)
+    return Turns(number=Drawn(values=(number,)), tool_s=Drawn(values=(tool_s,)), result_tokens=Drawn(values=(0.0,)))
+
+
+def _step_lengths(line: Line, cap: int, turns: int) -> list[int]:
     """LENGTHS_PER_STEP lengths, interpolated from a line's quantiles, which run from its shortest response to its longest."""
     shares = (np.arange(LENGTHS_PER_STEP) + 0.5) / LENGTHS_PER_STEP
     points, count = line["response_tokens/quantiles"], trajectories(line)
     places = np.clip((shares * count - 0.5) / max(count - 1, 1), 0.0, 1.0)
-    return [max(1, min(round(length), cap)) for length in np.quantile(points, places).tolist()]
+    return [max(1, min(round(length / turns), cap)) for length in np.quantile(points, places).tolist()]
