@@ -203,6 +203,19 @@ def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
     assert "train_steps = twenty" in error.hint
 
 
+def test_one_profile_lies_over_another_and_what_both_extend_stays_below(tmp_path: Path) -> None:
+    write(tmp_path, "own.toml", 'extends = "base"\npurpose = "Mine."\n[rollout]\nslots = 32\n[trainer]\nlr = 1e-5\n')
+    write(tmp_path, "over.toml", 'extends = "partial-rollout"\n[trainer]\nlr = 2e-5\n')
+    loaded = load(f"{tmp_path}/own.toml+{tmp_path}/over.toml", environ={})
+    profile, origins = loaded.profile, loaded.origins
+    assert (profile.rollout.slots, profile.trainer.lr, profile.async_training.partial_rollout) == (32, 2e-5, True)
+    assert (profile.name, profile.purpose) == ("own-over", "Mine.")
+    assert "over.toml" in origins["trainer.lr"]
+    assert "base.toml" in origins["rollout.n"]
+    with pytest.raises(ConfigError, match="no profile 'stale'"):
+        load("base+stale", environ={})
+
+
 def test_a_cycle_of_extends_names_the_whole_chain(tmp_path: Path) -> None:
     for name, above in (("a", "b.toml"), ("b", "c.toml"), ("c", "a.toml")):
         write(tmp_path, f"{name}.toml", f'extends = "{above}"\n')

@@ -30,7 +30,12 @@ STDOUT = "stdout"
 Ui = Literal["auto", "live", "plain", "none"]
 ProfileOption = Annotated[
     str,
-    typer.Option("--profile", "-p", metavar="NAME|FILE", help="Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file."),
+    typer.Option(
+        "--profile",
+        "-p",
+        metavar="NAME|FILE",
+        help="Name of a profile (see [bold]asyncrl profiles[/]), or a TOML file. A+B lays B over A.",
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -76,11 +76,14 @@ def train(
     if settings.run.name is not None:
         check_free(runs_dir, settings.run.name)
     if dry_run:
-        from asyncrl_cli.job.preparing import check_without_making
+        from asyncrl_cli.job.preparing import check_without_making, expectation
 
         print_plan(loaded, gpus=None, as_json=as_json)
-        for note in check_without_making(settings, address).notes:
+        task = check_without_making(settings, address)
+        for note in task.notes:
             warn(note)
+        if task.ceiling is not None:
+            say(expectation(task))
         return
     if address is None:
         refuse_what_cannot_fit(settings)

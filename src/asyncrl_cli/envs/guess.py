@@ -13,7 +13,7 @@ class Guess(Environment):
 
     async def start(self, item: Item) -> Turn:
         facts = item["metadata"]
-        self._secret, self._most = facts["secret"], facts["max_guesses"]
+        self._secret, self._par, self._most = facts["secret"], facts["par"], facts["max_guesses"]
         self._help = f"say a number from {facts['low']} to {facts['high']}"
         self._num_guesses = 0
         return Turn(messages=prompt_of(item), is_last=self._most == 1)
@@ -22,7 +22,7 @@ class Guess(Environment):
         self._num_guesses += 1
         guess = guess_of(answer.message.get("content") or "")
         if guess == self._secret:
-            return self._end(reward_of(self._num_guesses, self._most))
+            return self._end(reward_of(self._num_guesses, self._par, self._most))
         if self._num_guesses == self._most:
             return self._end(0.0)
         said = self._help if guess is None else hint(guess, self._secret)

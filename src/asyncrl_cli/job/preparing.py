@@ -58,6 +58,8 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
         check_surroundings(profile, address)
         progress("loading the task")
         task = load_task(profile, resumed)
+        if task.ceiling is not None:
+            progress(expectation(task))
         progress("preparing the model")
         model_dir = resolve_model(profile, task, progress=progress)
         look()
@@ -65,6 +67,11 @@ async def prepare(profile: Profile, say: Say, address: str | None = None, resume
         return task, model_dir
 
     return await interruptible(work)
+
+
+def expectation(task: Task) -> str:
+    """What rewards to compare with, for a task whose best play is known."""
+    return f"the best play of {task.name} earns {task.ceiling:.3f} per episode on average"
 
 
 def check_without_making(profile: Profile, address: str | None = None) -> Task:

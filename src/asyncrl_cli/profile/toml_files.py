@@ -1,7 +1,7 @@
 """Read and write TOML within limits, find profile files, and follow their chain of `extends`.
 
 A profile is asked for by NAME (one that asyncrl ships) or by FILE (a path, or anything that ends in `.toml`); a path in
-`extends` is relative to the file that contains it.
+`extends` is relative to the file that contains it. `A+B` asks for two, one over the other.
 """
 
 from __future__ import annotations
@@ -150,7 +150,18 @@ def locate(reference: str, *, relative_to: Path, asked_by: str) -> Path:
 
 
 def chain(reference: str) -> list[ProfileFile]:
-    """The profile and all that it extends, the most basic one first."""
+    """The profile and all that it extends, the most basic one first. `A+B` is A, with B and what only B extends laid over it."""
+    if "+" not in reference or os.path.isfile(expand(reference)):
+        return _chain(reference)
+    chains = [_chain(part) for part in reference.split("+")]
+    files = list({file.path: file for files in chains for file in files}.values())
+    tops = [files[-1] for files in chains]
+    purpose = " ".join(filter(None, (top.content.get("purpose") for top in tops)))
+    name = "-".join(str(top.content.get("name", top.name)) for top in tops)
+    return [*files, ProfileFile(name=name, path=Path(reference), content={"purpose": purpose})]
+
+
+def _chain(reference: str) -> list[ProfileFile]:
     files: list[ProfileFile] = []
     path = locate(reference, relative_to=Path.cwd(), asked_by="--profile")
     while True:

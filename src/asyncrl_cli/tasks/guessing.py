@@ -1,15 +1,17 @@
 """builtin:guess: find a number that the environment thinks of and gives hints about. The fewer guesses, the higher the reward.
 
     prompt    17-62
-    turns     39 -> higher, 51 -> lower, 45 -> (found: reward 6/8)
+    turns     39 -> higher, 51 -> lower, 45 -> (found)
 
-The best play is known: always halve what is left. `best_reward` says what it earns on average.
+Par is the number of guesses with which halving finds any number of the range: 6 for these 46 numbers. A game within par earns 1,
+each further guess costs a third of that, and after two of them the game is lost: 0. So halving is the best play and earns 1, and
+luck is worth little. `best_reward` says what the best play earns on average.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from statistics import fmean
 from typing import Annotated, Any, Literal
@@ -28,7 +30,7 @@ class GuessingParams(Section):
     min_numbers: Annotated[int, Field(ge=2, le=10**6)] = 16
     max_numbers: Annotated[int, Field(ge=2, le=10**6)] = 80
     max_number: Annotated[int, Field(ge=2, le=10**6)] = 99
-    max_guesses: Annotated[int, Field(ge=1, le=100)] = 8
+    spare_guesses: Annotated[int, Field(ge=0, le=100)] = 2
 
     @model_validator(mode="after")
     def _ordered(self) -> GuessingParams:
@@ -54,42 +56,45 @@ class Guessing:
         low = rng.randint(0, params.max_number + 1 - num)
         high, secret = low + num - 1, rng.randint(low, low + num - 1)
         prompt = f"{low}-{high}" if self._form == "worked" else QUESTION.format(low, high)
-        return make_item(prompt, str(secret), {"low": low, "high": high, "secret": secret, "max_guesses": params.max_guesses})
+        par = par_of(num)
+        game = {"low": low, "high": high, "secret": secret, "par": par, "max_guesses": par + params.spare_guesses}
+        return make_item(prompt, str(secret), game)
 
     def demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """Halve what is left until the secret is found."""
-        low, high, secret = (item["metadata"][key] for key in ("low", "high", "secret"))
-        guesses = [(low + high) // 2]
-        while guesses[-1] != secret:
-            low, high = (guesses[-1] + 1, high) if secret > guesses[-1] else (low, guesses[-1] - 1)
-            guesses.append((low + high) // 2)
-        return conversation(item, guesses)
+        """Every guess halves what is left."""
+        return conversation(item, lambda low, high: (low + high) // 2)
 
     def flawed_demonstration(self, item: Item, rng: Random) -> list[Message]:
-        """Guess at random, whatever the hints say."""
-        low, high, secret, most = (item["metadata"][key] for key in ("low", "high", "secret", "max_guesses"))
-        guesses = [rng.randint(low, high)]
-        while guesses[-1] != secret and len(guesses) < most:
-            guesses.append(rng.randint(low, high))
-        return conversation(item, guesses)
+        """Every guess is the lowest number that is left, or the highest. Not a random one: the gradient of a model that has learned
+        to guess at random would be noise."""
+        return conversation(item, rng.choice((lambda low, high: low, lambda low, high: high)))
 
     def ceiling(self, items: Sequence[Item]) -> float:
         """Mean reward of the best play over these ranges and every secret in them."""
-        sizes = (item["metadata"]["high"] - item["metadata"]["low"] + 1 for item in items)
-        return fmean(best_reward(size, self._params.max_guesses) for size in sizes)
+        games = (item["metadata"] for item in items)
+        return fmean(best_reward(game["high"] - game["low"] + 1, game["par"], game["max_guesses"]) for game in games)
+
+
+def par_of(num_numbers: int) -> int:
+    """The least number of guesses that is always enough: k guesses tell 2^k - 1 numbers apart."""
+    return num_numbers.bit_length()
 
 
 def hint(guess: int, secret: int) -> str:
     return HIGHER if secret > guess else LOWER
 
 
-def conversation(item: Item, guesses: Sequence[int]) -> list[Message]:
-    """The prompt and the guesses, with a hint after each but the last."""
+def conversation(item: Item, guess: Callable[[int, int], int]) -> list[Message]:
+    """The prompt and the guesses, with a hint after each but the last. `guess(low, high)` chooses from what is left."""
+    low, high, secret, most = (item["metadata"][key] for key in ("low", "high", "secret", "max_guesses"))
     messages: list[Message] = [{"role": "user", "content": item["prompt"]}]
-    for guess in guesses:
-        messages.append({"role": "assistant", "content": str(guess)})
-        messages.append({"role": "user", "content": hint(guess, item["metadata"]["secret"])})
-    return messages[:-1]
+    while True:
+        number = guess(low, high)
+        messages.append({"role": "assistant", "content": str(number)})
+        if number == secret or len(messages) == 2 * most:
+            return messages
+        messages.append({"role": "user", "content": hint(number, secret)})
+        low, high = (number + 1, high) if secret > number else (low, number - 1)
 
 
 def guess_of(text: str) -> int | None:
@@ -98,12 +103,12 @@ def guess_of(text: str) -> int | None:
     return int(numbers[-1]) if numbers else None
 
 
-def reward_of(num_guesses: int, max_guesses: int) -> float:
-    """1 if the first guess was right, 1 / max_guesses if the last one was: each guess costs the same."""
-    return (max_guesses + 1 - num_guesses) / max_guesses
+def reward_of(num_guesses: int, par: int, max_guesses: int) -> float:
+    """1 for a number that was found within par; less for one that took more guesses, in equal steps down to 0 after max_guesses."""
+    return min(1.0, (max_guesses + 1 - num_guesses) / (max_guesses + 1 - par))
 
 
-def best_reward(num_numbers: int, max_guesses: int) -> float:
+def best_reward(num_numbers: int, par: int, max_guesses: int) -> float:
     """Expected reward of the best play if the secret is any of `num_numbers` with the same probability.
 
     There are at most 2^(k-1) different k-th guesses, one for every series of hints before it. So no play finds more secrets with
@@ -112,5 +117,5 @@ def best_reward(num_numbers: int, max_guesses: int) -> float:
     total, left = 0.0, num_numbers
     for guess in range(1, max_guesses + 1):
         found = min(left, 2 ** (guess - 1))
-        total, left = total + found * reward_of(guess, max_guesses), left - found
+        total, left = total + found * reward_of(guess, par, max_guesses), left - found
     return total / num_numbers

@@ -48,9 +48,8 @@ class Task:
 
     `eval` does not depend on the run's seed, so runs with different seeds can be compared. builtin:tiny learns from demonstrations,
     correct and flawed ones (None if the task has none): texts, or conversations if `words` is not None. `words`: what comes up so
-    often that builtin:tiny has a token for it. `notes` tell the user what was left out of the source and why, or what rewards to
-    expect.
-    `eval_sets`: those of `eval.sets`, which no training prompt is in.
+    often that builtin:tiny has a token for it. `ceiling`: the mean reward of the best play, where it is known. `notes` tell the
+    user what was left out of the source, and why.
     """
 
     name: str
@@ -60,6 +59,7 @@ class Task:
     demonstration: Demonstration = None
     flawed_demonstration: Demonstration = None
     words: tuple[str, ...] | None = None
+    ceiling: float | None = None
     notes: tuple[str, ...] = ()
     tool_class: ToolClass | None = None
     eval_sets: Mapping[str, Sequence[Item]] = field(default_factory=dict)
@@ -130,7 +130,8 @@ def _builtin_task(profile: Profile, name: str, run_dir: Path | None) -> Task:
         demonstration=task.demonstration,
         flawed_demonstration=task.flawed_demonstration,
         words=task.words,
-        notes=(*notes, f"{profile.task.source}: the best play earns {task.ceiling(train):.3f} per episode on average"),
+        ceiling=task.ceiling(held_out or train),
+        notes=notes,
     )
 
 
