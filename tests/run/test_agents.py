@@ -12,7 +12,7 @@ from tests.run.commands import descendants, finish, lines, start, wait_for_steps
 pytestmark = pytest.mark.slow
 
 AGENTS = """
-    import asyncio, json, re
+    import asyncio, json, math, re
 
     from openai import BadRequestError
 
@@ -26,7 +26,8 @@ AGENTS = """
 
 
     def value_of(expression):
-        return str(eval(expression)) if re.fullmatch(r"\\d{1,9}[-+*]\\d{1,9}", expression) else "one operation at a time"
+        operation = re.fullmatch(r"\\d{1,2}[*]\\d{1,2}", expression)
+        return str(math.prod(map(int, expression.split("*")))) if operation else "one product at a time"
 
 
     async def looping(client, item):
@@ -68,14 +69,14 @@ AGENTS = """
 SETS = (
     "task.source=builtin:calculator",
     "run.train_steps=10",
-    "model.warm_start_steps=60",
+    "model.warm_start_steps=40",
     "trainer.ppo_mini_batch_size=2",
     "rollout.n=4",
-    "rollout.slots=16",
+    "rollout.slots=8",
     "rollout.max_response_tokens=32",
-    "env.max_context_tokens=768",
+    "env.max_context_tokens=2000",
     "task.train_prompts=100",
-    "task.max_failed_ratio=0",
+    "task.max_failed_ratio=0.2",
     "eval.prompts=4",
     "eval.every_versions=0",
     "checkpoint.every_steps=5",
@@ -106,7 +107,6 @@ def test_an_unchanged_agent_is_trained_for_ten_steps(tmp_path: Path, agent: str)
     assert {
         version >= 0 for sample in samples for version, mask in zip(sample["versions"], sample["mask"], strict=True) if mask
     } == {True}
-    turns = [sample["text"].count("<model>") for sample in samples]
-    assert max(turns) > 1
+    assert max(line.get("env/turns_mean", 0) for line in metrics) > 1
     record = (run / "agent.json").read_text()
     assert str(tmp_path / "my_agent.py") in record
