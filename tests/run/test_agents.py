@@ -102,7 +102,7 @@ def test_an_unchanged_agent_is_trained_for_ten_steps(tmp_path: Path, agent: str)
     assert [line["step"] for line in metrics if "reward/mean" in line] == list(range(1, 11))
     assert wait_until_gone(family, 10.0) == set()
     samples = [sample for path in sorted(run.glob("samples/*.jsonl")) for sample in lines(path)]
-    assert len(samples) == 10 * 2 * 4
+    assert 0.8 * 80 <= len(samples) <= 80  # task.max_failed_ratio
     assert all(any(sample["mask"]) for sample in samples)
     assert {
         version >= 0 for sample in samples for version, mask in zip(sample["versions"], sample["mask"], strict=True) if mask
