@@ -110,6 +110,18 @@ def test_a_worker_that_is_restarted_is_not_shown_as_failed(restarting):
     assert "left" not in lines[1].split()  # nobody knows when it ends
 
 
+def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
+    assert "turns" not in render(status, width=100, height=29).plain
+    env = {"turns_mean": 3.25, "turns_max": 8, "tool_s": 1.5, "forks": 2, "failed/tool-timeout": 3, "failed/reward": 1}
+    text = render(status | {"env": env}, width=120, height=40).plain
+    line = next(line for line in text.splitlines() if line.startswith("turns"))
+    assert line.split("  ")[-6:] == ["mean 3.2", "max 8", "tools 1.5 s", "forks 2", "3 failed (tool-timeout)", "1 failed (reward)"]
+    for_what = "search of p1@0.0/3 (4 s so far)"
+    waits = {**status["executors"][1], "role": "rollout", "state": "waiting for tools", "waiting_for": for_what}
+    text = render(status | {"executors": [waits]}, width=120, height=40).plain
+    assert f"waiting for tools  waits for {for_what}" in text
+
+
 def test_workers_without_weights_have_no_version(facts, make):
     made = make["full_record"](3)
     observers = Observers(facts, [], clock=lambda: 3.0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.step_values import overlap, utilization
-from tests.observe.conftest import report
+from asyncrl_cli.observe.step_values import episode_values, overlap, utilization
+from tests.observe.conftest import report, trajectory
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
@@ -57,3 +59,29 @@ def test_engines_that_tell_nothing_leave_no_figures():
         "rollouter/engine_waiting",
     )
     assert not utilization([rollout("rollout-0")]).keys() & set(names)
+
+
+def test_what_tools_cost_is_told_only_where_there_are_tools():
+    slots = {"slots": 8}
+    waits = report("rollout-0", "rollout", {State.BUSY: 3.0, State.WAITING: 1.0}, sums={"waiting_trajectory_s": 10.0}, gauges=slots)
+    busy = report("rollout-1", "rollout", {State.BUSY: 4.0}, sums={"waiting_trajectory_s": 6.0}, gauges=slots)
+    values = utilization([waits, busy])
+    assert values["rollouter/tool_idle_ratio"].value == (1 / 4 + 0) / 2
+    assert values["rollouter/tool_waiting_ratio"].value == (10 + 6) / (2 * 8 * 4)
+    assert not [key for key in utilization([rollout("rollout-0", gauges=slots)]) if "tool" in key]
+
+
+def test_turns_tools_and_facts_of_the_steps_trajectories():
+    plain = trajectory(1.0, (0, 5))
+    assert episode_values([plain]) == {}
+    first = replace(plain, num_turns=3, tool_s=1.5, num_forks=1, facts=(("guesses", 4.0),))
+    second = replace(plain, num_turns=1, facts=(("guesses", 1.0), ("found", 1.0)))
+    shown = {key: value.value for key, value in episode_values([first, second]).items()}
+    assert shown == {
+        "env/turns_mean": 2.0,
+        "env/turns_max": 3,
+        "env/tool_s": 0.75,
+        "env/forks": 1,
+        "env/guesses": 2.5,
+        "env/found": 1.0,
+    }
