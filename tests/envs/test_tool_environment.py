@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from asyncrl_cli.envs.call_log import CallLog, noted_calls
+from asyncrl_cli.envs.call_log import CallLog, RepeatedCalls, noted_calls
 from asyncrl_cli.envs.port import Answer, End, EpisodeFailed, Turn
 from asyncrl_cli.envs.processes import EnvironmentProcesses, ProcessEnded
 from asyncrl_cli.envs.tool_environment import ToolEnvironment
@@ -273,7 +273,7 @@ def test_a_worker_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     started = psutil.Process(worker.pid).children(recursive=True)
     assert len(started) == 6  # zygote, three environments, a fork and a daemon
     worker.kill()
-    worker.wait()
+    worker.communicate()
     assert not psutil.wait_procs(started, timeout=10)[1]
 
 
@@ -296,3 +296,44 @@ def test_tool_calls_are_noted_before_they_run_and_found_by_trajectory(tmp_path: 
     with (tmp_path / "attempt-1" / "rollout-0.tools.jsonl").open("a") as file:
         file.write('["a@0.0/1", 3, ["se')
     assert noted_calls(tmp_path, ["a@0.0/1", "c@0.0/0"]) == {"a@0.0/1": {1: ["search", "buy"], 2: ["buy"]}}
+
+
+def test_calls_of_episodes_that_start_again_are_told_once(tmp_path: Path) -> None:
+    log = CallLog(tmp_path / "attempt-1" / "rollout-0.tools.jsonl")
+    for trajectory in ("a@0.0/1", "a@0.0/2", "b@1.0/0"):
+        log.note(trajectory, 1, ["buy"])
+    log.close()
+    repeated = RepeatedCalls(tmp_path)
+    group = {"group": "a@0.0", "uid": "a", "epoch": 0, "attempt": 0}
+    (lost,) = repeated({"event": "replaced", **group, "indices": [2, 3]})
+    assert lost == {"event": "tools_again", **group, "trajectory": "a@0.0/2", "calls": {1: ["buy"]}}
+    assert repeated({"event": "running", **group}) == []  # nothing was resumed
+    assert repeated({"event": "resumed", "from_step": 3}) == []
+    again = {**group, "group": "a@0.1", "attempt": 1}
+    assert [told["trajectory"] for told in repeated({"event": "running", **again})] == ["a@0.0/1", "a@0.0/2"]
+    assert repeated({"event": "running", **again}) == []
+
+
+def test_the_environment_of_docs_agents_works_as_written(tmp_path: Path) -> None:
+    page = (Path(HERE).parents[1] / "docs" / "agents.md").read_text()
+    source = page.partition("```python\n# my_env.py\n")[2].partition("```")[0]
+    assert len(source.splitlines()) <= 32
+    (tmp_path / "my_env.py").write_text(source)
+    code = UserCode(name="my_env:Library", import_path=str(tmp_path))
+    books = [{"author": "Woolf", "title": "The Waves", "shelf": 7}]
+
+    async def main() -> tuple[Any, ...]:
+        library = ToolClass(code=code)
+        processes = EnvironmentProcesses(library, import_limit_s=20.0)
+        environment = ToolEnvironment(processes, library, None, CallLog(None), 20.0)
+        first = await environment.start(make_item("Where is The Waves?", None, {"books": books, "shelf": 7}))
+        looked = said("", ("look_up", {"author": "Woolf", "title": "The Waves"}), ("look_up", {"author": "Woolf", "title": "?"}))
+        found, _, end = await answering(looked, said("", ("answer", {"shelf": 7})), said("On shelf 7."), environment=environment)
+        await environment.close()
+        await processes.close()
+        return first.messages[-1]["content"], [message["content"] for message in found.messages], end.reward
+
+    said_first, found, reward = asyncio.run(main())
+    assert said_first == "Where is The Waves? The catalogue has 1 books."
+    assert found == ["shelf 7", "{'error': \"('Woolf', '?')\"}"]
+    assert reward == 1.0

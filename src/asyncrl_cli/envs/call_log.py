@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 16 * 2**20
 SUFFIX, OLDER = ".tools.jsonl", ".older"
@@ -42,15 +43,44 @@ class CallLog:
             self._fd = -1
 
 
-def noted_calls(logs: Path, trajectories: Iterable[str]) -> dict[str, Calls]:
-    """What the files below `logs` say of these trajectories, by trajectory; those without calls are left out."""
-    wanted, found = set(trajectories), dict[str, Calls]()
+def noted_calls(logs: Path, trajectories: Iterable[str] | None = None) -> dict[str, Calls]:
+    """What the files below `logs` say of these trajectories, or of all, by trajectory; those without calls are left out."""
+    wanted = None if trajectories is None else {json.dumps(name).encode() for name in trajectories}
+    found = dict[str, Calls]()
     for file in sorted(logs.rglob(f"*{SUFFIX}*")):
         with file.open("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
                     break  # a killed worker's last
-                trajectory, turn, tools = json.loads(line)
-                if trajectory in wanted:
+                if wanted is None or line[1:].partition(b", ")[0] in wanted:
+                    trajectory, turn, tools = json.loads(line)
                     found.setdefault(trajectory, {}).setdefault(turn, []).extend(tools)
     return found
+
+
+class RepeatedCalls:
+    """Tells of tool calls whose episodes start again, by the events of the loop: after a resume when their prompt is admitted
+    again, after a worker's death when they are placed again."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._earlier: dict[tuple[str, str], dict[str, Calls]] = {}
+
+    def __call__(self, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Further events, one per trajectory: `calls` are the tools that it had called, by turn. It may call them again."""
+        found = dict[str, Calls]()
+        if event["event"] == "resumed":
+            for trajectory, calls in noted_calls(self._logs).items():
+                self._earlier.setdefault(_prompt(trajectory), {})[trajectory] = calls
+        elif event["event"] == "running":
+            found = self._earlier.pop((event["uid"], str(event["epoch"])), {})
+        elif event["event"] == "replaced":
+            found = noted_calls(self._logs, [f"{event['group']}/{index}" for index in event["indices"]])
+        again = {name: event[name] for name in ("group", "uid", "epoch", "attempt") if name in event}
+        return [{"event": "tools_again", **again, "trajectory": name, "calls": calls} for name, calls in found.items()]
+
+
+def _prompt(trajectory: str) -> tuple[str, str]:
+    """Uid and epoch of `<uid>@<epoch>.<attempt>/<index>`."""
+    uid, _, rest = trajectory.rpartition("@")
+    return uid, rest.partition(".")[0]

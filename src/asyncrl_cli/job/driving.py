@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from asyncrl_cli.checkpoint.run_directory import RunDirectory
 from asyncrl_cli.checkpoint.sealed import Checkpoint, sealed_checkpoints, step_of
 from asyncrl_cli.checkpoint.store import CheckpointStore
+from asyncrl_cli.envs.call_log import RepeatedCalls
 from asyncrl_cli.errors import AsyncrlError, ExecutorFailed, Interrupted, RefusedError, SessionLost
 from asyncrl_cli.job.process import StopRequests, leave, tell
 from asyncrl_cli.loop.attempts import Prompt
@@ -168,7 +169,8 @@ def make_observers(profile: Profile, directory: RunDirectory, ui: str) -> Observ
         sinks.append(Wandb(directory.path, mode=mode, project=project, name=directory.name, config=profile.model_dump(mode="json")))
     if (screen := make_ui(ui)) is not None:
         sinks.append(screen)
-    return Observers(RunFacts.of(profile, directory.path, directory.attempts), sinks)
+    facts = RunFacts.of(profile, directory.path, directory.attempts)
+    return Observers(facts, sinks, further=RepeatedCalls(directory.logs))
 
 
 async def run_to_the_end(

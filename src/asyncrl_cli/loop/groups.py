@@ -72,7 +72,7 @@ class Groups:
         told = {"workers": dict(placement.responses), "version": placement.version}
         if attempt is not None:
             parts = self.admission.place_again(attempt, placement)
-            self._event("replaced", key=attempt.key, **told)
+            self._event("replaced", key=attempt.key, **told, indices=sorted(index for part in parts for index in part.indices))
         else:
             attempt = self._again.popleft() if self._again else Attempt(prompt=self._feed.next())
             parts = self.admission.admit(attempt, placement)

@@ -18,7 +18,7 @@ ENDED = ("done", "failed", "stopped")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """One line of events.jsonl. `name` is a ledger state or one of: replaced, published, loaded, checkpointed, failed, resumed,
-    warning, eval, lost, restarted. `fields` are further JSON values."""
+    warning, eval, lost, restarted, tools_again. `fields` are further JSON values."""
 
     time_s: float
     name: str

@@ -43,13 +43,22 @@ class ObserversState(TypedDict):
 class Observers(Observer):
     """Feeds the sinks. A sink that fails is dropped with a warning: watching must never end a run.
 
-    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is made.
+    `clock` is the driver's clock (default: the event loop's). Time 0 of a new run is when this object is made. `further` makes more
+    events out of one of the loop's.
     """
 
-    def __init__(self, facts: RunFacts, sinks: Sequence[Sink], *, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        facts: RunFacts,
+        sinks: Sequence[Sink],
+        *,
+        clock: Callable[[], float] | None = None,
+        further: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda event: (),
+    ) -> None:
         self._clock = clock or asyncio.get_running_loop().time
         self._sinks = list(sinks)
         self._left_out: list[Sink] = []
+        self._further = further
         self.metrics = StepMetrics(trigger_parameter_sync_step=facts.trigger_parameter_sync_step, started_s=self._clock())
         self.live = LiveStatus(facts, self.metrics)
         self._each("status", self.live.picture())
@@ -58,7 +67,10 @@ class Observers(Observer):
         self._align(event.time_s)
         key = {} if event.key is None else {"group": str(event.key), **event.key._asdict()}
         where = {name: value for name, value in (("version", event.version), ("step", event.step)) if value is not None}
-        self._tell({"time_s": event.time_s, "event": event.name, **key, **where, **event.fields})
+        line = {"time_s": event.time_s, "event": event.name, **key, **where, **event.fields}
+        self._tell(line)
+        for more in self._further(line):
+            self._tell({"time_s": event.time_s, **more})
 
     def step(self, record: StepRecord) -> None:
         line = self.metrics.update(record)
