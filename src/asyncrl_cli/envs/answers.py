@@ -80,10 +80,6 @@ class Parser:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str, written: str) -> None:
         self._tokenizer = tokenizer
         self._own: Mapping[str, Any] | None = getattr(tokenizer, "response_template", None)
-        self._plain = self._own or _template()
-        if "tool_calls" in self._plain["fields"]:
-            fields = {name: field for name, field in self._plain["fields"].items() if name != "tool_calls"}
-            self._plain = {**self._plain, "fields": fields}
         known = [self._own] if self._own else map(_template, FORMS.values())
         self._with_calls = next((spec for spec in known if written and self._reads(spec, written, prompt)), None)
 
@@ -102,9 +98,17 @@ class Parser:
                 malformed = first_line(error)
         else:
             malformed = ""
-        return Answer(
-            text=text, message=self._parsed(self._plain, whole, prompt, ()), finish_reason=finish_reason, malformed=malformed
-        )
+        return Answer(text=text, message=self._without_calls(whole, prompt), finish_reason=finish_reason, malformed=malformed)
+
+    def _without_calls(self, whole: str, prompt: str) -> Message:
+        if self._own:
+            fields = {name: field for name, field in self._own["fields"].items() if name != "tool_calls"}
+            return self._parsed({**self._own, "fields": fields}, whole, prompt, ())
+        message: dict[str, Any] = {"role": "assistant", "content": whole.strip()}
+        if prompt.rstrip().endswith(THINK) or message["content"].startswith(THINK):
+            thinking, _, content = message["content"].removeprefix(THINK).partition(THINK_END)
+            message |= {"content": content.strip(), **({"reasoning_content": thinking.strip()} if thinking.strip() else {})}
+        return message
 
     def _parsed(self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
         """The message. Raises ValueError or KeyError if a call cannot be read."""
@@ -137,15 +141,14 @@ EXAMPLE: Mapping[str, Any] = {
 }
 
 
-def _template(calls: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _template(calls: Mapping[str, Any]) -> dict[str, Any]:
     """A response template for answers that think between <think> and </think>, with calls of this form."""
     unstripped = {"repeats": True, "join": "", "content_args": {"strip": False}}
-    fields: dict[str, Any] = {
+    fields = {
         "content": unstripped,
         "reasoning_content": {"open": THINK, "close": THINK_END, "repeats": True, "join": "\n"},
+        "tool_calls": {"repeats": not calls.get("transform_each"), **calls},
     }
-    if calls:
-        fields["tool_calls"] = {**calls} if calls.get("transform_each") else {**calls, "repeats": True}
     return {"start_anchor_pattern": r"\A", "defaults": {"role": "assistant"}, "fields": fields}
 
 

@@ -120,7 +120,7 @@ class Chat:
         prefix = str(self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])))
         is_closed = bool(completion.tokens) and completion.tokens[-1] in self._stops
         said = completion.tokens[:-1] if is_closed else completion.tokens
-        whole = str(self.tokenizer.decode(said))
+        whole = text if self._specials.isdisjoint(said) else str(self.tokenizer.decode(said))
         return self.parser.answer(text, whole, reason, prefix, tools)
 
     @cached_property
@@ -186,6 +186,10 @@ class Chat:
         """Whether the template closes an answer with a token at which the model stops."""
         _, _, rest = self._example({"role": "assistant", "content": MARK})[1].partition(MARK)
         return any(text in rest for text in self._stop_texts)
+
+    @cached_property
+    def _specials(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.all_special_ids)
 
     @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
