@@ -139,6 +139,15 @@ EXAMPLE: Mapping[str, Any] = {
     "type": "function",
     "function": {"name": "name", "arguments": {"key": "value"}},
 }
+"""A call, and below the tool that it calls: what templates are tried with."""
+EXAMPLE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "name",
+        "description": "An example.",
+        "parameters": {"type": "object", "properties": {"key": {"type": "string", "description": "A text."}}, "required": ["key"]},
+    },
+}
 
 
 def _template(calls: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from asyncrl_cli.engines.port import Completion
-from asyncrl_cli.envs.answers import EXAMPLE, Parser, plain_answer
+from asyncrl_cli.envs.answers import EXAMPLE, EXAMPLE_TOOL, Parser, plain_answer
 from asyncrl_cli.envs.port import Answer, EpisodeFailed, Message, ToolSchema, prompt_of
 from asyncrl_cli.errors import PreflightError, first_line
 
@@ -156,7 +156,7 @@ class Chat:
         call = {"role": "assistant", "content": "", "tool_calls": [EXAMPLE]}
         result = {"role": "tool", "content": MARK, "tool_call_id": EXAMPLE["id"], "name": EXAMPLE["function"]["name"]}
         try:
-            is_written = MARK in self._text([QUESTION, call, result], ())
+            is_written = MARK in self._text([QUESTION, call, result], [EXAMPLE_TOOL])
         except EpisodeFailed as failed:
             return failed.text
         return "" if is_written else "its chat template does not write the results of tools"
@@ -170,9 +170,8 @@ class Chat:
 
     @cached_property
     def _style(self) -> Style:
-        thinks = (
-            THOUGHT in self._example({"role": "assistant", "content": "a", "reasoning_content": THOUGHT}, Style(thinks=True))[1]
-        )
+        thinking = {"role": "assistant", "content": "a", "reasoning_content": THOUGHT}
+        thinks = THOUGHT in self._example(thinking, Style(thinks=True))[1]
         call = {**EXAMPLE, "function": {**EXAMPLE["function"], "arguments": {MARK: ""}}}
         for says_and_calls in (True, False):
             for arguments_as_text in (False, True):
@@ -189,7 +188,8 @@ class Chat:
 
     @cached_property
     def _specials(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.all_special_ids)
+        added = self.tokenizer.added_tokens_decoder.items()
+        return frozenset([*self.tokenizer.all_special_ids, *(token for token, piece in added if piece.special)])
 
     @cached_property
     def _stop_texts(self) -> tuple[str, ...]:
@@ -199,9 +199,10 @@ class Chat:
     def _example(self, message: Message, style: Style | None = None) -> tuple[str, str]:
         """How the template writes QUESTION, and then the answer `message`; two empty texts if it cannot."""
         try:
-            whole = self._text([QUESTION, message], (), add_generation_prompt=False, style=style)
+            tools = [EXAMPLE_TOOL] if "tool_calls" in message else []
+            whole = self._text([QUESTION, message], tools, add_generation_prompt=False, style=style)
             for begins_answer in (True, False):  # a prompt that begins to think is no part of what is said later
-                before = self._text([QUESTION], (), add_generation_prompt=begins_answer)
+                before = self._text([QUESTION], tools, add_generation_prompt=begins_answer)
                 if whole.startswith(before):
                     return before, whole.removeprefix(before)
         except EpisodeFailed:
@@ -237,12 +238,16 @@ class Chat:
 
 def load_chat(model_dir: str | Path, *, trust_remote_code: bool) -> Chat:
     """The chat of a model's directory, with the stop tokens of its generation config."""
-    tokenizer = load_tokenizer(model_dir, trust_remote_code=trust_remote_code)
+    return Chat(load_tokenizer(model_dir, trust_remote_code=trust_remote_code), stop_tokens_of(model_dir))
+
+
+def stop_tokens_of(model_dir: str | Path) -> list[int]:
+    """The stop tokens of a model's generation config, which it need not have."""
     try:
         ends = GenerationConfig.from_pretrained(model_dir).eos_token_id
-    except OSError:  # a model need not have one
-        ends = None
-    return Chat(tokenizer, ends if isinstance(ends, list) else [ends] if ends is not None else [])
+    except OSError:
+        return []
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
 def load_tokenizer(model_dir: str | Path, *, trust_remote_code: bool) -> Any:

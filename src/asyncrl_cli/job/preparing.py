@@ -104,12 +104,15 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
         around = 0 if task.words is None else AROUND_PROMPT
         check_prompt_lengths(profile, task, lambda items: [around + len(item["prompt"]) for item in items])
     elif model_dir is not None:
-        check_prompt_lengths(profile, task, partial(tokens, checked_tokenizer(profile, model_dir)))
+        tokenizer = checked_tokenizer(profile, model_dir)
+        check_prompt_lengths(profile, task, partial(tokens, tokenizer))
+        if environment_of(profile.task) != "one-turn":
+            check_chat(tokenizer, model_dir, tools=task.tool_class is not None)
 
 
 def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
     """The model's tokenizer. Raises PreflightError if it or the model cannot be used."""
-    from asyncrl_cli.envs.chat import Chat, load_tokenizer
+    from asyncrl_cli.envs.chat import load_tokenizer
 
     vocab_size = check_model(profile, model_dir)
     try:
@@ -119,9 +122,17 @@ def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:
         why = f"the tokenizer in {model_dir} cannot be loaded: {first_line(error)}"
         raise PreflightError(f"model.path: {why}", hint="save it anew with save_pretrained") from error
     check_vocabulary(model_dir, len(tokenizer), vocab_size)
-    if environment_of(profile.task) != "one-turn":
-        Chat(tokenizer).check_turns()
     return tokenizer
+
+
+def check_chat(tokenizer: Any, model_dir: Path, *, tools: bool) -> None:
+    """Raises PreflightError if the model's chat template cannot write a second turn, or (with `tools`) tools."""
+    from asyncrl_cli.envs.chat import Chat, stop_tokens_of
+
+    chat = Chat(tokenizer, stop_tokens_of(model_dir))
+    chat.check_turns()
+    if tools:
+        chat.check_tools()
 
 
 def tokens(tokenizer: Any, items: Sequence[Item]) -> list[int]:
