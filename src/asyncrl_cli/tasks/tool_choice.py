@@ -9,7 +9,7 @@ from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.tasks.code_records import recorded_file, try_out, user_code
 from asyncrl_cli.tasks.tool_class import ToolClass, check_reward, inspect_class
-from asyncrl_cli.tasks.user_code import is_user_code
+from asyncrl_cli.tasks.user_code import UserCode, is_user_code
 
 IMPORT_LIMIT_S = 30.0
 """Least time for the import: that of transformers, which describes the tools, is part of it."""
@@ -24,8 +24,9 @@ def resolve_tool_class(profile: Profile, name: str, run_dir: Path | None) -> tup
     limit_s, notes = max(IMPORT_LIMIT_S, profile.env.tool_timeout_s), list[str]()
 
     def found(what: str, code_name: str, check: Any, expects: str) -> Any:
-        is_ours = what == "environment" and not is_user_code(profile.task.environment)  # a builtin task's
-        file, note = (None, "") if run_dir is None or is_ours else recorded_file(run_dir, what, code_name)
+        if what == "environment" and not is_user_code(profile.task.environment):  # a builtin task's own class
+            return UserCode(name=code_name), check(UserCode(name=code_name))
+        file, note = (None, "") if run_dir is None else recorded_file(run_dir, what, code_name)
         notes.extend([note] if note else [])
         code, limit_key = user_code(code_name, file), "env.tool_timeout_s"
         return try_out(f"task.{what}", code, check, limit_s=limit_s, limit_key=limit_key, expects=expects)
