@@ -29,7 +29,8 @@ from asyncrl_cli.simulate.world import SimulatedRun, simulate
 
 BASELINE = "colocate"
 WINDOW_KEYS = ("trainer.ppo_mini_batch_size", "async_training.require_batches", "async_training.trigger_parameter_sync_step")
-SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0}
+SWITCHED_OFF = {"checkpoint.every_steps": 0, "eval.every_versions": 0, "eval.prompts": 0, "env.max_context_tokens": None}
+"""Beside what a simulation leaves out: the profile's own limit of a context, which is about the tokens of another task."""
 LENGTH_KEYS = {
     "lognormal": (("median_tokens", "sigma"), "median_tokens = 1000.0 and sigma = 1.0, for example"),
     "list": (("response_tokens",), "response_tokens = [12, 40, 96]"),
