@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -212,6 +213,55 @@ def test_an_abort_in_the_middle_of_a_call_kills_the_process() -> None:
         await environment.close()
         await asyncio.to_thread(psutil.wait_procs, [psutil.Process(pid)] if psutil.pid_exists(pid) else [], 5)
         assert not psutil.pid_exists(pid)
+        await processes.close()
+
+    asyncio.run(main())
+
+
+def test_processes_come_and_go_also_while_the_zygotes_socket_is_full() -> None:
+    async def main() -> None:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        await processes.start()
+        assert processes._control is not None
+        processes._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # room for a few commands
+        taken = await asyncio.gather(*(processes.take() for _ in range(12)))
+        alive = [psutil.Process(process.pid) for process in taken]
+        for process in taken:
+            processes.kill(process)
+        _, left = await asyncio.to_thread(psutil.wait_procs, alive, 5)
+        assert not left
+        await processes.close()
+
+    asyncio.run(main())
+
+
+def test_an_abort_while_a_process_starts_leaves_none() -> None:
+    async def main() -> None:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        await processes.start()
+        take = asyncio.ensure_future(processes.take())
+        while not (started := psutil.Process(processes._zygote.pid).children()):
+            await asyncio.sleep(0)
+        take.cancel()
+        await asyncio.wait({take})
+        _, left = await asyncio.to_thread(psutil.wait_procs, started, 5)
+        assert take.cancelled()
+        assert not left
+        await processes.close()
+
+    asyncio.run(main())
+
+
+def test_what_a_process_that_died_had_started_ends_with_it() -> None:
+    async def main() -> None:
+        processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
+        environment = ToolEnvironment(processes, FAULTY, None, CallLog(None), 20.0)
+        await environment.start(make_item("hello", None, {}))
+        with pytest.raises(EpisodeFailed, match="exit code 4"):
+            await environment.step(misbehaving("fork_and_exit"))
+        left = psutil.Process(processes._zygote.pid).children(recursive=True)
+        assert not (await asyncio.to_thread(psutil.wait_procs, left, 5))[1]
+        await environment.close()
         await processes.close()
 
     asyncio.run(main())

@@ -26,6 +26,8 @@ MOST_IDLE = 64
 LINE_LIMIT_BYTES = 16 * 2**20
 """More than a text of MAX_TEXT_CHARS takes as JSON."""
 START_LIMIT_S, DEATH_LIMIT_S, END_LIMIT_S = 30.0, 2.0, 5.0
+FULL_PAUSE_S = 0.01
+"""The zygote's socket holds some 280 commands: whoever finds it full tries again after this pause."""
 CHUNK_BYTES, CHUNK_PAUSE_S = 2**16, 0.002
 LOGGED_BYTES, LOGGED_BYTES_PER_S = 2**18, 2**14
 
@@ -96,6 +98,7 @@ class EnvironmentProcesses:
         self._beside: list[asyncio.Task[None]] = []
         self._idle: list[EnvironmentProcess] = []
         self._alive: dict[int, EnvironmentProcess] = {}
+        self._doomed: list[int] = []
 
     async def start(self) -> None:
         """Start the zygote, if there is none. Raises ProcessEnded if the class cannot be imported."""
@@ -109,15 +112,17 @@ class EnvironmentProcesses:
             return self._idle.pop()
         await self.start()
         ours, theirs = socket.socketpair()
-        with theirs:
-            reader, writer = await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES)
-            self._command(zygote.FORK, theirs.fileno())
-        process = EnvironmentProcess(reader, writer)
+        process = EnvironmentProcess(*await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES))
         try:
+            with theirs:
+                while not self._told(zygote.FORK, theirs.fileno()):
+                    await asyncio.sleep(FULL_PAUSE_S)
             process.pid = (await process.answer(START_LIMIT_S))["pid"]
         except (TimeoutError, ProcessEnded) as error:
-            process.close()
             raise ProcessEnded(f"no environment process could be started: {error or 'no answer'}") from None
+        finally:
+            if not process.pid:
+                process.close()
         self._alive[process.pid] = process
         return process
 
@@ -133,9 +138,11 @@ class EnvironmentProcesses:
 
     def kill(self, process: EnvironmentProcess) -> None:
         """Kill the process with all that it has started."""
-        if self._alive.pop(process.pid, None) is not None and self._control is not None:
-            self._command(zygote.KILL + str(process.pid).encode())
         process.close()
+        if self._alive.pop(process.pid, None) is not None:
+            self._doomed.append(process.pid)
+            if len(self._doomed) == 1:
+                self._kill_doomed()
 
     async def close(self) -> None:
         """End all processes: the zygote kills them when its socket closes."""
@@ -202,14 +209,27 @@ class EnvironmentProcesses:
             with contextlib.suppress(OSError):  # it has ended already
                 control.shutdown(socket.SHUT_RDWR)
 
-    def _command(self, word: bytes, *fds: int) -> None:
-        """Tell the zygote. Raises ProcessEnded if it does not listen."""
+    def _kill_doomed(self) -> None:
+        """Name them to the zygote, the rest a little later if it has too much to read. One that has ended has killed them."""
+        try:
+            while self._doomed and self._told(zygote.KILL + str(self._doomed[-1]).encode()):
+                self._doomed.pop()
+        except ProcessEnded:
+            self._doomed.clear()
+        if self._doomed:
+            asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._kill_doomed)
+
+    def _told(self, word: bytes, *fds: int) -> bool:
+        """Tell the zygote, unless it has too much to read already. Raises ProcessEnded if it does not listen."""
         if self._control is None:
             raise ProcessEnded("the parent of the environment processes has ended")
         try:
             socket.send_fds(self._control, [word + b"\n"], fds)
+        except BlockingIOError:
+            return False
         except OSError as error:
             raise ProcessEnded(f"the parent of the environment processes does not listen: {error}") from error
+        return True
 
 
 async def _copy_output(process: asyncio.subprocess.Process) -> None:

@@ -3,7 +3,7 @@
     worker -> zygote    `fork` with one end of a socket, which the new process talks over; `kill PID`
     zygote -> worker    lines of JSON: {"ready": true} or {"failed": why}; then {"pid": ..., "code": ...} for each that ended
 
-A process leads a session of its own. When it is killed, what it has started goes with it. What it has started and orphaned in a
+A process leads a session of its own. When it is killed or dies, what it has started there goes with it. What it has started and orphaned in a
 further session (a daemon) becomes the zygote's, and ends with the zygote. The zygote ends when its socket closes: at the end of the
 worker, however that came about.
 """
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG
+from asyncrl_cli.tasks.child import PR_SET_PDEATHSIG, kill_group
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.tasks.tool_player import Player
 from asyncrl_cli.tasks.user_code import describe
@@ -119,6 +119,8 @@ class Zygote:
                     results.flush()
                     self._player.serve(requests, results)
             os._exit(0)
+        except BrokenPipeError:  # nobody waits for it any more
+            os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -129,6 +131,7 @@ class Zygote:
                 pid, status = ended
                 if pid in self._children:
                     self._children.discard(pid)
+                    kill_group(pid)  # what a process that has died left behind in its group
                     _tell(self._control, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def end(self) -> None:
