@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.engines.port import Completion
 from asyncrl_cli.envs.chat import Chat
 from asyncrl_cli.envs.conversation import Conversation
-from asyncrl_cli.envs.port import Answer
+from asyncrl_cli.envs.port import Answer, EpisodeFailed
 from asyncrl_cli.errors import PreflightError
 from asyncrl_cli.models.tiny_chat import chat_tokenizer
 from tests.envs.chat_models import ALPHABET, MODELS, TEMPLATES, TOOLS, WORDS, ChatModel, Said
@@ -185,12 +185,29 @@ def test_an_answer_that_is_cut_off_while_it_thinks_says_nothing_and_its_call_is_
 
 
 @pytest.mark.parametrize(
-    "call", ['{"name": 3, "arguments": {}}', '{"arguments": {}}', '{"name": "search", "arguments": [1]}', "[]"]
+    "call",
+    [
+        '{"name": 3, "arguments": {}}',
+        '{"arguments": {}}',
+        '{"name": "search", "arguments": [1]}',
+        "[]",
+        '{"name": ' + "[" * 100_000,
+    ],
 )
 def test_a_call_that_names_no_tool_or_no_arguments_is_malformed(call: str) -> None:
     chat = chat_of("qwen3")
     prompt = chat.render([{"role": "user", "content": "hi"}], TOOLS)
     assert chat.parse(prompt, completion_of(chat, f"<tool_call>{call}</tool_call>"), TOOLS).malformed
+
+
+def test_a_text_that_is_no_unicode_fails_its_trajectory_alone() -> None:
+    chat = chat_of("qwen3")
+    asked: list[Any] = [{"role": "user", "content": "hi"}]
+    said = chat.parse(chat.render(asked, TOOLS), completion_of(chat, "yes"), TOOLS).message
+    tokens = chat.render(asked, TOOLS) + completion_of(chat, "yes").tokens
+    with pytest.raises(EpisodeFailed) as failed:
+        chat.bridge(tokens, [*asked, said], [{"role": "user", "content": "\ud800"}], TOOLS)
+    assert failed.value.kind == "template"
 
 
 def test_calls_are_text_where_no_tools_were_offered() -> None:

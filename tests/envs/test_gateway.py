@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 from openai import APIStatusError, AsyncOpenAI
 
-from tests.envs.gateways import Served, gateway, ids, text_of
+from asyncrl_cli.envs.conversation import Conversation
+from tests.envs.gateways import CHAT, SAMPLING, Served, gateway, ids, text_of
 
 ADD = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}}
 ASK = [{"role": "user", "content": "2+2"}]
@@ -195,7 +196,9 @@ async def test_a_client_that_goes_away_takes_its_request_with_it(server: Served)
 
 @served()
 async def test_closing_a_session_ends_its_requests(server: Served) -> None:
-    session, access = server.open()
+    told = list[int]()
+    session = server.gateway.session("t", Conversation(CHAT), SAMPLING, 7, told.append)
+    access = server.gateway.open_session(session)
     server.engine.held.clear()
     async with client_of(access) as client:
         request = asyncio.create_task(client.chat.completions.create(model="m", messages=ASK))
@@ -203,6 +206,7 @@ async def test_closing_a_session_ends_its_requests(server: Served) -> None:
         await server.gateway.close_session(session)
         assert (await refusal(request)).status_code == 410
     assert session.conversation.segments() == ()
+    assert told == [1]  # afterwards nobody waits for the agent
 
 
 @served()

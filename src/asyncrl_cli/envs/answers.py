@@ -19,6 +19,8 @@ from asyncrl_cli.envs.port import Answer, Message, ToolSchema
 from asyncrl_cli.errors import first_line
 
 THINK, THINK_END = "<think>", "</think>"
+UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
+"""What transformers' parsers and `json` raise on what a model may write; the last one on a thousand brackets."""
 _NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 """For forms whose opening has the tool's name."""
 
@@ -94,7 +96,7 @@ class Parser:
             try:
                 message = self._parsed(self._with_calls, whole, prompt, tools)
                 return Answer(text=text, message=message, finish_reason=finish_reason)
-            except (ValueError, KeyError) as error:  # transformers' parsers raise both
+            except UNREADABLE as error:
                 malformed = first_line(error)
         else:
             malformed = ""
@@ -111,7 +113,7 @@ class Parser:
         return message
 
     def _parsed(self, spec: Mapping[str, Any], whole: str, prompt: str, tools: Sequence[ToolSchema]) -> Message:
-        """The message. Raises ValueError or KeyError if a call cannot be read."""
+        """The message. Raises one of UNREADABLE if a call cannot be read."""
         if not self._own:  # our templates read only what the prompt has begun of the answer
             prompt = THINK if prompt.rstrip().endswith(THINK) else ""
         read = self._tokenizer.parse_response(whole, dict(spec), prefix=prompt, tools=list(tools) or None)
@@ -124,7 +126,7 @@ class Parser:
     def _reads(self, spec: Mapping[str, Any], written: str, prompt: str) -> bool:
         try:
             calls = self._parsed(spec, written, prompt, ()).get("tool_calls", ())
-        except (ValueError, KeyError):
+        except UNREADABLE:
             return False
         return [call["function"] for call in calls] == [EXAMPLE["function"]]
 

@@ -72,8 +72,8 @@ class Chat:
         return self.tokenizer.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text by itself, as a prompt would have them."""
-        return list(self.tokenizer(text)["input_ids"])
+        """Ids of a text by itself, as a prompt would have them. Raises EpisodeFailed if it is no Unicode."""
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -98,7 +98,7 @@ class Chat:
         change what is there. Raises EpisodeFailed if it refuses the new messages.
         """
         if not self.has_template:
-            return list(self.tokenizer("".join(message["content"] for message in new), add_special_tokens=False)["input_ids"])
+            return self._ids("".join(message["content"] for message in new))
         *seen, answer = messages
         before, marked = self._text(seen, tools), _marked(answer)
         after = self._text([*seen, marked, *new], tools)
@@ -109,7 +109,7 @@ class Chat:
         if not closes:
             return self._unclosed(after, [*seen, marked], tools)
         at, _ = min(closes)
-        added = list(self.tokenizer(rest[at:], add_special_tokens=False)["input_ids"])
+        added = self._ids(rest[at:])
         return added[1:] if tokens and tokens[-1] in self._stops else added
 
     def parse(self, prompt: Sequence[int], completion: Completion, tools: Tools = ()) -> Answer:
@@ -166,7 +166,13 @@ class Chat:
         alone = self._text(said, tools, add_generation_prompt=False)
         if not after.startswith(alone):
             return None
-        return list(self.tokenizer(after.removeprefix(alone), add_special_tokens=False)["input_ids"])
+        return self._ids(after.removeprefix(alone))
+
+    def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        try:
+            return list(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        except TypeError as error:  # JSON has halves of surrogate pairs, which no tokenizer takes
+            raise EpisodeFailed("template", f"a text that is no Unicode cannot be tokenized: {first_line(error)}") from error
 
     @cached_property
     def _style(self) -> Style:

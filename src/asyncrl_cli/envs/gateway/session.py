@@ -33,7 +33,8 @@ CLOSED = "this session is closed: its trajectory has ended"
 
 
 class Session:
-    """`id` names its requests to the engine. `on_running(number of requests that run)`: at every change."""
+    """`id` names its requests to the engine. `on_running(number of requests that run)`: at every change, until the
+    session is closed."""
 
     def __init__(
         self,
@@ -78,7 +79,10 @@ class Session:
     async def complete(self, request: TextRequest) -> Reply:
         """A response to a text, or to token ids. Raises Refused."""
         chat = self.conversation.chat
-        prompt = request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt)
+        try:
+            prompt = request.prompt if isinstance(request.prompt, list) else chat.encode(request.prompt)
+        except EpisodeFailed as failed:
+            raise Refused(400, failed.text) from None
         context, prompt = self._context_of(prompt)
         completion = await self._generated(prompt, request)
         self._keep(context, prompt, completion, [], ())
@@ -135,7 +139,8 @@ class Session:
             yield request_id
         finally:
             self._running.discard(request_id)
-            self._on_running(len(self._running))
+            if self.is_open:  # otherwise nobody waits for the agent any more
+                self._on_running(len(self._running))
 
     def _sampling_for(self, prompt: list[int], request: ModelRequest) -> Sampling:
         """The profile's sampling, within the request's limits. Raises Refused if there is no room for a response."""
