@@ -240,7 +240,7 @@ def test_an_abort_while_a_process_starts_leaves_none() -> None:
         processes = EnvironmentProcesses(FAULTY, import_limit_s=20.0)
         await processes.start()
         take = asyncio.ensure_future(processes.take())
-        while not (started := psutil.Process(processes._zygote.pid).children()):
+        while not (started := psutil.Process(processes._zygote.pid).children()):  # noqa: ASYNC110
             await asyncio.sleep(0)
         take.cancel()
         await asyncio.wait({take})

@@ -115,8 +115,9 @@ class EnvironmentProcesses:
         process = EnvironmentProcess(*await asyncio.open_connection(sock=ours, limit=LINE_LIMIT_BYTES))
         try:
             with theirs:
-                while not self._told(zygote.FORK, theirs.fileno()):
-                    await asyncio.sleep(FULL_PAUSE_S)
+                async with asyncio.timeout(START_LIMIT_S):
+                    while not self._told(zygote.FORK, theirs.fileno()):  # noqa: ASYNC110
+                        await asyncio.sleep(FULL_PAUSE_S)
             process.pid = (await process.answer(START_LIMIT_S))["pid"]
         except (TimeoutError, ProcessEnded) as error:
             raise ProcessEnded(f"no environment process could be started: {error or 'no answer'}") from None
