@@ -88,13 +88,14 @@ class ConfigError(AsyncrlError):
 
 
 def combine(problems: Sequence[ConfigError]) -> ConfigError:
-    """One error out of several: all messages, the first one's hint."""
+    """One error out of several: all messages, and each of their hints once."""
     assert problems
     if len(problems) == 1:
         return problems[0]
     more = "\n  - ..." if len(problems) > MOST_PROBLEMS else ""
     lines = "".join(f"\n  - {problem.message}" for problem in problems[:MOST_PROBLEMS]) + more
-    return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint=problems[0].hint)
+    hints = dict.fromkeys(problem.hint for problem in problems[:MOST_PROBLEMS] if problem.hint)
+    return ConfigError(f"{len(problems)} problems in the configuration:{lines}", hint="\n".join(hints))
 
 
 class PreflightError(AsyncrlError):

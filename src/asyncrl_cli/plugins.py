@@ -21,8 +21,9 @@ def engine_kind(name: str) -> Any:
     return find("rollout.engine", name, ENGINES, "asyncrl.engines")
 
 
-def find(key: str, name: str, ours: Mapping[str, str], group: str) -> Any:
-    """The object that `key = name` in a profile refers to. `ours`: "module:attribute" by name; `group`: of the entry points.
+def find(key: str, name: str, ours: Mapping[str, str], group: str, *, also: str = "") -> Any:
+    """The object that `key = name` in a profile refers to. `ours`: "module:attribute" by name; `group`: of the entry points;
+    `also`: what else the key takes, for the hint.
 
     Raises ConfigError if the name is unknown or its package cannot be imported.
     """
@@ -30,7 +31,7 @@ def find(key: str, name: str, ours: Mapping[str, str], group: str) -> Any:
         return resolve_name(ours[name])
     others = {point.name: point for point in entry_points(group=group)}
     if name not in others:
-        known = ", ".join(sorted({*ours, *others}))
+        known = ", ".join([*sorted({*ours, *others}), *([also] if also else [])])
         raise ConfigError(f'{key} = "{name}" is not known', hint=f"known: {known}; packages add theirs as entry points of {group}")
     try:
         return others[name].load()

@@ -181,11 +181,12 @@ def test_environment_values_are_toml_too_and_their_errors_name_the_variable() ->
     assert "(environment ASYNCRL_RUN__SEED)" in refusal(environ={"ASYNCRL_RUN__SEED": "x"}).message
 
 
-def test_all_problems_are_listed_with_the_first_ones_hint() -> None:
+def test_all_problems_are_listed_with_all_hints() -> None:
     error = refusal(sets=("run.seed=x", "rollout.n=1", "trainer.lr=0"))
     assert error.message.startswith("3 problems in the configuration:")
     assert all(key in error.message for key in ("run.seed", "rollout.n", "trainer.lr"))
     assert "Seed" in error.hint
+    assert len(error.hint.splitlines()) == 3
 
 
 def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: Path) -> None:
@@ -193,7 +194,11 @@ def test_an_unknown_key_in_a_file_names_the_file_and_the_nearest_key(tmp_path: P
     error = refusal(own)
     assert f"{own}: unknown key rollout.slot" in error.message
     assert f"{own}: unknown key rolout" in error.message
-    assert error.hint == "did you mean rollout.slots?"
+    assert error.hint == "did you mean rollout.slots?\ndid you mean rollout.n?"
+
+
+def test_a_key_that_resembles_none_is_refused_with_those_of_its_section() -> None:
+    assert "max_turns" in refusal(sets=("env.qqq=1",)).hint.removeprefix("keys of [env]: ").split(", ")
 
 
 def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:

@@ -307,3 +307,13 @@ def test_a_wrong_eval_set_is_named(tmp_path, sets, source, message):
         load_sets(tmp_path, sets, source)
     assert message in str(refused.value)
     assert refused.value.hint
+
+
+def test_a_class_that_gives_its_own_reward_needs_no_answers(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncrl_cli.tasks.task.resolve_tool_class", lambda *_: (None, ()))  # its trial imports transformers
+    rows = [{"prompt": f"buy {i}", "price": i} for i in range(9)]
+    file = write(tmp_path / "shop.jsonl", rows)
+    task = load(file, environment="shop:Shop")
+    assert [item["answer"] for item in (*task.train, *task.eval)] == [None] * 9
+    with pytest.raises(ConfigError, match='no column "answer"'):
+        load(file, environment="shop:Shop", reward="exact-match")

@@ -25,7 +25,7 @@ ENVIRONMENTS = {"one-turn": "asyncrl_cli.envs.port:OneTurn", "guess": "asyncrl_c
 
 def find_environment(name: str) -> Any:
     """The class or function that makes an environment. Raises ConfigError for an unknown name."""
-    return find("task.environment", name, ENVIRONMENTS, "asyncrl.environments")
+    return find("task.environment", name, ENVIRONMENTS, "asyncrl.environments", also="a class of yours as module:Class")
 
 
 def check_environment(name: str) -> None:

@@ -10,7 +10,7 @@ class EnvSection(Section):
 
     tool_timeout_s: PositiveFloat = 60.0
     """Seconds that a tool call, an environment's `reset` or its reward may take. What takes longer is killed with its process, and
-    its trajectory counts as failed (`tool-timeout`). Importing the environment's module may take as long, at least 10 s."""
+    its trajectory counts as failed (`tool-timeout`). Importing the environment's module may take as long, at least 30 s."""
     max_turns: PositiveInt = 16
     """Responses of one episode. After the last one the episode ends, with the reward for what it has reached, and counts as
     truncated."""

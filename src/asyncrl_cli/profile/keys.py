@@ -102,8 +102,10 @@ def _last_parts() -> frozenset[str]:
 def unknown_key(key: str, where: str, known: Collection[str]) -> ConfigError:
     if row := foreign(key):
         return ConfigError(f"{where}: unknown key {shortened(key)}, {row.meaning}", hint=row.hint)
-    hint = did_you_mean(key, known, f"sections: {', '.join(sections())}")
-    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=hint)
+    section = key.partition(".")[0]
+    names = [name.removeprefix(f"{section}.") for name in known if name.startswith(f"{section}.")]
+    there_are = f"keys of [{section}]: {', '.join(names)}" if names else f"sections: {', '.join(sections())}"
+    return ConfigError(f"{where}: unknown key {shortened(key)}", hint=did_you_mean(key, known, there_are))
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str], named: Mapping[str, Any], origin: str) -> Profile:

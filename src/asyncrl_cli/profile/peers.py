@@ -70,6 +70,9 @@ actor_rollout_ref.rollout.enable_dual_buffer | weights.dual_buffer | the same
 actor_rollout_ref.rollout.enable_param_async | weights.mode | true is "async"; how weights travel is weights.transport
 actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb | weights.gather_bucket_size_mb | MiB, 2048 in both
 actor_rollout_ref.rollout.param_update_consume_bucket_size_mb | weights.load_bucket_size_mb | MiB, 128 in both; nccl and ipc
+actor_rollout_ref.rollout.multi_turn.enable | task.environment | module:Class with tools; or task.agent
+actor_rollout_ref.rollout.multi_turn.tool_config_path | task.environment | module:Class; its public methods are the tools
+actor_rollout_ref.rollout.multi_turn.max_assistant_turns | env.max_turns
 actor_rollout_ref.rollout.val_kwargs.n | eval.samples_per_prompt
 actor_rollout_ref.rollout.val_kwargs.temperature | eval.temperature | 1 if not given, 0 in verl
 algorithm.adv_estimator | algorithm.adv_estimator | grpo, rloo and REINFORCE++; gae needs a critic

@@ -193,7 +193,7 @@ def _file_task(profile: Profile, path: Path, run_dir: Path | None) -> Task:
         read_items,
         prompt=profile.task.prompt_key,
         answer=profile.task.answer_key,
-        needs_answer=reward.function is None,
+        needs_answer=reward.function is None and reward.kind != "episode",
     )
     if profile.task.eval_path is None:
         train, held_out, notes = _one_file(profile, path, read)
