@@ -42,6 +42,7 @@ from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.tasks.builtin import environment_of
 from asyncrl_cli.tasks.rewards import RewardPool, default_workers
 from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.tool_choice import import_limit_s
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.weights.versions import Manifest, judge, mean_abs_diff
 
@@ -114,7 +115,7 @@ class RolloutActor:
 
     async def _start_environments(self) -> None:
         if self._tool_class is not None:
-            self._processes = EnvironmentProcesses(self._tool_class, import_limit_s=self._profile.env.tool_timeout_s)
+            self._processes = EnvironmentProcesses(self._tool_class, import_limit_s=import_limit_s(self._profile))
             try:
                 await self._processes.start()
             except ProcessEnded as why:

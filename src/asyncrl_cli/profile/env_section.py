@@ -9,8 +9,9 @@ class EnvSection(Section):
     """Limits of an episode, which may have many turns and tools."""
 
     tool_timeout_s: PositiveFloat = 60.0
-    """Seconds that a tool call, an environment's `reset` or its reward may take. What takes longer is killed with its process, and
-    its trajectory counts as failed (`tool-timeout`). Importing the environment's module may take as long, at least 30 s."""
+    """Seconds that a tool call, an environment's `reset` or its reward may take, or an agent without awaiting. What takes longer is
+    killed with its process, and its trajectory counts as failed (`tool-timeout`; `environment` for a reset, `reward` for a reward).
+    Importing the environment's module may take as long, at least 30 s; an agent's, at least 10 s."""
     max_turns: PositiveInt = 16
     """Responses of one episode. After the last one the episode ends, with the reward for what it has reached, and counts as
     truncated."""

@@ -16,12 +16,17 @@ IMPORT_LIMIT_S = 30.0
 EXPECTS = "it takes no arguments; it has `reset`, and tools as public methods with type hints and docstrings"
 
 
+def import_limit_s(profile: Profile) -> float:
+    """How long the import of the class may take, when it is tried out and in every rollout worker."""
+    return max(IMPORT_LIMIT_S, profile.env.tool_timeout_s)
+
+
 def resolve_tool_class(profile: Profile, name: str, run_dir: Path | None) -> tuple[ToolClass, tuple[str, ...]]:
     """The class of `task.environment = name`, and notes for the user. Raises ConfigError if it or its reward cannot be used.
 
     `run_dir`: set for a resumed run, whose code is imported from the recorded files; RefusedError if that is impossible.
     """
-    limit_s, notes = max(IMPORT_LIMIT_S, profile.env.tool_timeout_s), list[str]()
+    limit_s, notes = import_limit_s(profile), list[str]()
 
     def found(what: str, code_name: str, check: Any, expects: str) -> Any:
         if what == "environment" and not is_user_code(profile.task.environment):  # a builtin task's own class

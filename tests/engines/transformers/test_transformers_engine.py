@@ -580,5 +580,8 @@ def test_a_request_that_cannot_be_served_is_refused(model_dir: Path) -> None:
                 await engine.generate("long", [5] * 65, sampling(128), 0)
             with pytest.raises(ValueError, match="prompt of none has 0 tokens"):
                 await engine.generate("none", [], sampling(), 0)
+            with pytest.raises(ValueError, match="prompt of strange has the token 1000000"):
+                await engine.generate("strange", [5, 10**6], sampling(), 0)
+            assert (await engine.generate("next", [5], sampling(), 0)).tokens
 
     run(body)

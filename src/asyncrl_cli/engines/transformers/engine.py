@@ -81,8 +81,8 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
     async def _check_itself(self) -> None:
         """Compare sampling with scoring. Sampling uses a paged cache; scoring and training use a plain forward pass. If the paged
         path ignored a feature of the model, nobody would notice. PreflightError unless the logprobs agree."""
-        vocab_size, rollout = int(self._model.config.get_text_config().vocab_size), self._profile.rollout
-        (prompt,) = make_probes(1, vocab_size, seed=0, length_tokens=min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens))
+        rollout = self._profile.rollout
+        (prompt,) = make_probes(1, self._vocab_size, seed=0, length_tokens=min(SELF_CHECK_PROMPT_TOKENS, rollout.max_prompt_tokens))
         how = Sampling(temperature=1.0, max_response_tokens=min(SELF_CHECK_TOKENS, rollout.max_response_tokens))
         answer = await self.generate("self-check", list(prompt), how, seed=0)
         scores = await self.score([[*prompt, *answer.tokens]], 1.0)
@@ -105,6 +105,15 @@ class TransformersEngine(SlottedEngine[SampledTrack]):
         self._started = True
         with self._manager.pause():  # raises if the thread could not allocate its cache
             pass
+
+    def _check(self, request_id: str, prompt_tokens: list[int], sampling: Sampling) -> None:
+        super()._check(request_id, prompt_tokens, sampling)
+        if max(prompt_tokens) >= self._vocab_size:  # in a forward it would end the engine
+            raise ValueError(f"prompt of {request_id} has the token {max(prompt_tokens)}, the model has {self._vocab_size}")
+
+    @property
+    def _vocab_size(self) -> int:
+        return int(self._model.config.get_text_config().vocab_size)
 
     async def close(self) -> None:
         self._fail("the rollout engine is closed")
