@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,10 +17,10 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 from asyncrl_cli.engines.port import Sampling
 from asyncrl_cli.engines.transformers.engine import TransformersEngine
 from asyncrl_cli.envs.chat import Chat, render_prompts
-from asyncrl_cli.envs.episode import Limits, Means
+from asyncrl_cli.envs.episode import Episode, Limits, Means
 from asyncrl_cli.envs.group_runner import GroupRunner
 from asyncrl_cli.envs.places import Places
-from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, Turn
+from asyncrl_cli.envs.port import Answer, End, Environment, OneTurn, SelfPlayed, Turn
 from asyncrl_cli.errors import ExecutorFailed
 from asyncrl_cli.loop.attempts import AttemptKey, Failure, PartKey, TrajectoryMeta
 from asyncrl_cli.loop.ports import EvalRequest, EvalTry, PartRequest
@@ -304,6 +305,25 @@ def test_every_span_of_every_turn_has_the_logprobs_of_the_weights_that_sampled_i
 class Broken(Questions):
     async def step(self, answer: Answer) -> Turn | End:
         raise KeyError("no such tool")
+
+
+def test_a_reward_that_is_no_number_fails_and_such_a_fact_is_left_out() -> None:
+    class Ending(SelfPlayed):
+        async def play(self, episode: Episode) -> End:
+            return end
+
+    def played() -> Episode:
+        means = Means(cast(Any, None), cast(Any, None), Ending, Limits(1, 1), Places(1, hold=True))
+        episode = Episode("e", {"uid": "u"}, 0, means, cast(Any, None))
+        asyncio.run(episode.play())
+        return episode
+
+    end = End(reward=math.nan)
+    failed = played()
+    assert failed.end is None
+    assert failed.failure == ("reward", "reward of e: it is nan")
+    end = End(reward=1.0, facts={"a": 2.0, "b": math.inf})
+    assert played().meta().facts == (("a", 2.0),)
 
 
 def test_an_environment_that_raises_fails_its_trajectories_with_its_error(model_dir: Path) -> None:

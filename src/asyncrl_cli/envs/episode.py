@@ -100,7 +100,7 @@ class Episode:
             self._check_stopped()
             environment = self._made()
             try:
-                self.end = await self._end_of(environment)
+                self.end = self._checked(await self._end_of(environment))
             finally:
                 self._free()
                 await self._close(environment)
@@ -221,6 +221,12 @@ class Episode:
             return environment
         except Exception as error:  # as above
             raise self._failed(error) from error
+
+    def _checked(self, end: End) -> End:
+        """The end without facts that are no finite numbers: these were not measured. Raises EpisodeFailed for such a reward."""
+        if not math.isfinite(end.reward):
+            raise EpisodeFailed("reward", f"reward of {self.id}: it is {end.reward}")
+        return replace(end, facts={name: fact for name, fact in end.facts.items() if math.isfinite(fact)})
 
     async def _close(self, environment: Environment) -> None:
         try:
