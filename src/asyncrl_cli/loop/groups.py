@@ -218,7 +218,7 @@ class Groups:
             raise AsyncrlError(
                 f"{self._failed_trajectories} of {self._trajectories} trajectories failed, more than task.max_failed_ratio = "
                 f"{most} allows; the last one: {result.failures[-1].text if result.failures else 'an earlier one'}",
-                hint="mend the reward (the run's log has every failure), or raise task.max_failed_ratio",
+                hint="mend the reward, environment or agent (the run's log has every failure), or raise task.max_failed_ratio",
             )
 
     def _seed(self, key: AttemptKey) -> int:
