@@ -72,7 +72,7 @@ def test_the_wheel_in_an_empty_environment_lists_profiles_and_templates(tmp_path
 
     listed = asyncrl("profiles")
     names = [path.stem for path in (ROOT / "profiles").glob("*.toml")]
-    assert len(names) == 7
+    assert len(names) == 9
     assert all(name in listed for name in names)
     assert str(site_packages) in asyncrl("profiles", "show", "base", "--origin")
     asyncrl("init", "jsonl", "mine")
