@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -27,15 +28,17 @@ else:
 
 
 def listening(pids: set[int]) -> list[tuple[int, str, int]]:
-    """(pid, address, port) of every TCP socket in the state LISTEN that one of the processes holds."""
-    holders = dict(inodes(pids))
+    """(pid, address, port) of every TCP socket in the state LISTEN, for each of the processes that holds it."""
+    holders = defaultdict[str, list[int]](list)
+    for inode, pid in inodes(pids):
+        holders[inode].append(pid)
     found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == LISTEN and fields[9] in holders:
                 host, port = fields[1].split(":")
-                found.append((holders[fields[9]], address(host), int(port, 16)))
+                found += [(pid, address(host), int(port, 16)) for pid in holders[fields[9]]]
     return found
 
 
