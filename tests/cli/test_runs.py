@@ -76,7 +76,7 @@ def test_status_as_json_is_what_the_driver_wrote_and_whether_it_lives(
     directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say_status(directory, "running")
-    assert run(["status", "--runs-dir", str(tmp_path), "--json"]) == 0
+    assert run(["status", "first", "--runs-dir", str(tmp_path), "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["phase"], status["liveness"]) == ("running", "live")
 

@@ -214,7 +214,7 @@ def test_one_profile_lies_over_another_and_what_both_extend_stays_below(tmp_path
     loaded = load(f"{tmp_path}/own.toml+{tmp_path}/over.toml", environ={})
     profile, origins = loaded.profile, loaded.origins
     assert (profile.rollout.slots, profile.trainer.lr, profile.async_training.partial_rollout) == (32, 2e-5, True)
-    assert (profile.name, profile.purpose) == ("own-over", "Mine.")
+    assert (profile.name, profile.purpose) == ("own+over", "Mine.")
     assert "over.toml" in origins["trainer.lr"]
     assert "base.toml" in origins["rollout.n"]
     with pytest.raises(ConfigError, match="no profile 'stale'"):

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.results import Run, timeline_of_run
+from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.job.process import StopRequests
 from asyncrl_cli.observe.format import clock
@@ -82,7 +83,7 @@ class RealRun:
 
     @property
     def name(self) -> str:
-        return f"{self.entry.name}-r{self.repeat}"
+        return f"{stem_of(self.entry.name)}-r{self.repeat}"
 
     @property
     def directory(self) -> Path:

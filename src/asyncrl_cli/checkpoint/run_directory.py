@@ -189,9 +189,14 @@ def _in_use(path: Path) -> RefusedError:
 
 def fresh_name(profile: str, runs_dir: Path) -> str:
     """A name for a run without --name: profile and local time, with a number if that is taken."""
-    stem = f"{re.sub(r'[^A-Za-z0-9._-]', '-', profile).strip('-.') or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{stem_of(profile)}-{time.strftime('%Y%m%d-%H%M%S')}"
     name, number = stem, 1
     while (runs_dir / name).exists():
         number += 1
         name = f"{stem}-{number}"
     return name
+
+
+def stem_of(profile: str) -> str:
+    """A profile's name as the beginning of a run's: with `-` for what cannot be in one."""
+    return re.sub(r"[^A-Za-z0-9._-]", "-", profile).strip("-.") or "run"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -31,6 +31,9 @@ from asyncrl_cli.errors import ConfigError, RefusedError
 from asyncrl_cli.observe.terminal import uncoloured
 from asyncrl_cli.safe_files import UnsafeFile, open_regular, reason
 
+if TYPE_CHECKING:
+    from asyncrl_cli.observe.status import RunStatus
+
 POLL_S = 0.3
 MAX_LINE_CHARACTERS = 2**20
 TRAIN_EXAMPLES = """
@@ -45,9 +48,11 @@ RESUME_EXAMPLES = """
   asyncrl resume first                                   the newest checkpoint of run "first"
   asyncrl resume runs/first/checkpoints/step-000040      that one; later ones are set aside"""
 STATUS_EXAMPLES = """
-  asyncrl status                 the newest run
-  asyncrl status first --watch   until it ends
-  asyncrl status --json | jq .progress"""
+  asyncrl status                 all runs, the newest first, and what to do next
+  asyncrl status first           one run in depth
+  asyncrl status --watch         the newest run, until it ends
+  asyncrl status --json | jq '.[] | select(.state == "failed") | .error'
+  asyncrl status first --json | jq .progress"""
 LOGS_EXAMPLES = """
   asyncrl logs first
   asyncrl logs first -f --role trainer     trainer-0, trainer-1, ... as they go on"""
@@ -109,18 +114,59 @@ def resume(
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; by default the newest.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run's name or directory; by default all runs, if there are several.")
+    ] = None,
     runs_dir: RunsDirOption = RUNS_DIR,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Redraw every second until the run ends.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Redraw every second until the run, by default the newest, ends.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how a run is doing, from any terminal, also after it has ended."""
-    from asyncrl_cli.observe.screen import print_status, watch_status
-    from asyncrl_cli.observe.status import RunStatus, newest_status, read_status
+    """Show the runs and what to do next, or how one run is doing: from any terminal, also after it has ended.
 
+    With --json: an array with an entry per run, or the whole status of RUN."""
+    from asyncrl_cli.observe.status import newest_status, read_status
+
+    if run is None and not watch:
+        _print_overview(runs_dir, as_json=as_json)
+        return
     found, wrong = newest_status(runs_dir) if run is None else (read_status(run, runs_dir), [])
     for told in wrong:
         warn(f"{told}; an older run is shown")
+    if as_json:
+        print_json(found.to_json())
+    elif watch:
+        _watch(found, runs_dir)
+    else:
+        _print_in_depth(found)
+
+
+def _print_overview(runs_dir: Path, *, as_json: bool) -> None:
+    from asyncrl_cli.observe.overview import overview, table_of, to_json
+    from asyncrl_cli.observe.status import read_status
+
+    rows = overview(runs_dir)
+    if as_json:
+        print_json(to_json(rows))
+    elif len(rows) == 1:
+        _print_in_depth(read_status(rows[0].name, runs_dir))
+    else:
+        stdout().print(table_of(rows))
+
+
+def _print_in_depth(found: RunStatus) -> None:
+    from asyncrl_cli.observe.overview import last_error, next_command, state_of
+    from asyncrl_cli.observe.screen import print_status
+
+    state = state_of(found)
+    error = last_error(found.directory, found.status) if state in ("killed", "failed") else ""
+    print_status(found, stdout(), error=error, go_on=next_command(found.directory, state) if found.liveness == "ended" else "")
+
+
+def _watch(found: RunStatus, runs_dir: Path) -> None:
+    from asyncrl_cli.observe.screen import watch_status
+    from asyncrl_cli.observe.status import read_status
 
     def read_again() -> RunStatus:
         if not found.directory.exists():
@@ -128,12 +174,7 @@ def status(
             raise RefusedError(why, hint="the command that started it said why")
         return read_status(str(found.directory), runs_dir)
 
-    if as_json:
-        print_json(found.to_json())
-    elif watch:
-        watch_status(read_again, stdout())
-    else:
-        print_status(found, stdout())
+    watch_status(read_again, stdout())
 
 
 def logs(

@@ -114,11 +114,17 @@ def can_show(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and "utf" in console.encoding.lower()
 
 
-def print_status(found: RunStatus, console: Console) -> None:
-    """`asyncrl status`: the picture once, and the totals of an ended run."""
+def print_status(found: RunStatus, console: Console, *, error: str = "", go_on: str = "") -> None:
+    """`asyncrl status RUN`: the picture once, and the totals of an ended run.
+
+    `error`: what ended it, if its status does not say so; `go_on`: the command to go on with."""
     console.print(render(found.status, width=console.width, height=200, remark=found.remark), highlight=False)
     if found.liveness == "ended":
         console.print(render_summary(found.status))
+    elif error:
+        console.print(Text(f"last error: {error}", "bold red"))
+    if go_on:
+        console.print(Text(f"next: {go_on}"), soft_wrap=True)
 
 
 def watch_status(read: Callable[[], RunStatus], console: Console, *, every_s: float = 1.0) -> RunStatus:

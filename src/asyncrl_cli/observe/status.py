@@ -117,11 +117,16 @@ class RunStatus:
             return f"killed {self.age_s:.0f} s ago while it started: nothing was trained, {again}"
         if self.liveness == "dead":
             return f"not running any more: it was killed {self.age_s:.0f} s ago; go on with `asyncrl resume {self.name}`"
-        if self.liveness == "live" and self.status["phase"] in ENDED:
+        if self.is_resuming:
             return "a driver holds the run: it is resuming or ending it; this is the last status it wrote"
         if self.liveness == "silent":
             return f"silent for {self.age_s:.0f} s: pid {self.status['pid']} on {self.status['host']} writes no status"
         return ""
+
+    @property
+    def is_resuming(self) -> bool:
+        """A driver holds the run, and has not yet written a status."""
+        return self.liveness == "live" and self.status["phase"] in ENDED
 
     @property
     def name(self) -> str:

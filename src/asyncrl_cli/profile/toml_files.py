@@ -157,7 +157,7 @@ def chain(reference: str) -> list[ProfileFile]:
     files = list({file.path: file for files in chains for file in files}.values())
     tops = [files[-1] for files in chains]
     purpose = " ".join(filter(None, (top.content.get("purpose") for top in tops)))
-    name = "-".join(str(top.content.get("name", top.name)) for top in tops)
+    name = "+".join(str(top.content.get("name", top.name)) for top in tops)
     return [*files, ProfileFile(name=name, path=Path(reference), content={"purpose": purpose})]
 
 

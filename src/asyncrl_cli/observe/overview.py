@@ -1,0 +1,166 @@
+"""The runs of a directory, one row each: state, figures, and the command that comes next. `asyncrl status` prints it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl_cli.checkpoint.find import run_names
+from asyncrl_cli.checkpoint.run_directory import never_began
+from asyncrl_cli.checkpoint.sealed import checkpoints_in
+from asyncrl_cli.errors import ConfigError, RefusedError
+from asyncrl_cli.observe.format import NOTHING, number, share
+from asyncrl_cli.observe.render import PHASE_STYLES
+from asyncrl_cli.observe.status import RunStatus, StillStarting, UnreadableStatus, read_status
+from asyncrl_cli.safe_files import UnsafeFile, open_regular
+
+MOST_ROWS = 20
+"""Rows of the table; `--json` has all."""
+LOG_TAIL_BYTES = 2**16
+ERROR_LINE = re.compile(r"^\S+ \S+ (?:ERROR|CRITICAL) [\w.]+: (.+)")
+NEXT = {"done": "export", "stopped": "resume", "failed": "resume", "killed": "resume", "silent": "logs", "damaged": "logs"}
+"""State -> the subcommand to go on with; a run in any other state is under way: `status`."""
+STYLES = {**PHASE_STYLES, "killed": "bold red", "damaged": "bold red", "silent": "bold yellow", "stopped": "yellow"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`state`: the run's phase, or killed, silent, damaged. `age_s`: since its last word. `next`: the command to go on with.
+    `error`: the last one of a run that failed, was killed or cannot be read. Figures that are not known are None."""
+
+    name: str
+    state: str
+    age_s: float
+    next: str
+    profile: str = ""
+    mode: str = ""
+    step: int | None = None
+    train_steps: int | None = None
+    reward: Any = None
+    trainer_idle_ratio: Any = None
+    rollouter_idle_ratio: Any = None
+    staleness_mean: Any = None
+    error: str = ""
+
+
+def overview(runs_dir: Path) -> list[Row]:
+    """A row for each run, the newest first. Raises ConfigError if there are none."""
+    rows = [_row(runs_dir / name, runs_dir) for name in run_names(runs_dir)]
+    if not rows:
+        raise ConfigError(f"there are no runs in {runs_dir}", hint="start one with `asyncrl train`")
+    return rows
+
+
+def _row(directory: Path, runs_dir: Path) -> Row:
+    try:
+        found = read_status(str(directory.absolute()), runs_dir)
+    except StillStarting:
+        return _bare(directory, "starting")
+    except UnreadableStatus as damaged:
+        return _bare(directory, "damaged", damaged.message)
+    except (RefusedError, ConfigError) as ended:  # ... while it started, or it has been removed meanwhile
+        return _bare(directory, "killed", ended.message)
+    status, state = found.status, state_of(found)
+    return Row(
+        name=found.name,
+        state=state,
+        age_s=round(found.age_s, 1),
+        next=next_command(directory, state),
+        profile=status["profile"],
+        mode=status.get("mode", ""),
+        step=status["progress"]["step"],
+        train_steps=status["progress"]["train_steps"],
+        reward=status["reward"].get("mean"),
+        trainer_idle_ratio=status["utilization"].get("trainer_idle_ratio"),
+        rollouter_idle_ratio=status["utilization"].get("rollouter_idle_ratio"),
+        staleness_mean=status["staleness"].get("mean"),
+        error=last_error(directory, status) if state in ("failed", "killed") else "",
+    )
+
+
+def _bare(directory: Path, state: str, error: str = "") -> Row:
+    """The row of a run without a status that can be read."""
+    try:
+        age_s = max(0.0, time.time() - directory.stat().st_mtime)
+    except OSError:
+        age_s = 0.0
+    return Row(name=directory.name, state=state, age_s=round(age_s, 1), next=next_command(directory, state), error=error)
+
+
+def state_of(found: RunStatus) -> str:
+    """The phase that the run itself tells, or what became of it without its telling."""
+    if found.liveness in ("dead", "silent"):
+        return "killed" if found.liveness == "dead" else "silent"
+    return "starting" if found.is_resuming else str(found.status["phase"])
+
+
+def next_command(directory: Path, state: str) -> str:
+    """The command that goes on from here."""
+    verb = NEXT.get(state, "status")
+    if verb == "resume" and not checkpoints_in(directory / "checkpoints"):
+        replaces = state == "killed" and never_began(directory)
+        return f"asyncrl train --name {directory.name}" if replaces else f"asyncrl logs {directory.name}"
+    return f"asyncrl {verb} {directory.name}"
+
+
+def last_error(directory: Path, status: Mapping[str, Any]) -> str:
+    """The first line of what ended the run: its own error, else the last one in the log of its newest attempt's driver."""
+    if status["error"]:
+        return str(status["error"]).splitlines()[0]
+    try:
+        with open_regular(directory / "logs" / "latest" / "driver.log") as log:
+            log.seek(max(0, log.seek(0, 2) - LOG_TAIL_BYTES))
+            lines = log.read(LOG_TAIL_BYTES).decode(errors="replace").splitlines()
+    except (OSError, UnsafeFile):
+        return ""
+    errors = deque((match[1] for line in lines if (match := ERROR_LINE.match(line))), maxlen=1)
+    return errors.pop() if errors else ""
+
+
+def table_of(rows: Sequence[Row]) -> Group:
+    """The newest runs for a terminal, and below them what ended those that did not end well."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("run", overflow="fold", min_width=8)
+    table.add_column("state", no_wrap=True)
+    table.add_column("profile", overflow="fold", min_width=8)
+    for heading in ("step", "reward", "idle", "stale", "age"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("next", no_wrap=True)
+    for row in rows[:MOST_ROWS]:
+        idle = f"{share(row.trainer_idle_ratio)} {share(row.rollouter_idle_ratio)}"
+        table.add_row(
+            row.name,
+            Text(row.state, STYLES.get(row.state, "")),
+            row.profile or NOTHING,
+            NOTHING if row.step is None else f"{row.step}/{row.train_steps}",
+            number(row.reward, 3),
+            NOTHING if row.step is None else idle,
+            number(row.staleness_mean),
+            since(row.age_s),
+            row.next.split()[1],
+        )
+    told = [Text.assemble((f"{row.name}: ", "bold red"), f"{row.error}; {row.next}") for row in rows[:MOST_ROWS] if row.error]
+    older = [Text(f"... and {len(rows) - MOST_ROWS} older runs: --json lists all", "dim")] if len(rows) > MOST_ROWS else []
+    legend = Text("idle: trainer, rollouter; stale: versions per token; age: since its last word; next: asyncrl NEXT RUN", "dim")
+    return Group(table, *older, *told, legend)
+
+
+def since(seconds: float) -> str:
+    """`12 s`, `5 min`, `3 h`, `2 d`."""
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds // length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) for row in rows]

@@ -1,0 +1,111 @@
+"""`asyncrl status` on several runs: one that runs, and others that are done, stopped, failed, killed, damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.observe.live_status import RunFacts
+from asyncrl_cli.observe.observers import Observers
+
+LOG = """2026-11-23 04:00:00,100 INFO asyncrl: importing
+2026-11-23 04:00:07,100 ERROR asyncrl: rollout-0 gave no answer for 600 s
+Traceback (most recent call last):
+2026-11-23 04:00:09,100 INFO asyncrl: {"event": "checkpointed"}
+"""
+
+
+def say(directory: RunDirectory, **changed: Any) -> None:
+    facts = RunFacts(
+        name=directory.name,
+        profile="agent-guess+partial-rollout",
+        mode="partial-rollout",
+        run_dir=str(directory.path),
+        train_steps=9,
+        step_groups=1,
+        window_groups=1,
+        trigger_parameter_sync_step=1,
+        max_staleness=1,
+    )
+    picture = Observers(facts, [], clock=lambda: 0.0).live.picture()
+    directory.status.write_text(json.dumps(picture | changed), encoding="utf-8")
+
+
+@pytest.fixture
+def runs_dir(tmp_path: Path) -> Iterator[Path]:
+    """Six runs, each older than the one before."""
+    made = {name: RunDirectory.create(tmp_path, name, profile_toml="", resolved={}) for name in NAMES}
+    for name in ("running", "done", "stopped"):
+        say(made[name], phase=name)
+    say(made["failed"], phase="failed", error="rollout-0 failed: out of memory\n  File x")
+    say(made["killed"], phase="running", updated_at=0.0, pid=2**22 + 1)
+    (made["killed"].start_attempt() / "driver.log").write_text(LOG, encoding="utf-8")
+    (made["damaged"].status).write_text('{"schema_version": 2, ', encoding="utf-8")
+    for name in ("stopped", "killed"):
+        (made[name].checkpoints / "step-000004").mkdir()
+    for age, directory in enumerate(made.values()):
+        os.utime(directory.path, (1e9 - age, 1e9 - age))
+        if directory.name != "running":
+            directory.close()
+    yield tmp_path
+    made["running"].close()
+
+
+NAMES = ("running", "done", "stopped", "failed", "killed", "damaged")
+
+
+def test_every_run_has_a_row_with_its_state_and_what_to_do_next(runs_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["status", "--runs-dir", str(runs_dir), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["state"]) for row in rows] == [(name, name) for name in NAMES]
+    assert [row["next"] for row in rows] == [
+        "asyncrl status running",
+        "asyncrl export done",
+        "asyncrl resume stopped",
+        "asyncrl logs failed",  # it has no checkpoint
+        "asyncrl resume killed",
+        "asyncrl logs damaged",
+    ]
+    assert [row["error"] for row in rows][3:5] == ["rollout-0 failed: out of memory", "rollout-0 gave no answer for 600 s"]
+    assert "status.json cannot be read" in rows[5]["error"]
+
+
+def test_the_table_of_runs_fits_80_columns_and_names_nothing_in_part(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["status", "--runs-dir", str(runs_dir)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert [line.split()[0] for line in out.splitlines()[1:] if line.split()[0] in NAMES] == list(NAMES)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    said = " ".join(out.split())
+    assert "killed: rollout-0 gave no answer for 600 s; asyncrl resume killed" in said
+    assert "failed: rollout-0 failed: out of memory; asyncrl logs failed" in said
+
+
+def test_a_killed_run_in_depth_says_its_last_error_and_the_resume_line(
+    runs_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["status", "killed", "--runs-dir", str(runs_dir)]) == 0
+    out = capsys.readouterr().out
+    assert "go on with `asyncrl resume killed`" in out
+    assert "last error: rollout-0 gave no answer for 600 s" in out
+    assert run(["status", "stopped", "--runs-dir", str(runs_dir)]) == 0
+    assert "next: asyncrl resume stopped" in capsys.readouterr().out
+
+
+def test_a_single_run_is_shown_in_depth(runs_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (runs_dir / "done").rename(alone / "done")
+    assert run(["status", "--runs-dir", str(alone)]) == 0
+    assert "━━ asyncrl" in capsys.readouterr().out
