@@ -15,7 +15,7 @@ from asyncrl_cli.loop.values import shown
 from asyncrl_cli.profile.schema import TrainerSection
 from asyncrl_cli.samples import GroupPayload, Trajectory
 from asyncrl_cli.train.balance import microbatches
-from asyncrl_cli.train.policy_update import SPLIT_COST_TOKENS
+from asyncrl_cli.train.batch import SPLIT_COST_TOKENS
 from asyncrl_cli.train.ranks import learning_rate
 from asyncrl_cli.weights.buckets import unpack, verified
 from asyncrl_cli.weights.versions import mean_abs_diff

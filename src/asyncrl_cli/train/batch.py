@@ -6,7 +6,7 @@ Legend: B = rows (segments), T = padded positions, K = kept positions at the end
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,10 @@ import torch
 from asyncrl_cli.samples import GroupPayload, Segment
 from asyncrl_cli.train.balance import OptimizerStepPlan, microbatches
 
+SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
+"""Cost of one more microbatch in padded tokens: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); on a GPU
+high, because full microbatches are more efficient."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
@@ -22,7 +26,8 @@ class Microbatch:
 
     `kept_positions` (K): logits are needed at the last K positions only; `select_N` points into the flattened (B, K).
     `staleness_N`: versions from the one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled
-    tokens of the whole trajectory that the token belongs to.
+    tokens of the whole trajectory that the token belongs to. `first_tokens`: of each row's first sampled token, its index among
+    the sampled tokens of this rank's share of the optimizer step. `columns`: more figures of the N tokens, by name (scores.py).
     """
 
     inputs_BT: torch.Tensor
@@ -34,14 +39,24 @@ class Microbatch:
     advantages_N: torch.Tensor
     staleness_N: torch.Tensor
     trajectory_tokens_N: torch.Tensor
+    first_tokens: tuple[int, ...]
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def order_N(self) -> torch.Tensor:
+        """Each token's index among the sampled tokens of this rank's share of the optimizer step, trajectory by trajectory."""
+        counts = torch.bincount(self.rows_N, minlength=len(self.first_tokens))
+        shifts = torch.tensor(self.first_tokens, device=self.rows_N.device) - (counts.cumsum(0) - counts)
+        return torch.arange(len(self.rows_N), device=self.rows_N.device) + shifts[self.rows_N]
 
 
 class Row(NamedTuple):
-    """A segment, with the advantage and the number of sampled tokens of its trajectory."""
+    """A segment, with the advantage and the number of sampled tokens of its trajectory, and its first sampled token's index."""
 
     segment: Segment
     advantage: float
     trajectory_tokens: int
+    first_token: int = 0
 
 
 def build_microbatches(
@@ -50,17 +65,19 @@ def build_microbatches(
     *,
     window: int,
     max_tokens: int,
-    split_cost_tokens: int,
     device: torch.device,
 ) -> list[Microbatch]:
     """Microbatches of this rank's share of an optimizer step; all segments of a trajectory share its advantage."""
-    rows = []
+    rows, num_before = [], 0
     for planned in plan.trajectories:
         segments = payloads[planned.group].trajectories[planned.trajectory].segments
-        num_sampled = sum(int(segment.mask_T.sum()) for segment in segments)
-        rows += [Row(segment, planned.advantage, num_sampled) for segment in segments if segment.mask_T.any()]
-    lengths = [len(segment.tokens_T) - 1 for segment, _, _ in rows]
-    parts = microbatches(lengths, max_tokens, split_cost_tokens) if rows else []
+        counts = [int(segment.mask_T.sum()) for segment in segments]
+        for segment, count in zip(segments, counts, strict=True):
+            if count:
+                rows.append(Row(segment, planned.advantage, sum(counts), num_before))
+            num_before += count
+    lengths = [len(row.segment.tokens_T) - 1 for row in rows]
+    parts = microbatches(lengths, max_tokens, SPLIT_COST_TOKENS[device.type]) if rows else []
     return [build_microbatch([rows[i] for i in part], window, device) for part in parts]
 
 
@@ -69,19 +86,19 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
 
     Padding is to the right of all real tokens, so causal attention never sees it. ValueError if a segment's first token is sampled.
     """
-    if any(segment.mask_T[0] for segment, _, _ in rows):
+    if any(row.segment.mask_T[0] for row in rows):
         raise ValueError("a segment begins with a sampled token: there is nothing to predict it from")
-    shape = (len(rows), max(len(segment.tokens_T) for segment, _, _ in rows))
+    shape = (len(rows), max(len(row.segment.tokens_T) for row in rows))
     tokens_BT, mask_BT = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.bool_)
-    for b, (segment, _, _) in enumerate(rows):
+    for b, (segment, *_) in enumerate(rows):
         tokens_BT[b, : len(segment.tokens_T)] = segment.tokens_T
         mask_BT[b, : len(segment.mask_T)] = segment.mask_T
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
     num_positions = predicted_BT.shape[1]
     kept_positions = num_positions - int(positions_N.min(initial=num_positions - 1))
-    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, _, _ in rows]).astype(np.float32)
-    versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, _, _ in rows])
+    logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, *_ in rows]).astype(np.float32)
+    versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, *_ in rows])
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
     return Microbatch(
@@ -94,6 +111,7 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
         advantages_N=torch.from_numpy(advantages_N).to(device),
         staleness_N=torch.from_numpy(window - versions_N).to(device),
         trajectory_tokens_N=torch.from_numpy(trajectory_tokens_N).to(device),
+        first_tokens=tuple(row.first_token for row in rows),
     )
 
 

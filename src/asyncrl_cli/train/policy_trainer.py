@@ -33,6 +33,7 @@ from asyncrl_cli.train.batch import scoring_microbatch
 from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.policy_update import PolicyUpdate
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
+from asyncrl_cli.train.scores import Scores
 from asyncrl_cli.train.trainer_state import (
     ANOTHER_MODEL,
     PUBLISHED_FILE,
@@ -87,12 +88,15 @@ class PolicyTrainer:
         """Leave the process group."""
         self.ranks.close()
 
-    def train(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
+    def train(
+        self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores | None = None
+    ) -> TrainReport:
         """Make the train step's optimizer steps, skipping those whose gradient is not finite. A collective.
 
-        `payloads` maps indices in the train step to groups, and has at least those in `plan.groups`.
+        `payloads` maps indices in the train step to groups, and has at least those in `plan.groups`; so do the columns in `scores`,
+        which are not computed again.
         """
-        return self._update.run(step_in_window, plan, payloads)
+        return self._update.run(step_in_window, plan, payloads, scores)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Logprobs of tokens 1.. of each sequence by the current weights, at the sampling temperature. A collective."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
@@ -19,15 +20,12 @@ from asyncrl_cli.loop.values import Last, Max, Ratio, Sum, Value
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.samples import GroupPayload
 from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
-from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
+from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.corrections import WEIGHT_SQUARES, WEIGHTS, correct, importance_weights, loglinear_prox, signals
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, sum_of
 from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
-
-SPLIT_COST_TOKENS = {"cpu": 128, "cuda": 8192}
-"""Cost of one more microbatch in padded tokens: on a CPU 8 ms of overhead at 65 us a token (0.75 M parameters); on a GPU
-high, because full microbatches are more efficient."""
+from asyncrl_cli.train.scores import PROX, Scores, fill, step_microbatches
 
 
 class PolicyUpdate:
@@ -47,20 +45,22 @@ class PolicyUpdate:
         """Whether later steps of a window need its first weights for prox."""
         return self._algorithm.old_logprobs == "recompute" and self._profile.async_training.trigger_parameter_sync_step > 1
 
-    def run(self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> TrainReport:
+    def run(
+        self, step_in_window: int, plan: RankPlan, payloads: Mapping[int, GroupPayload], scores: Scores | None = None
+    ) -> TrainReport:
         """Make the train step's optimizer steps. A collective."""
-        started_s = time.monotonic()
-        work = self._microbatches(plan, payloads)
-        steps_done = step_in_window * len(plan.optimizer_steps)
+        started_s, steps = time.monotonic(), plan.optimizer_steps
+        max_tokens = self._profile.trainer.max_tokens_per_microbatch
+        work = step_microbatches(steps, payloads, scores, window=plan.window, max_tokens=max_tokens, ranks=self._ranks)
+        steps_done = step_in_window * len(steps)
         prox_started_s = time.monotonic()
-        prox = self._prox(work, step_in_window)
+        num_scored = self._prox(work, step_in_window)
         self._ranks.synchronize()
         prox_s = time.monotonic() - prox_started_s
         seen: list[dict[str, Metric]] = []
-        steps = plan.optimizer_steps
         made_steps = [
-            self._optimizer_step(step, part, prox_part, steps_done + index, seen)
-            for index, (step, part, prox_part) in enumerate(zip(steps, work, prox, strict=True))
+            self._optimizer_step(step, parts, steps_done + index, seen)
+            for index, (step, parts) in enumerate(zip(steps, work, strict=True))
         ]
         norms, rates = zip(*made_steps, strict=True)
         made = [norm for norm in norms if math.isfinite(norm)]
@@ -75,8 +75,8 @@ class PolicyUpdate:
             "train/skipped_steps": Sum(float(len(norms) - len(made))),
         }
         if self._algorithm.old_logprobs == "recompute":
-            scored = [step.num_loss_tokens for step, part in zip(steps, prox, strict=True) if part[0] is not None]
-            metrics["train/old_logprob_tokens"] = Sum(float(sum(scored)))
+            scored = sum(step.num_loss_tokens for step in steps[len(steps) - num_scored :])
+            metrics["train/old_logprob_tokens"] = Sum(float(scored))
         self._ranks.synchronize()
         return TrainReport(
             train_s=time.monotonic() - started_s - prox_s,
@@ -87,34 +87,24 @@ class PolicyUpdate:
             skipped_in_a_row=self._optimizer.skipped_in_a_row,
         )
 
-    def _microbatches(self, plan: RankPlan, payloads: Mapping[int, GroupPayload]) -> list[list[Microbatch]]:
-        """Microbatches of each optimizer step, padded with empty ones to the number that the rank with the most has."""
-        device = self._ranks.device
-        max_tokens, cost = self._profile.trainer.max_tokens_per_microbatch, SPLIT_COST_TOKENS[device.type]
-        own = [
-            build_microbatches(step, payloads, window=plan.window, max_tokens=max_tokens, split_cost_tokens=cost, device=device)
-            for step in plan.optimizer_steps
-        ]
-        counts = self._ranks.max(torch.tensor([max(len(part), 1) for part in own], device=device)).tolist()
-        return [
-            part + [empty_microbatch(device) for _ in range(count - len(part))] for part, count in zip(own, counts, strict=True)
-        ]
-
-    def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> list[list[torch.Tensor | None]]:
-        """Proximal logprobs of each microbatch of each optimizer step. None means theta's, detached, which have the same value."""
+    def _prox(self, work: list[list[Microbatch]], step_in_window: int) -> int:
+        """Proximal logprobs as a column. Returns how many optimizer steps, of the last ones, it took a forward pass for. Where the
+        column is missing, theta's logprobs, detached, have the same value, or it is estimated when theta's are there."""
         if self._algorithm.old_logprobs == "rollout":
-            return [[m.logp_mu_N for m in part] for part in work]
-        if self._algorithm.old_logprobs == "loglinear":  # estimated when theta's logprobs are there
-            return [[None] * len(part) for part in work]
+            for part in chain.from_iterable(work):
+                part.columns[PROX] = part.logp_mu_N
+        if self._algorithm.old_logprobs != "recompute" or PROX in work[0][0].columns:
+            return 0
         if step_in_window > 0:
             with self._window_first_weights():
-                return [[self._model.logprobs_N(m) for m in part] for part in work]
+                fill(PROX, self._model.logprobs_N, chain.from_iterable(work))
+            return len(work)
         if self.needs_window_first:
             self.window_first = {n: torch.empty_like(t, device="cpu").copy_(t) for n, t in self._model.locals().items()}
         # The first optimizer step starts from the weights that define prox, so its own forward pass yields both.
         skipped = 0 if self._algorithm.rollout_is_batch_normalize else 1
-        scored = [[self._model.logprobs_N(m) for m in part] for part in work[skipped:]]
-        return [*([None] * len(part) for part in work[:skipped]), *scored]
+        fill(PROX, self._model.logprobs_N, chain.from_iterable(work[skipped:]))
+        return len(work) - skipped
 
     @contextmanager
     def _window_first_weights(self) -> Iterator[None]:
@@ -131,17 +121,16 @@ class PolicyUpdate:
         self,
         plan: OptimizerStepPlan,
         microbatches: list[Microbatch],
-        prox: list[torch.Tensor | None],
         steps_done: int,
         seen: list[dict[str, Metric]],
     ) -> tuple[float, float]:
         """`steps_done`: optimizer steps of the window before this one. Adds the metrics of each microbatch to `seen`. Returns the
         gradient's norm and the learning rate."""
-        normalizer = self._weight_normalizer(microbatches, prox)
-        for microbatch, prox_N in zip(microbatches, prox, strict=True):
+        normalizer = self._weight_normalizer(microbatches)
+        for microbatch in microbatches:
             self._model.before_backward(is_last=microbatch is microbatches[-1])
             logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
-            batch = self._loss_batch(microbatch, select_logprobs(logprobs_NV, microbatch.targets_N), prox_N, steps_done)
+            batch = self._loss_batch(microbatch, select_logprobs(logprobs_NV, microbatch.targets_N), steps_done)
             loss_N, metrics = self._loss(batch, self._algorithm)
             factors_N, corrections = correct(batch, self._algorithm)
             loss = self._aggregated(loss_N * (factors_N * normalizer), microbatch, plan)
@@ -152,9 +141,8 @@ class PolicyUpdate:
             seen.append({"train/loss": sum_of(loss), "train/entropy": entropy, **metrics})
         return self._optimizer.step()
 
-    def _loss_batch(
-        self, microbatch: Microbatch, logp_theta_N: torch.Tensor, prox_N: torch.Tensor | None, steps_done: int
-    ) -> LossBatch:
+    def _loss_batch(self, microbatch: Microbatch, logp_theta_N: torch.Tensor, steps_done: int) -> LossBatch:
+        prox_N = microbatch.columns.get(PROX)
         if self._algorithm.old_logprobs == "loglinear":
             prox_N = loglinear_prox(
                 logp_theta_N,
@@ -186,14 +174,13 @@ class PolicyUpdate:
                 total = loss_N.sum() / self._profile.rollout.max_response_tokens
         return total / max(plan.num_trajectories, 1)
 
-    def _weight_normalizer(self, microbatches: list[Microbatch], prox: list[torch.Tensor | None]) -> float:
+    def _weight_normalizer(self, microbatches: list[Microbatch]) -> float:
         """`rollout_is_batch_normalize`: 1 / the mean of all ranks' importance weights in this optimizer step."""
         if not self._algorithm.rollout_is_batch_normalize:
             return 1.0
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
-        for microbatch, prox_N in zip(microbatches, prox, strict=True):
-            assert prox_N is not None, "the weights of a whole optimizer step need prox before its first loss"
-            weights_N, _ = importance_weights(self._loss_batch(microbatch, prox_N, prox_N, 0), self._algorithm)
+        for microbatch in microbatches:  # prox is there before the first loss: see `_prox`
+            weights_N, _ = importance_weights(self._loss_batch(microbatch, microbatch.columns[PROX], 0), self._algorithm)
             total += torch.stack([weights_N.double().sum(), total.new_tensor(len(weights_N))])
         weights, tokens = self._ranks.sum(total).tolist()
         return tokens / weights if weights else 1.0

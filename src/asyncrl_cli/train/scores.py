@@ -1,0 +1,106 @@
+"""Columns: what a stage computes for each sampled token before it is trained.
+
+    prox      its logprob by the weights at the window's start
+    ref       its logprob by the reference
+    values    the critic's value of the state in which it was sampled
+
+`score` turns groups into a column, in any process that has the stage's model; `PolicyTrainer.train` takes columns and does not
+compute them again. What is not handed in, the trainer computes for the microbatches that it trains (`fill`), once per token.
+
+Legend: N = sampled tokens of a microbatch; F = those of a rank's share of an optimizer step, trajectory by trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl_cli.samples import GroupPayload
+from asyncrl_cli.train.balance import OptimizerStepPlan, PlannedTrajectory
+from asyncrl_cli.train.batch import Microbatch, build_microbatches, empty_microbatch
+from asyncrl_cli.train.ranks import Ranks
+
+PROX, REF, VALUES = "prox", "ref", "values"
+
+Column = Mapping[int, tuple[NDArray[np.float32], ...]]
+"""By a group's index: an array per trajectory, a number per sampled token, all segments end to end."""
+Scores = Mapping[str, Column]
+"""Columns by name. A name is there even if a rank has no group, so that all ranks know what is handed in."""
+Score = Callable[[Microbatch], torch.Tensor]
+"""The numbers of a microbatch's sampled tokens, (N); a collective."""
+
+
+def score(name: str, of: Score, payloads: Mapping[int, GroupPayload], *, max_tokens: int, ranks: Ranks) -> Column:
+    """A column of these groups. A collective; every rank may have groups of its own, or none."""
+    plan = _everything(payloads)
+    (parts,) = step_microbatches([plan], payloads, window=0, max_tokens=max_tokens, ranks=ranks)
+    fill(name, of, parts)
+    counts = [_num_sampled(payloads, planned) for planned in plan.trajectories]
+    values_F = joined(name, parts, sum(counts)).float().cpu().numpy()
+    arrays = iter([values_F[start:end] for start, end in pairwise(accumulate(counts, initial=0))])
+    return {group: tuple(next(arrays) for _ in payload.trajectories) for group, payload in payloads.items()}
+
+
+def step_microbatches(
+    steps: Sequence[OptimizerStepPlan],
+    payloads: Mapping[int, GroupPayload],
+    scores: Scores | None = None,
+    *,
+    window: int,
+    max_tokens: int,
+    ranks: Ranks,
+) -> list[list[Microbatch]]:
+    """Microbatches of each optimizer step, with the columns of `scores`. Ranks with fewer than another add empty ones, because all
+    must take part in every FSDP collective."""
+    own = [build_microbatches(step, payloads, window=window, max_tokens=max_tokens, device=ranks.device) for step in steps]
+    counts = ranks.max(torch.tensor([max(len(parts), 1) for parts in own], device=ranks.device)).tolist()
+    work = [parts + _empty(count - len(parts), ranks) for parts, count in zip(own, counts, strict=True)]
+    for name, column in (scores or {}).items():
+        for step, parts in zip(steps, work, strict=True):
+            arrays = [column[planned.group][planned.trajectory] for planned in step.trajectories]
+            deal(name, parts, torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *arrays])).to(ranks.device))
+    return work
+
+
+def fill(name: str, of: Score, parts: Iterable[Microbatch]) -> None:
+    """Compute a column where it is missing. A collective: it is missing on all ranks, or on none."""
+    for part in parts:
+        if name not in part.columns:
+            part.columns[name] = of(part)
+
+
+def joined(name: str, parts: Sequence[Microbatch], num_tokens: int) -> torch.Tensor:
+    """A column of all microbatches of a step, (F)."""
+    values_F = torch.zeros(num_tokens, device=parts[0].rows_N.device)
+    for part in parts:
+        values_F[part.order_N] = part.columns[name].float()
+    return values_F
+
+
+def deal(name: str, parts: Sequence[Microbatch], values_F: torch.Tensor) -> None:
+    """Give each microbatch its tokens of a column (F)."""
+    for part in parts:
+        part.columns[name] = values_F[part.order_N]
+
+
+def _empty(number: int, ranks: Ranks) -> list[Microbatch]:
+    return [empty_microbatch(ranks.device) for _ in range(number)]
+
+
+def _everything(payloads: Mapping[int, GroupPayload]) -> OptimizerStepPlan:
+    """A plan with every trajectory of these groups."""
+    planned = tuple(
+        PlannedTrajectory(group=group, trajectory=index, advantage=0.0)
+        for group, payload in payloads.items()
+        for index in range(len(payload.trajectories))
+    )
+    return OptimizerStepPlan(trajectories=planned, num_loss_tokens=0, num_trajectories=len(planned))
+
+
+def _num_sampled(payloads: Mapping[int, GroupPayload], planned: PlannedTrajectory) -> int:
+    segments = payloads[planned.group].trajectories[planned.trajectory].segments
+    return sum(int(segment.mask_T.sum()) for segment in segments)
