@@ -56,7 +56,8 @@ GOOD = b'{"step": 1, "spans": {"trainer": [["busy", 0.0, 1.0]]}, "running": {"ro
 @pytest.mark.parametrize(
     ("damaged", "reason"),
     [
-        (b'{"step": 2, "spans": {"trai', "2: invalid JSON"),
+        (b'{"step": 2, "spans": {"trai\n', "2: invalid JSON"),
+        (b'{"step": 2, "spans": {"trai\n' + GOOD, "2: invalid JSON"),
         (b'{"step": 2}\n', "2: spans: "),
         (b'{"step": 2, "spans": {"trainer": [["busy", 0.0]]}}\n', "2: spans.trainer.0.2: "),
         (b'{"step": 2, "spans": {}, "running": {"rollout-0": 7}}\n', "2: running.rollout-0: "),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -11,7 +12,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.errors import ConfigError
 from asyncrl_cli.observe.format import is_number
 from asyncrl_cli.observe.status import OPEN, Figure, Seconds
-from asyncrl_cli.safe_files import UnsafeFile, parse_json, read_lines, reason
+from asyncrl_cli.safe_files import Count, UnsafeFile, open_regular, parse_json, read_lines, reason
 
 Line = Mapping[str, Any]
 Spans = dict[str, list[tuple[str, float, float]]]
@@ -26,6 +27,8 @@ class EventLine(TypedDict):
 
     event: str
     time_s: NotRequired[Seconds]
+    step: NotRequired[Count]
+    from_step: NotRequired[Count]
     num_bytes: NotRequired[float]
     publish_s: NotRequired[Seconds]
     send_s: NotRequired[Seconds]
@@ -37,42 +40,64 @@ class EventLine(TypedDict):
 class TimelineLine(TypedDict):
     """The keys of a line of timeline.jsonl that are read back."""
 
+    step: NotRequired[Count]
     spans: Spans
     running: NotRequired[Counts]
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of metrics.jsonl, without values that are not finite. Raises ConfigError that names a malformed line."""
-    return [_finite(line) for line in _read(path, dict[str, Figure | list[Figure]])]
+    """The lines of metrics.jsonl, without values that are not finite. Raises as `lines_of`."""
+    return list(metrics_of(path))
+
+
+def metrics_of(path: Path) -> Iterator[Line]:
+    """`read_metrics`, line by line."""
+    return map(_finite, lines_of(path, dict[str, Figure | list[Figure]]))
 
 
 def read_events(path: Path) -> list[EventLine]:
-    """The lines of events.jsonl. Raises ConfigError that names a malformed line."""
-    return _read(path, EventLine)
+    """The lines of events.jsonl. Raises as `lines_of`."""
+    return list(lines_of(path, EventLine))
 
 
-def _read(path: Path, kind: Any) -> list[Any]:
-    number, found = 0, []
+def lines_of(path: Path, kind: Any, wanted: Callable[[bytes], bool] = bool) -> Iterator[Any]:
+    """The lines that are `wanted`, parsed as `kind`. A last line that is cut short is left out: its writer was killed, or is at it.
+
+    Raises ConfigError that names a malformed line, or says why the file cannot be read.
+    """
+    number, wrong = 0, ""
     try:
         for line in read_lines(path):
+            if wrong:
+                break
             number += 1
-            if line.strip():
-                found.append(parse_json(line, kind))
+            if line and not line.isspace() and wanted(line):
+                try:
+                    yield parse_json(line, kind)
+                except ValueError as error:
+                    wrong = str(error)
+        else:
+            wrong = "" if wrong and _ends_amid_a_line(path) else wrong
     except (OSError, UnsafeFile) as error:
         raise ConfigError(f"{path} cannot be read: {reason(error)}", hint="give the directory of a run, as runs/NAME") from None
-    except ValueError as error:
-        raise ConfigError(f"{path}:{number}: {error}", hint="a half-written last line can be deleted") from None
-    return found
+    if wrong:
+        raise ConfigError(f"{path}:{number}: {wrong}", hint="without that line the file can be read")
+
+
+def _ends_amid_a_line(path: Path) -> bool:
+    with open_regular(path) as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def read_timeline(path: Path) -> tuple[Spans, Counts]:
     """A run's spans and counts of running sequences, by executor, in order of time. A span that was split over two lines is joined.
 
-    Raises ConfigError that names a malformed line.
+    Raises as `lines_of`.
     """
     spans: Spans = {}
     running: Counts = {}
-    for line in _read(path, TimelineLine):
+    for line in lines_of(path, TimelineLine):
         for name, stays in line["spans"].items():
             joined = spans.setdefault(name, [])
             for state, start_s, end_s in stays:

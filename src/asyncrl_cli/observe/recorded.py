@@ -1,0 +1,108 @@
+"""A recorded run: what the files of its directory say, read when it is asked for, and no more than is asked for.
+
+The run may be running, stopped, killed or resumed: a line that was cut short at a file's end is left out, and a file that was never
+written is empty. A resume trains again what came after its checkpoint: metrics.jsonl and timeline.jsonl lose the lines of these
+steps when it starts, events.jsonl keeps them, and `events` leaves them out unless asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Self
+
+from asyncrl_cli.checkpoint.find import find_run, last_status
+from asyncrl_cli.checkpoint.run_directory import RunDirectory
+from asyncrl_cli.observe.lines import EventLine, Line, TimelineLine, lines_of, metrics_of
+from asyncrl_cli.profile.loaded import Loaded, read_document
+
+DUMP_NAME = re.compile(r"step-(\d{6,})\.jsonl")
+
+
+class Recorded:
+    """The run in `directory`. Methods that read a file raise ConfigError with path and line if it is malformed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = RunDirectory(directory)
+        self.name = directory.name
+
+    @classmethod
+    def find(cls, run: str, runs_dir: Path) -> Self:
+        """The run of that name or directory. Raises ConfigError if there is none."""
+        return cls(find_run(run, runs_dir))
+
+    @cached_property
+    def status(self) -> Mapping[str, Any]:
+        """The last status.json, unchecked; empty if it cannot be read. `read_status` checks it and says whether the run lives."""
+        return last_status(self.files.path)
+
+    @cached_property
+    def loaded(self) -> Loaded:
+        """The resolved profile and where each of its values comes from. Raises RefusedError if it cannot be read."""
+        return read_document(self.files.config_resolved)
+
+    @cached_property
+    def roles(self) -> dict[str, str]:
+        """Executor -> feed, rollout, reward or trainer."""
+        return {executor["name"]: executor["role"] for executor in self.status.get("executors", ())}
+
+    @property
+    def attempts(self) -> list[Path]:
+        """The log directories of the attempts, the first one first."""
+        return [path for number in range(1, self.files.attempts + 1) if (path := self.files.logs / f"attempt-{number}").is_dir()]
+
+    def metrics(self) -> Iterator[Line]:
+        """A line per train step (docs/metrics.md), without values that are not finite."""
+        return metrics_of(self.files.metrics) if self.files.metrics.exists() else iter(())
+
+    def timeline(self, first_step: int = 1, last_step: int | None = None) -> Iterator[TimelineLine]:
+        """The lines of these train steps: each executor's spans (state, start_s, end_s), and counts of running sequences."""
+        if not self.files.timeline.exists():
+            return iter(())
+        lines: Iterator[TimelineLine] = lines_of(self.files.timeline, TimelineLine)
+        wanted = takewhile(lambda line: last_step is None or line.get("step", 0) <= last_step, lines)
+        return (line for line in wanted if line.get("step", first_step) >= first_step)
+
+    def events(self, *names: str, abandoned: bool = False) -> Iterator[EventLine]:
+        """The events of these names (default: all) in the order in which they happened.
+
+        `abandoned`: also those between a checkpoint and the resume from it, which happened to steps that were trained again.
+        """
+        if not self.files.events.exists():
+            return
+        resumes = [] if abandoned else list(self._events("resumed"))
+        for event in self._events(*names, "resumed") if names else self._events():
+            if event["event"] == "resumed":
+                resumes = resumes[1:]
+                if names and "resumed" not in names:
+                    continue
+            if not any(_is_abandoned(event, resumed) for resumed in resumes):
+                yield event
+
+    def _events(self, *names: str) -> Iterator[EventLine]:
+        written = [f'"event": "{name}"'.encode() for name in names]
+        for event in lines_of(self.files.events, EventLine, lambda line: not names or any(one in line for one in written)):
+            if not names or event["event"] in names:
+                yield event
+
+    @property
+    def sampled_steps(self) -> list[int]:
+        """The train steps whose trajectories were dumped (`logging.samples_every_steps`)."""
+        found = (DUMP_NAME.fullmatch(path.name) for path in self.files.samples.glob("step-*.jsonl"))
+        return sorted(int(match[1]) for match in found if match)
+
+    def samples(self, step: int) -> Iterator[Mapping[str, Any]]:
+        """The dumped trajectories of a train step (samples.py); none if they were not dumped."""
+        path = self.files.samples / f"step-{step:06d}.jsonl"
+        return lines_of(path, dict[str, Any]) if path.exists() else iter(())
+
+
+def _is_abandoned(event: EventLine, resumed: EventLine) -> bool:
+    """Whether the resume, which came later, has gone back to before the event. A checkpoint's own event comes when it is written,
+    a little after the time that the resume goes on from."""
+    if event["event"] == "checkpointed":
+        return event.get("step", 0) > resumed.get("from_step", 0)
+    return event.get("time_s", 0.0) > resumed.get("time_s", 0.0)

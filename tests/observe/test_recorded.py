@@ -1,0 +1,70 @@
+"""Reading a run's files back: of killed, resumed and running ones too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.observe.recorded import Recorded
+
+
+def lines(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    return Recorded(tmp_path)
+
+
+def test_a_directory_without_files_is_an_empty_run(recorded):
+    assert list(recorded.metrics()) == list(recorded.timeline()) == list(recorded.events()) == []
+    assert recorded.sampled_steps == recorded.attempts == list(recorded.samples(1)) == []
+    assert recorded.status == recorded.roles == {}
+
+
+def test_a_last_line_that_is_cut_short_is_left_out_and_any_other_is_an_error(recorded):
+    recorded.files.metrics.write_text(lines({"step": 1}, {"step": 2}) + '{"step": 3, "rew')
+    assert [line["step"] for line in recorded.metrics()] == [1, 2]
+    recorded.files.metrics.write_text('{"step": 1, "rew\n' + lines({"step": 2}))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl:1: invalid JSON"):
+        list(recorded.metrics())
+
+
+def test_only_the_steps_that_are_asked_for_are_read(recorded):
+    recorded.files.timeline.write_text(lines(*({"step": step, "spans": {}} for step in range(1, 6))) + "no JSON\n")
+    assert [line["step"] for line in recorded.timeline(2, 4)] == [2, 3, 4]
+
+
+def test_events_of_steps_that_a_resume_trained_again_are_left_out(recorded):
+    """Step 2 is checkpointed at 2.0 s and killed at 3 s; the resume goes on at 1.9 s."""
+    before = [
+        {"event": "trained", "time_s": 1.0, "step": 1},
+        {"event": "trained", "time_s": 1.9, "step": 2},
+        {"event": "checkpointed", "time_s": 2.0, "step": 2},
+        {"event": "trained", "time_s": 3.0, "step": 3},
+    ]
+    after = [{"event": "resumed", "time_s": 1.9, "from_step": 2}, {"event": "trained", "time_s": 2.9, "step": 3}]
+    recorded.files.events.write_text(lines(*before, *after))
+    assert [(event["event"], event["time_s"]) for event in recorded.events()] == [
+        ("trained", 1.0),
+        ("trained", 1.9),
+        ("checkpointed", 2.0),
+        ("resumed", 1.9),
+        ("trained", 2.9),
+    ]
+    assert [event["time_s"] for event in recorded.events("trained")] == [1.0, 1.9, 2.9]
+    assert list(recorded.events(abandoned=True)) == [*before, *after]
+
+
+def test_attempts_and_dumps_are_in_the_order_of_their_numbers(recorded):
+    for number in (10, 2, 1):
+        (recorded.files.logs / f"attempt-{number}").mkdir(parents=True)
+    recorded.files.samples.mkdir()
+    for step in (1000000, 20):
+        (recorded.files.samples / f"step-{step:06d}.jsonl").write_text(lines({"reward": step}))
+    assert [path.name for path in recorded.attempts] == ["attempt-1", "attempt-2", "attempt-10"]
+    assert recorded.sampled_steps == [20, 1000000]
+    assert [sample["reward"] for sample in recorded.samples(20)] == [20]
