@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,7 @@ def test_a_model_of_the_hub_is_planned_without_an_estimate(capsys: pytest.Captur
     assert "no estimate" in capsys.readouterr().out
 
 
-def test_a_plan_needs_a_profile_or_a_workload(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan"]) == 2
-    assert "--tune" in capsys.readouterr().err
+def test_a_bound_belongs_to_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "-p", "base", "--max-staleness", "1"]) == 2
     assert "belongs to --tune" in capsys.readouterr().err
 
@@ -381,3 +380,38 @@ def test_a_gain_within_the_simulations_own_error_is_called_that() -> None:
 
     assert "that gain, 5%, is within the 10%" in _doubt(1.05, fit(1.8))
     assert [_doubt(1.25, fit(1.8)), _doubt(0.9, fit(1.8)), _doubt(None, fit(1.8)), _doubt(1.05, [])] == ["", "", "", ""]
+
+
+@pytest.mark.parametrize("machine", [[], ["--gpus", "8", "--gpu-memory", "80"]], ids=["cpu", "gpus"])
+def test_80_columns_show_the_memory_with_at_most_four_lines_each(
+    machine: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["plan", "-p", "partial-rollout", *machine]) == 0
+    lines = capsys.readouterr().out.split("\nmemory per ")[1].splitlines()
+    items = [not line.startswith(" ") for line in lines[2 : next(n for n, line in enumerate(lines) if " on one " in line)]]
+    assert sum(items) >= 14
+    assert len(items) <= 2 * sum(items)
+    assert max(len(list(same)) for is_item, same in groupby(items) if not is_item) <= 3
+
+
+def test_sets_alone_are_planned_over_base(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--set", "async_training.trigger_parameter_sync_step=3", "--json"]) == 0
+    said = capsys.readouterr()
+    assert (json.loads(said.out)["profile"], json.loads(said.out)["schedule"]["window_steps"]) == ("base", 3)
+    assert "no --profile: this is base" in said.err
+    assert run(["plan", "--set", "rollout.n=1"]) == 2
+
+
+def test_the_hub_is_asked_for_a_hub_name_only_and_only_if_wanted(
+    seven_billion: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["plan", "--set", seven_billion, "--ask-hub"]) == 0
+    assert "6,738,415,616 parameters" in capsys.readouterr().out
+    name = "model.path=no-such-owner/no-such-model"
+    assert run(["plan", "--set", name]) == 0
+    assert "`asyncrl plan --ask-hub` downloads it" in capsys.readouterr().out
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run(["plan", "--set", name, "--ask-hub"]) == 3
+    assert "the hub cannot be asked for it" in capsys.readouterr().err

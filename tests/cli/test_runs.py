@@ -103,6 +103,21 @@ def test_an_unknown_role_names_those_there_are(directory: RunDirectory, tmp_path
     assert "hint: logs: driver, trainer-0, trainer-1" in capsys.readouterr().err
 
 
+def test_the_logs_of_earlier_attempts_are_within_reach(
+    directory: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory.start_attempt() / "driver.log").write_text("resumed\n", encoding="utf-8")
+    of_driver = ["logs", "first", "--runs-dir", str(tmp_path), "--role", "driver"]
+    assert run(of_driver) == 0
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("resumed\n", "attempt 2; --attempt 1 to 1 for the earlier ones\n")
+    assert run([*of_driver, "--attempt", "1"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert run([*of_driver, "--attempt", "3"]) == 2
+    assert "hint: attempts: 1 to 2" in capsys.readouterr().err
+    assert run([*of_driver, "--attempt", "1", "--follow"]) == 2
+
+
 def test_following_a_log_gives_whole_lines_as_they_come_and_ends_with_the_run(directory: RunDirectory) -> None:
     path = directory.logs / "latest" / "driver.log"
     steps = iter(["thr", "ee\nfour\n", None])

@@ -76,6 +76,14 @@ def test_the_last_dump_is_awaited_at_every_end_in_order(error: Exception | None,
     assert trainer.dumps_awaited == dumps_awaited
 
 
+def test_a_stop_that_was_asked_for_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="asyncrl"):
+        ended(FakePipeline(Interrupted("stopped after step 3")), FakeTrainer())
+        ended(FakePipeline(ExecutorFailed("rollout-0 failed")), FakeTrainer())
+    told = [(record.levelname, record.message, record.exc_info is not None) for record in caplog.records]
+    assert told == [("INFO", "stopped after step 3", False), ("ERROR", "rollout-0 failed", True)]
+
+
 def test_a_cancellation_from_outside_ends_the_loop_and_is_passed_on() -> None:
     async def main() -> None:
         pipeline, observers = FakePipeline(lasts_s=1e6), FakeObservers()

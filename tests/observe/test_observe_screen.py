@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.loop.watching import Event
-from asyncrl_cli.observe.format import clock, duration, sparkline
+from asyncrl_cli.observe.format import clock, duration, sparkline, summary_rows
 from asyncrl_cli.observe.observers import Observers
 from asyncrl_cli.observe.render import render
 from asyncrl_cli.observe.screen import Plain, Screen, can_show, make_ui, print_status
@@ -202,6 +202,34 @@ def test_drawing_never_becomes_work_that_a_run_would_notice(status):
             console.print(render(status, width=100, height=29))
         spent_s.append(time.process_time() - began_s)
     assert min(spent_s) / frames * 4 < 0.08
+
+
+def test_the_last_steps_and_their_eval_are_in_the_time_left(facts, make):
+    now_s = [0.0]
+    observers = Observers(replace(facts, train_steps=3), [], clock=lambda: now_s[0])
+    observers.event(Event(time_s=0.0, name="eval", version=0, step=0, fields={"reward_mean": 0.3, "num_prompts": 9, "eval_s": 8.0}))
+    left_s = []
+    for step in (1, 2, 3):
+        now_s[0] = float(step)
+        observers.step(made := make["full_record"](step))
+        observers.tick(make["full_snapshot"](made))
+        left_s.append(observers.live.picture()["progress"]["eta_s"])
+    observers.tick(replace(make["full_snapshot"](made), time_s=8.0))
+    assert [*left_s, observers.live.picture()["progress"]["eta_s"]] == pytest.approx([10.0, 9.0, 8.0, 3.0])
+
+
+def test_the_end_says_which_warnings_there_were(status):
+    warnings = [{"time_s": 60.0 * number, "text": f"no {number}"} for number in range(1, 6)]
+    rows = dict(summary_rows(status | {"warnings": warnings, "num_warnings": 7}))
+    assert rows["warnings"] == "7: 0:03:00 no 3; 0:04:00 no 4; 0:05:00 no 5; 4 more, in the log"
+    assert dict(summary_rows(status))["warnings"] == "1: 0:01:57 a reward took longer than 10 s"
+
+
+def test_the_drivers_log_has_a_line_per_step(facts, make, caplog):
+    with caplog.at_level("INFO", logger="asyncrl"):
+        Observers(facts, [], clock=lambda: 0.0).step(make["full_record"](118))
+    (line,) = caplog.messages
+    assert line == "step 118  v118  reward 0.425  staleness 0.13/1  trainer idle 40%  rollouter idle 3%  1.0 s"
 
 
 def test_plain_lines_are_few_and_close_with_the_totals(status):

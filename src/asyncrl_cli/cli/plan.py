@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, SetOption, load_profile, say
 from asyncrl_cli.errors import ConfigError
 
 EXAMPLES = """
   asyncrl plan --profile stale-samples
   asyncrl plan --profile partial-rollout --gpus 8 --gpu-memory 80
+  asyncrl plan --set model.path=Qwen/Qwen3-0.6B --ask-hub
   asyncrl plan --tune verl-7b-math-128 --max-staleness 1 --out my.toml
   asyncrl plan --tune runs/NAME
 
@@ -28,7 +29,7 @@ def plan(
             "-p",
             metavar="NAME|FILE",
             help="A profile by name ([bold]asyncrl profiles[/]) or a TOML file. "
-            "With --tune by default partial-rollout, or the run's own.",
+            "By default base, for a look at what --set does; with --tune partial-rollout, or the run's own.",
         ),
     ] = None,
     sets: SetOption = None,
@@ -52,6 +53,9 @@ def plan(
         Path | None,
         typer.Option("--out", metavar="FILE", help="With --tune: write what is recommended as a profile; never overwrites."),
     ] = None,
+    ask_hub: Annotated[
+        bool, typer.Option("--ask-hub", help="Download the config.json of a model on the hub, for the estimate of its memory.")
+    ] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,11 +78,16 @@ def plan(
     if out is not None:
         what = "--out writes what a search has found and belongs to --tune"
         raise ConfigError(what, hint=f"asyncrl profiles show {named} > {out}")
-    if profile is None:
-        raise ConfigError("a plan needs --profile, or --tune", hint="asyncrl plan --profile partial-rollout")
     if max_staleness is not None:
         hint = f"--tune WORKLOAD, or --set async_training.max_staleness={max_staleness}"
         raise ConfigError("--max-staleness bounds a search and belongs to --tune", hint=hint)
     from asyncrl_cli.cli.plan_report import print_plan
 
-    print_plan(load_profile(profile, sets), gpus=gpus, gpu_memory_gib=gpu_memory, as_json=as_json)
+    if profile is None:
+        say("no --profile: this is base")
+    loaded = load_profile(profile or "base", sets)
+    if ask_hub:
+        from asyncrl_cli.models.resolve import fetch_config
+
+        fetch_config(loaded.profile)
+    print_plan(loaded, gpus=gpus, gpu_memory_gib=gpu_memory, as_json=as_json)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
-from asyncrl_cli.cli.console import print_json, stdout, warn
+from asyncrl_cli.cli.console import print_json, print_prose, stdout, warn
 from asyncrl_cli.plan import cluster, memory_fit
 from asyncrl_cli.plan.job_plan import JobPlan, compile_job, plan_rows
 from asyncrl_cli.plan.machine import engine_refusal
@@ -132,20 +134,24 @@ def _memory_document(memory: MemoryEstimate | str) -> dict[str, Any]:
 
 def _print_memory(memory: MemoryEstimate | str, plan: JobPlan) -> None:
     if isinstance(memory, str):
-        stdout().print(f"\nmemory: no estimate: {memory}", soft_wrap=True)
+        print_prose(f"\nmemory: no estimate: {memory}")
         return
     each = "process" if plan.device == "cpu" else "GPU and process"
     title = f"\nmemory per {each}, an estimate ({memory.shape.model_type}, {memory.shape.parameters:,} parameters)"
-    table = Table("role", "what", "where", "when", title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("processes", justify="right")
+    is_apart = plan.device != "cpu"  # the GPU's memory is not the host's
+    table = Table("what", "when", title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("meaning")
-    for item in memory.items:
-        where = "memory" if plan.device == "cpu" else "GPU" if item.place == "device" else "host"
-        table.add_row(item.role, item.what, where, item.phase, str(item.processes), size(item.num_bytes), item.how)
+    for heading in ("where", "meaning") if is_apart else ("meaning",):
+        table.add_column(heading)
+    for role, grouped in groupby(memory.items, key=lambda item: item.role):
+        items = list(grouped)
+        table.add_row(Text(f"{role} x {max(item.processes for item in items)}", "bold"))
+        for item in items:
+            where = ["GPU" if item.place == "device" else "host"] if is_apart else []
+            table.add_row(item.what, item.phase, size(item.num_bytes), *where, item.how)
     stdout().print(table)
     for line in (*map(_need_line, memory_fit.device_needs(memory)), *memory.shape.remarks, NOT_COUNTED):
-        stdout().print(line, soft_wrap=True)
+        print_prose(line)
 
 
 def size(num_bytes: int) -> str:

@@ -55,7 +55,8 @@ STATUS_EXAMPLES = """
   asyncrl status first --json | jq .progress"""
 LOGS_EXAMPLES = """
   asyncrl logs first
-  asyncrl logs first -f --role trainer     trainer-0, trainer-1, ... as they go on"""
+  asyncrl logs first -f --role trainer     trainer-0, trainer-1, ... as they go on
+  asyncrl logs first --attempt 1           before it was resumed"""
 STOP_EXAMPLES = """
   asyncrl stop first     finish the train step, checkpoint, end
   asyncrl stop first     a second time: end at once"""
@@ -184,18 +185,29 @@ def logs(
     role: Annotated[
         str | None, typer.Option("--role", metavar="R", help="Only these logs: driver, trainer, rollout-1, ...; by default all.")
     ] = None,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", metavar="N", min=1, help="Those of the Nth start (each resume is one more).")
+    ] = None,
 ) -> None:
-    """Print the logs of a run's newest attempt."""
+    """Print the logs of a run's newest attempt, or of an earlier one."""
     from asyncrl_cli.checkpoint.find import find_run
+    from asyncrl_cli.checkpoint.run_directory import RunDirectory
 
     directory = find_run(run, runs_dir)
-    latest = directory / "logs" / "latest"
-    found = logs_of(latest, role)
+    attempts = RunDirectory(directory).attempts
+    if attempt is not None and attempt > attempts:
+        raise ConfigError(f"run '{directory.name}' has no attempt {attempt}", hint=f"attempts: 1 to {attempts}")
+    if follow and attempt not in (None, attempts):
+        raise ConfigError(f"attempt {attempt} has ended: there is nothing to follow", hint="leave out --follow, or --attempt")
+    place = directory / "logs" / ("latest" if attempt is None else f"attempt-{attempt}")
+    found = logs_of(place, role)
     if not found:
-        known = ", ".join(path.stem for path in logs_of(latest, None)) or "none yet"
-        raise ConfigError(f"no log of role '{role}' in {latest}" if role else f"no logs in {latest}", hint=f"logs: {known}")
+        known = ", ".join(path.stem for path in logs_of(place, None)) or "none yet"
+        raise ConfigError(f"no log of role '{role}' in {place}" if role else f"no logs in {place}", hint=f"logs: {known}")
+    if attempt is None and attempts > 1:
+        say(f"attempt {attempts}; --attempt 1 to {attempts - 1} for the earlier ones")
     is_one = len(found) == 1 and (not follow or role == found[0].stem)
-    lines = follow_lines(directory, lambda: logs_of(latest, role), follow=follow, wait=lambda: time.sleep(POLL_S))
+    lines = follow_lines(directory, lambda: logs_of(place, role), follow=follow, wait=lambda: time.sleep(POLL_S))
     for name, line in lines:
         print_text(uncoloured(line if is_one else f"{name:<10} | {line}"))
 

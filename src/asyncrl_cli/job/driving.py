@@ -192,8 +192,11 @@ async def run_to_the_end(
             raise
         error = Interrupted("aborted: the step in progress is lost", hint=f"asyncrl resume {directory.name}")
     except Exception as failure:
-        log.error("the run ended early", exc_info=failure)
         error = _as_ours(failure, directory)
+        if isinstance(error, Interrupted):
+            log.info("%s", error)
+        else:
+            log.error("%s", error, exc_info=failure)
     finally:
         requests.mean(lambda: None)
     phase = "done" if error is None else "stopped" if isinstance(error, Interrupted) else "failed"

@@ -95,6 +95,16 @@ def looks_like_a_path(path: str) -> bool:
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or path.endswith("/") or "\\" in path
 
 
+def fetch_config(profile: Profile) -> None:
+    """Download the config.json of a model on the hub, a few kB: `shape_of` finds it then. Nothing to do for any other model.
+
+    Raises PreflightError if the hub has no such model or cannot be asked.
+    """
+    path = profile.model.path
+    if not is_builtin(profile) and not looks_like_a_path(path) and not os.path.exists(path):
+        from_hub(path, ["config.json"], trust_remote_code=False)
+
+
 def from_hub(name: str, patterns: Sequence[str], *, trust_remote_code: bool) -> Path:
     """A local snapshot of these files of the hub's model; code only if it may be run. Raises PreflightError."""
     from huggingface_hub import snapshot_download

@@ -184,5 +184,6 @@ def _cached_on_disk(name: str) -> Path:
     except HFValidationError:
         cached = None
     if not isinstance(cached, str):
-        raise ShapeUnknown(f"{name} is not on this machine: the estimate needs its config.json, and a plan asks no network")
+        why = f"{name} is not on this machine, and the estimate needs its config.json; `asyncrl plan --ask-hub` downloads it"
+        raise ShapeUnknown(why)
     return Path(cached).parent

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 SPARKS = "▁▂▃▄▅▆▇█"
 NOTHING = "-"
+SHOWN_WARNINGS = 3
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -117,6 +118,16 @@ def step_text(status: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def line_text(line: Mapping[str, Any]) -> str:
+    """A train step's metrics as one line of the driver's log."""
+    ages = f"{number(line.get('staleness/mean'))}/{line.get('staleness/max', NOTHING)}"
+    return (
+        f"step {line['step']}  v{line['version']}  reward {number(line.get('reward/mean'), 3)}  staleness {ages}  "
+        f"trainer idle {share(line.get('trainer/idle_ratio'))}  rollouter idle {share(line.get('rollouter/idle_ratio'))}  "
+        f"{duration(line.get('timing/step_s'))}"
+    )
+
+
 def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(label, figures) rows for the whole run, with the screen's labels. Rows without a measured value are left out."""
     progress, totals = status["progress"], status["totals"]
@@ -129,7 +140,7 @@ def summary_rows(status: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("staleness", _staleness(status)),
         ("ledger", ledger_line(status["ledger"])),
         ("checkpoint", str(status["checkpoint"])),
-        ("warnings", str(status["num_warnings"]) if status["num_warnings"] else ""),
+        ("warnings", _warnings(status)),
         ("error", str(status["error"])),
     ]
     return [(what, figures) for what, figures in rows if figures]
@@ -147,6 +158,14 @@ def by_set(history: list[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]
     for point in history:
         found.setdefault(point.get("eval_set", ""), []).append(point)
     return found
+
+
+def _warnings(status: Mapping[str, Any]) -> str:
+    """How many there were, and the newest of them."""
+    known = [f"{clock(warning['time_s'])} {warning['text']}" for warning in status.get("warnings", [])[-SHOWN_WARNINGS:]]
+    more = status["num_warnings"] - len(known)
+    told = "; ".join([*known, f"{more} more, in the log"] if known and more > 0 else known)
+    return f"{status['num_warnings']}: {told}".removesuffix(": ") if status["num_warnings"] else ""
 
 
 def _evals(points: list[Mapping[str, Any]]) -> str:

@@ -188,11 +188,16 @@ class LiveStatus:
         if "tokens_trained" in self._line:
             progress["tokens_trained"] = self._line["tokens_trained"]
         if (step_s := self._step_s()) is not None:
-            # Count at most one mean step of the current one: a step that takes longer (a restart) must not reduce the time left.
-            since_s = min(time_s - ended_s, step_s)
-            left_s = max(0.0, (facts.train_steps - step) * step_s - since_s) + (self._lasting.get("eval_s") or 0.0)
-            progress |= {"step_s": step_s, "eta_s": left_s}
+            progress |= {"step_s": step_s, "eta_s": self._left_s(facts.train_steps - step, step_s, time_s - ended_s)}
         return progress
+
+    def _left_s(self, steps_left: int, step_s: float, since_s: float) -> float:
+        """Seconds of the steps that are left and of the last eval. `since_s`: since the last step ended."""
+        eval_s = self._lasting.get("eval_s") or 0.0
+        if not steps_left:
+            return max(0.0, eval_s - since_s)
+        # Count at most one mean step of the current one: a step that takes longer (a restart) must not reduce the time left.
+        return max(0.0, steps_left * step_s - min(since_s, step_s)) + eval_s
 
     def _step_s(self) -> float | None:
         """Recent seconds per step. Counts this attempt only: a resumed run may be on another machine."""

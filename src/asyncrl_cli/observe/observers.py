@@ -23,6 +23,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.errors import RefusedError
 from asyncrl_cli.loop.values import from_json
 from asyncrl_cli.loop.watching import Event, Observer, Snapshot, StepRecord
+from asyncrl_cli.observe.format import line_text
 from asyncrl_cli.observe.live_status import LiveState, LiveStatus, RunFacts
 from asyncrl_cli.observe.metrics import MetricsState, StepMetrics
 from asyncrl_cli.safe_files import parse_json
@@ -74,6 +75,7 @@ class Observers(Observer):
 
     def step(self, record: StepRecord) -> None:
         line = self.metrics.update(record)
+        log.info("%s", line_text(line))
         self.live.line(line)
         self._each("line", line)
         self._each("spans", span_line(record, self.metrics.ahead_s))
