@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from asyncrl_cli.bench import compare
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.compare import contest_of
-from asyncrl_cli.bench.real import Bars
 from asyncrl_cli.bench.results import Comparison, Run
 from asyncrl_cli.bench.table import rows_of
 from asyncrl_cli.errors import ConfigError
@@ -97,3 +97,53 @@ def test_the_bar_of_a_real_run_ends_at_the_wall_time_of_the_table() -> None:
     assert "colocate-r0 (evaluating)" in during
     assert "0:00:40" in during
     assert screen.file.getvalue().rindex("0:00:44") > screen.file.getvalue().rindex("0:00:40")
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_bench_without_a_terminal_says_each_part_with_its_clock_and_the_time_left() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Bars(Console(file=stream, width=200), now=clock) as bars:
+        for name in ("a-r0", "b-r0"):
+            bars.run(name, 0, 96)
+        for now_s, groups, phase, left_s in (
+            (0, 0, "starting: warm start  1/300", None),
+            (5, 0, "starting: warm start  1/300", None),
+            (20, 0, "starting: warm start  1/300", None),
+            (30, 0, "running", None),
+            (40, 24, "running", 77.0),
+            (50, 48, "running", 60.0),
+        ):
+            clock.now_s = now_s
+            bars.run("a-r0", groups, 96, time_s=max(0.0, now_s - 30), phase=phase, left_s=left_s)
+        clock.now_s = 60
+        bars.note("starting each phase alone", 0, 4)
+        bars.note("measuring generation alone", 2, 8)
+    assert stream.getvalue().split("\n")[:-1] == [
+        "a-r0 (starting: warm start  1/300)  0/96  0:00:00",
+        "a-r0 (starting: warm start  1/300)  0/96  0:00:20",
+        "a-r0  0/96  0:00:30",
+        "a-r0  48/96  0:00:20  0:01:00 left",
+        "starting each phase alone  0/4  0:00:00",
+        "measuring generation alone  2/8  0:00:00",
+    ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_no_clock_of_a_bench_is_cut_and_all_of_it_has_one(width: int) -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Bars(Console(file=stream, force_terminal=True, width=width), now=clock) as bars:
+        for name in ("agent-guess-partial-rollout-r0", "colocate-r0"):
+            bars.run(name, 0, 96)
+        clock.now_s = 30
+        bars.run("agent-guess-partial-rollout-r0", 24, 96, time_s=12.0, phase="running", left_s=77.0)
+        bars.note("measuring both phases at once", 3, 19)
+        bars.refresh()
+        shown = stream.getvalue()
+    for told in ("0:00:12  0:01:17 left", "all: 0 of 2 runs", "24/192", "0:00:30  0:03:30 left", "3/19"):
+        assert told in shown, told

@@ -87,6 +87,20 @@ def test_a_hundred_columns_show_everything(status):
         assert shown in text, shown
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (60, 20), (100, 18)])
+@pytest.mark.parametrize("num_rollouts", [1, 2, 40])
+def test_trainer_and_rollout_are_the_last_rows_to_be_dropped(status, width, height, num_rollouts):
+    by_name = {executor["name"]: executor for executor in status["executors"]}
+    rollouts = [by_name["rollout-0"] | {"name": f"rollout-{number}"} for number in range(num_rollouts)]
+    rewards = [by_name["feed"] | {"name": f"reward-{number}", "role": "reward"} for number in range(num_rollouts)]
+    crowded = status | {"executors": [by_name["feed"], *rollouts, *rewards, by_name["trainer"]]}
+    text = render(crowded, width=width, height=height - 1).plain
+    assert "\ntrainer    starved" in text
+    assert "\nrollout-0" in text
+    assert "\nreward-" not in text or text.count("\nrollout-") == num_rollouts
+    assert "staleness  mean 0.13" in text or height <= 20
+
+
 @pytest.fixture
 def restarting(status):
     """rollout-0 has no process, and its reward process is gone with it."""

@@ -72,6 +72,23 @@ def test_on_a_terminal_the_line_has_the_same_figures_and_the_bar_what_is_left_of
     assert len(last.rstrip()) <= width
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80])
+def test_a_long_text_is_cut_and_neither_spinner_nor_clock(width):
+    stream, clock = io.StringIO(), Clock()
+    with Starting("live", Console(file=stream, force_terminal=True, width=width), now=clock) as say:
+        text = "the best play of builtin:calculator earns 0.930 per episode on average, by exhaustive search"
+        for step in (1, 120):
+            clock.now_s += 20.0
+            say(text, step, 300, "loss 0.01")
+        say._progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).replace("\r", "\n")
+    last = [line for line in text.split("\n") if line.strip()][-1]
+    assert "\u2800" < last[0] < "\u28ff"  # a Braille pattern
+    assert last.rstrip().endswith("0:00:20")
+    assert len(last.rstrip()) <= width
+    assert "120/300  40%" in last or width < 40
+
+
 def test_a_path_is_shown_as_it_is():
     stream = io.StringIO()
     with Starting("live", Console(file=stream, force_terminal=True, width=80)) as say:

@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.measure import stretches
-from asyncrl_cli.bench.real import Bars
 from asyncrl_cli.bench.results import Run
 from asyncrl_cli.job import preparing
 from asyncrl_cli.job.process import logged_to
@@ -177,9 +177,15 @@ def measure_all(
 async def _measure(jobs: Sequence[Alone], repeats: int, progress: Callable[[str, int, int], None]) -> None:
     from asyncrl_cli.job.calls import all_of
 
-    await all_of(job.start() for job in jobs)
-    for job in jobs:
-        await job.train()  # to warm up
+    steps = 2 * len(jobs)
+    started = [asyncio.ensure_future(job.start()) for job in jobs]
+    progress("starting each phase alone", 0, steps)
+    for job in started:
+        job.add_done_callback(lambda _: progress("starting each phase alone", sum(other.done() for other in started), steps))
+    await all_of(started)
+    for done, job in enumerate(jobs):
+        progress("warming up each phase alone", len(jobs) + done, steps)
+        await job.train()
     turn = [(text, job, phases) for text, phases in TURN.items() for job in jobs if not (all(phases) and job.plan.colocate)]
     total = len(turn) * repeats + 1
     for done, (text, job, phases) in enumerate(turn * repeats, 1):

@@ -1,7 +1,4 @@
-"""Makes real runs, each in a child process: `asyncrl train` as a user would call it, followed through its status.json.
-
-`Bars` show the progress of runs. The time beside a real run is the run's own, as in its metrics and in the final table.
-"""
+"""Makes real runs, each in a child process: `asyncrl train` as a user would call it, followed through its status.json."""
 
 from __future__ import annotations
 
@@ -15,58 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
-from rich.text import Text
-
+from asyncrl_cli.bench.bars import Bars
 from asyncrl_cli.bench.entries import Entry
 from asyncrl_cli.bench.results import Run, timeline_of_run
 from asyncrl_cli.checkpoint.run_directory import stem_of
 from asyncrl_cli.errors import AsyncrlError, ConfigError, PreflightError
 from asyncrl_cli.job.process import StopRequests
-from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.lines import read_metrics
 
 POLL_S = 0.5
 STOP_EXTRA_S = 30.0
 """Added to `run.stop_grace_s`, the time that a stopped run has: ending Ray takes longer."""
 KINDS: dict[int, type[AsyncrlError]] = {2: ConfigError, 3: PreflightError}
-
-
-class Bars(Progress):
-    """Progress bars of a comparison, one per run and one for everything else."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Time(), console=console)
-        self._ids: dict[str, TaskID] = {}
-
-    def run(self, name: str, groups: int, total: int, *, time_s: float | None = None, phase: str = "") -> None:
-        """Show that a run has trained `groups` of `total`; first called with 0. `time_s`, `phase`: as a real run reports them."""
-        text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
-        own_time = {} if time_s is None else {"time_s": time_s}
-        self._show(name, groups, total, is_started=groups > 0, text=text, **own_time)
-
-    def note(self, text: str, done: int = 0, total: int = 0, figures: str = "") -> None:
-        """Show what else is being done, in one bar for everything that is not a run."""
-        self._show("", done, total, is_started=True, text=text)
-
-    def say(self, text: str) -> None:
-        """Print a line above the bars."""
-        self.console.print(text, markup=False, highlight=False)
-
-    def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str, **own_time: Any) -> None:
-        if key not in self._ids:
-            self._ids[key] = self.add_task(text, total=total or None, start=is_started)
-        if is_started:
-            self.start_task(self._ids[key])  # does nothing if the task has started already
-        self.update(self._ids[key], completed=done, total=total or None, description=text, **own_time)
-
-
-class _Time(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        elapsed_s = task.finished_time if task.finished else task.elapsed
-        left = "" if task.finished or task.time_remaining is None else f"  {clock(task.time_remaining)} left"
-        return Text(clock(task.fields.get("time_s", elapsed_s)) + left, style="progress.elapsed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +91,8 @@ def make_run(run: RealRun, bars: Bars) -> tuple[Run, bool]:
             while (code := _wait(child, POLL_S, interrupts)) is None:
                 if interrupts:
                     raise KeyboardInterrupt
-                groups, time_s, phase = _told(run.directory / "status.json")
-                bars.run(run.name, groups, run.groups, time_s=time_s, phase=phase)
+                groups, told = _told(run.directory / "status.json")
+                bars.run(run.name, groups, run.groups, **told)
         except BaseException:
             bars.say(f"stopping {run.name}; Ctrl-C again ends it at once")
             end(child, run.entry.profile.run.stop_grace_s + STOP_EXTRA_S, interrupts)
@@ -170,13 +127,14 @@ def _wait(child: subprocess.Popen[Any], limit_s: float, interrupts: Sequence[flo
     return code
 
 
-def _told(path: Path) -> tuple[int, float, str]:
-    """Groups trained, seconds and phase, from the run's status.json; zeros while there is none."""
+def _told(path: Path) -> tuple[int, dict[str, Any]]:
+    """Groups trained, and the run's time, phase (with what it does while it starts) and time left, from its status.json."""
     try:
         status = json.loads(path.read_text(encoding="utf-8"))
-        return int(status["progress"]["groups_trained"]), float(status["progress"]["time_s"]), str(status["phase"])
+        progress, phase = status["progress"], ": ".join(filter(None, (str(status["phase"]), status.get("doing"))))
+        return int(progress["groups_trained"]), {"time_s": progress["time_s"], "phase": phase, "left_s": progress.get("eta_s")}
     except (FileNotFoundError, ValueError, KeyError):
-        return 0, 0.0, "starting"
+        return 0, {"phase": "starting"}
 
 
 def _failure(run: RealRun, code: int) -> AsyncrlError:

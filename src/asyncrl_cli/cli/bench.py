@@ -69,8 +69,8 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Compare profiles on the same work and resources: time, idleness, staleness, and how near each is to its bound."""
+    from asyncrl_cli.bench.bars import Bars
     from asyncrl_cli.bench.compare import compare, contest_of
-    from asyncrl_cli.bench.real import Bars
     from asyncrl_cli.bench.report import output_directory
     from asyncrl_cli.simulate.workload_files import load_workload
 

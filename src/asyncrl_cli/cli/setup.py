@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncrl_cli import __version__
-from asyncrl_cli.cli.console import JsonOption, SetOption, epilog, load_profile, print_json, print_text, say, stdout, warn
+from asyncrl_cli.cli.console import JsonOption, SetOption, epilog, load_profile, print_json, print_text, say, stderr, stdout, warn
 from asyncrl_cli.errors import ConfigError, PreflightError, RefusedError
 
 MARKS = {True: Text("ok", "green"), False: Text("missing", "red"), None: Text()}
@@ -42,6 +42,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Check this machine: versions, cores, GPUs, Ray, engines. Exits with 3 if something that is needed is missing."""
+    from asyncrl_cli.observe.starting import Starting
     from asyncrl_cli.plan import machine
 
     if fix and (broken := machine.broken_packages()):
@@ -49,7 +50,8 @@ def doctor(
         # A failed import leaves traces in this process, so a fresh process checks again.
         again = [sys.executable, "-m", "asyncrl_cli", "doctor", *(["--json"] if as_json else [])]
         raise typer.Exit(subprocess.run(again, check=False).returncode)
-    findings = [machine.Finding("asyncrl", __version__), *machine.examine(say)]
+    with Starting("none" if as_json else "auto", stderr()) as checking:
+        findings = [machine.Finding("asyncrl", __version__), *machine.examine(checking)]
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:

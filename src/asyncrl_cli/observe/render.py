@@ -2,12 +2,12 @@
 
 The most important figures come first: how full the slots are, who idles and why, how stale the data is. A rule above each block
 says which time its figures cover. Some sections stand side by side on a wide terminal and below each other on a narrow one. If the
-terminal has too few lines, the list of executors and the notes are shortened.
+terminal has too few lines, notes go first, then the rows of feed and rewards, then blocks from below; trainer and rollout stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -45,6 +45,10 @@ STATE_STYLES = {
     "restarting": "bold yellow",
 }
 PHASE_STYLES = {"running": "bold green", "failed": "bold red", "stopping": "bold yellow", "done": "bold green"}
+RANKS = {"trainer": 0, "rollout": 1}
+"""The roles whose rows are the last to be dropped, the very last one first."""
+LEAST_ROWS = 4
+"""So many of their rows are kept before any block below them."""
 SYNC_PARTS = ("gather", "send", "load", "pause")
 STEP_PARTS = ("step", "train", "wait_data", "old_logprob", "gather", "checkpoint", "eval", "other")
 
@@ -55,20 +59,37 @@ def render(status: Status, *, width: int, height: int, remark: str = "") -> Text
     """The status in at most `height` lines of at most `width` cells. `remark` is a warning about the status itself."""
     moment = "at the end" if _is_over(status) else "as last said" if remark else "now"
     top = _header(status, width) + ([Text(remark, "bold red")] if remark else [])
-    half = max(36, width // 2 - 8) if width >= WIDE else 0
-    staleness, learning = _staleness(status), _learning(status, width - half)
     use = [_rule(status, "utilization", "" if _is_over(status) else f"states and waits: {moment}", width)]
     use += _utilization(status, width)
-    details = [_rule(status, "steps", "", width), *(beside(staleness, learning, half) if half else staleness + learning)]
-    details += _episodes(status, width)
-    costs = [rule(f"── {moment} ", width), *_sync(status, width), *_ledger(status, width)]
-    around = len(top) + len(use) + len(details) + len(costs)
-    lines = [*top, *use, *_executors(status, width, max(1, height - around - 1)), *details, *costs]
-    lines += _notes(status, max(1, height - len(lines)))
+    room = height - len(top) - len(use) - bool(status["error"])
+    costs = [rule(f"── {moment} ", width)], [_sync(status, width), _ledger(status, width)]
+    below = _fitting([_details(status, width), costs], room - _least_rows(status))
+    lines = [*top, *use, *_executors(status, width, max(1, room - len(below))), *below]
+    lines += _notes(status, max(0, height - len(lines)))
     for line in lines:
         line.rstrip()
         line.truncate(width, overflow="ellipsis")
     return Text("\n", no_wrap=True, overflow="crop").join(lines[:height])
+
+
+def _details(status: Status, width: int) -> tuple[list[Text], list[list[Text]]]:
+    """A heading, and the blocks on staleness and learning, side by side if there is room."""
+    half = max(36, width // 2 - 8) if width >= WIDE else 0
+    staleness, learning = _staleness(status), _learning(status, width - half)
+    both = [beside(staleness, learning, half)] if half else [staleness, learning]
+    return [_rule(status, "steps", "", width)], [*both, _episodes(status, width)]
+
+
+def _fitting(sections: Sequence[tuple[list[Text], list[list[Text]]]], room: int) -> list[Text]:
+    """The lines of sections (a heading and its blocks) up to the first block that does not fit whole."""
+    lines: list[Text] = []
+    for heading, blocks in sections:
+        for block in filter(None, blocks):
+            shown = [*heading, *block]
+            if len(lines) + len(shown) > room:
+                return lines
+            lines, heading = lines + shown, []
+    return lines
 
 
 def render_summary(status: Status) -> Table:
@@ -160,13 +181,21 @@ def _append_state(line: Text, executor: Mapping[str, Any], status: Status, width
     line.append(f"{state} ({attempt})" if attempt else f"{state:<{width}}", STATE_STYLES.get(state, ""))
 
 
+def _least_rows(status: Status) -> int:
+    """How many lines the rows of executors need at least: those of trainer and rollout (some, if they are many), and what is left
+    out."""
+    kept = sum(executor["role"] in RANKS for executor in status["executors"])
+    return min(kept + (kept < len(status["executors"])), LEAST_ROWS)
+
+
 def _executors(status: Status, width: int, max_rows: int) -> list[Text]:
-    shown = status["executors"]
-    if len(shown) > max_rows:  # keep rollout workers first: trainer and rollout are summed up above
-        shown = sorted(shown, key=lambda executor: executor["role"] != "rollout")[: max(1, max_rows - 1)]
+    every = shown = status["executors"]
+    if len(every) > max_rows:
+        ranked = sorted(every, key=lambda executor: RANKS.get(executor["role"], len(RANKS)))[: max(1, max_rows - 1)]
+        shown = [executor for executor in every if executor in ranked]  # in the order of the flow
     lines = [_executor(executor, status, width) for executor in shown]
-    if len(status["executors"]) > len(shown):
-        lines.append(Text(f"... and {len(status['executors']) - len(shown)} more executors", "dim"))
+    if len(every) > len(shown) and max_rows > 1:
+        lines.append(Text(f"... and {len(every) - len(shown)} more executors", "dim"))
     return lines
 
 

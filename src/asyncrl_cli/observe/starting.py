@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
 from asyncrl_cli.observe.format import clock
 from asyncrl_cli.observe.live_status import LiveStatus, RunFacts
@@ -24,6 +26,8 @@ from asyncrl_cli.storage import replace_text
 log = logging.getLogger("asyncrl")
 
 PLAIN_EVERY_S = 5.0
+AROUND_WORDS = 1 + 1 + 7 + 4
+"""Cells of spinner, shortest bar and clock, and of the four gaps between the columns."""
 PACE_OVER_S = 15.0
 """The time left is estimated from the pace over this many last seconds: long enough to smooth out one slow step."""
 STATUS_EVERY_S = 1.0
@@ -53,7 +57,13 @@ class Starting:
         self._said_s = 0.0
         bar = BarColumn(bar_width=None, table_column=Column(max_width=40))
         self._progress = Progress(
-            *(SpinnerColumn(), _words("task.description"), bar, _words("task.fields[how_far]"), TimeElapsedColumn()),
+            *(
+                SpinnerColumn(),
+                _Words("text"),
+                bar,
+                _Words("how_far"),
+                TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+            ),
             console=self._console,
             transient=True,
             get_time=now,
@@ -73,11 +83,11 @@ class Starting:
         if is_new := [task.description for task in progress.tasks] != [text]:
             for earlier in progress.task_ids:
                 progress.remove_task(earlier)
-            progress.add_task(text, total=total or None, how_far="")
+            progress.add_task(text, total=total or None, how_far="", width=self._console.width)
         (task,) = progress.tasks
         progress.update(task.id, completed=done, total=total or None)
         how_far = _how_far(task, figures, is_new)
-        progress.update(task.id, how_far=how_far)
+        progress.update(task.id, how_far=how_far, width=self._console.width)
         line = f"{text}  {how_far}".rstrip()
         self._tell(line, is_new)
         if self._is_plain and (is_new or self._now() - self._said_s >= PLAIN_EVERY_S):
@@ -95,9 +105,20 @@ def _how_far(task: Task, figures: str, is_new: bool) -> str:
     return "  ".join(part for part in (counted, figures, left) if part)
 
 
-def _words(what: str) -> TextColumn:
-    """A column that never wraps: on a narrow terminal the bar gets shorter. Markup is off, because paths may contain brackets."""
-    return TextColumn(f"{{{what}}}", markup=False, table_column=Column(no_wrap=True))
+class _Words(ProgressColumn):
+    """The task's text, or how far it is. On a narrow terminal they are cut, the text first: spinner, bar and clock have their
+    room. Markup is off, because paths may contain brackets."""
+
+    def __init__(self, field: Literal["text", "how_far"]) -> None:
+        super().__init__(table_column=Column(no_wrap=True))
+        self._field = field
+
+    def render(self, task: Task) -> Text:
+        how_far = str(task.fields["how_far"])
+        words = Text(neutral(task.description if self._field == "text" else how_far))
+        room = task.fields["width"] - AROUND_WORDS
+        words.truncate(max(1, room - len(how_far) if self._field == "text" else room - 1), overflow="ellipsis")
+        return words
 
 
 class StartStatus:

@@ -49,11 +49,15 @@ class Finding:
 
 def examine(say: Callable[[str], None]) -> Iterator[Finding]:
     """All findings, one by one. `say` is called with a message before a slow check."""
+    say("looking for packages and at the machine")
     yield Finding("python", sys.version.split()[0], sys.version_info >= (3, 11), "asyncrl needs 3.11 or newer")
     yield from (_package(name, start) for name, start in NEEDED.items())
     yield from (_machine(), _cpu(), _threads(), _shared_memory(), _gpus())
+    say("importing Ray")
     yield _importable("ray", "ray")
+    say("importing transformers' continuous batching")
     yield _importable("engine transformers", "transformers.generation.continuous_batching")
+    say("loading packages that came with vLLM")
     hint = "asyncrl doctor --fix removes what vLLM does not need"
     yield from (Finding(name, "does not load beside this torch", False, hint) for name in broken_packages())
     yield _vllm(say)
