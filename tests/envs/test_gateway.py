@@ -157,7 +157,8 @@ async def test_refusals_are_in_openais_shape(server: Served) -> None:
         image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
         assert (await status(chat, json.dumps({"messages": image})))[0] == 400
         long = [{"role": "user", "content": "x" * 500}]
-        assert (await status(chat, json.dumps({"messages": long})))[1].startswith("the prompt has 518 tokens")
+        why = "this model's maximum context length is 400 tokens (env.max_context_tokens); the prompt has 518"
+        assert await status(chat, json.dumps({"messages": long})) == (400, why)
         assert (await status("/nothing", b"{}"))[0] == 404
         assert (await status(chat, json.dumps({"messages": ASK}), {"Authorization": "Bearer wrong"}))[0] == 401
         assert (await status(chat, json.dumps({"messages": ASK}), {}))[0] == 401

@@ -102,12 +102,16 @@ def check_prompts(profile: Profile, task: Task, model_dir: Path | None) -> None:
     built-in model's tokens can be counted: its characters. Opening it would take seconds of imports."""
     if is_builtin(profile):
         around = 0 if task.words is None else AROUND_PROMPT
-        check_prompt_lengths(profile, task, lambda items: [around + len(item["prompt"]) for item in items])
+        check_prompt_lengths(profile, task, lambda items: [around + _num_characters(item) for item in items])
     elif model_dir is not None:
         tokenizer = checked_tokenizer(profile, model_dir)
         check_prompt_lengths(profile, task, partial(tokens, tokenizer))
         if environment_of(profile.task) != "one-turn":
             check_chat(tokenizer, model_dir, tools=task.tool_class is not None)
+
+
+def _num_characters(item: Item) -> int:
+    return sum(len(message["content"]) for message in messages_of(item["prompt"]))
 
 
 def checked_tokenizer(profile: Profile, model_dir: Path) -> Any:

@@ -105,7 +105,7 @@ class RolloutActor:
         """The processes that compute rewards, or that play agents."""
         task, env = self._profile.task, self._profile.env
         workers = task.reward_workers or default_workers()
-        if task.agent:
+        if task.has_agent:
             return RewardPool(self._reward, timeout_s=env.episode_timeout_s, block_s=env.tool_timeout_s, workers=workers)
         return RewardPool(self._reward, timeout_s=task.reward_timeout_s, workers=workers)
 
@@ -137,7 +137,7 @@ class RolloutActor:
         profile = self._profile
         chat = load_chat(self._place.model_dir, trust_remote_code=profile.model.trust_remote_code)
         limits, sampling = Limits.of(profile), Sampling.of(profile.rollout, profile.rollout.temperature)
-        if profile.task.agent:
+        if profile.task.has_agent:
             from asyncrl_cli.envs.gateway.agent_episodes import AgentEnvironment
 
             self._gateway = await self._served(chat, sampling, limits)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.errors import ConfigError
-from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS
+from asyncrl_cli.profile.schema import DIRECT_TRANSPORTS, VERIFIERS
 from asyncrl_cli.profile.toml_files import shortened, toml_value
 
 
@@ -62,6 +62,14 @@ def _empty_band(value: object) -> bool:
 
 def direct(transport: object) -> bool:
     return transport in DIRECT_TRANSPORTS
+
+
+def _of_verifiers(source: Any) -> bool:
+    return bool(source.startswith(VERIFIERS))
+
+
+def _of_others(source: Any) -> bool:
+    return not _of_verifiers(source)
 
 
 def _other_than(value: object) -> Callable[[object], bool]:
@@ -153,20 +161,36 @@ CLASHES = (
         "greedy samples of a prompt are all the same",
         "--set eval.samples_per_prompt=1, or an eval.temperature above 0",
     ),
-    Clash(
-        {"task.agent": given, "task.environment": _other_than("auto")},
-        "an agent plays the whole episode itself",
-        "leave one of the two out",
+    *(
+        clash
+        for agent, is_given in (("task.agent", given), ("task.source", _of_verifiers))
+        for clash in (
+            Clash(
+                {agent: is_given, "task.environment": _other_than("auto")},
+                "an agent plays the whole episode itself",
+                "leave one of the two out",
+            ),
+            Clash(
+                {agent: is_given, "task.reward": _other_than("auto")},
+                "the agent's own result is the reward",
+                "leave task.reward out: the agent, or the environment's rubric, gives the reward",
+            ),
+            Clash(
+                {agent: is_given, "rollout.hold_slots": False},
+                "an agent may ask the model at any time, so its trajectory keeps its slot",
+                "--set rollout.hold_slots=true",
+            ),
+        )
     ),
     Clash(
-        {"task.agent": given, "task.reward": _other_than("auto")},
-        "the agent's own result is the reward",
-        "leave task.reward out, and let the agent return the reward",
+        {"task.source": _of_verifiers, "task.agent": given},
+        "the environment plays its episodes itself",
+        "leave task.agent out, or take prompts from a file for your agent",
     ),
     Clash(
-        {"task.agent": given, "rollout.hold_slots": False},
-        "an agent may ask the model at any time, so its trajectory keeps its slot",
-        "--set rollout.hold_slots=true",
+        {"task.source": _of_others, "task.python": given},
+        "only environments of the package verifiers run in another Python",
+        "leave task.python out",
     ),
     Clash(
         {TRANSPORT: direct, "placement.device": _other_than("cuda")},

@@ -30,6 +30,7 @@ from asyncrl_cli.profile.rollout_sections import AsyncTrainingSection, RolloutSe
 
 Interrupt = Literal["drain", "keep-kv", "recompute-kv"]
 """What a weight load does to a worker's running rollouts: they finish first, or freeze and keep or rebuild their KV cache."""
+VERIFIERS = "verifiers:"
 DIRECT_TRANSPORTS = ("nccl", "ipc")
 """Values of `weights.transport` that copy from GPU memory to GPU memory during a worker's load."""
 PROBE_TOKENS = 32
@@ -78,10 +79,15 @@ class TaskSection(Section):
     """Prompts and their rewards."""
 
     source: PathText = "reasoning-gym:number_sorting"
-    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>` (several files by a pattern: `train-*.parquet`), or a task of
-    many turns that comes with asyncrl: `builtin:calculator` or `builtin:guess`."""
+    """`reasoning-gym:<dataset>`, `jsonl:<path>`, `parquet:<path>` (several files by a pattern: `train-*.parquet`), a task of
+    many turns that comes with asyncrl (`builtin:calculator` or `builtin:guess`), or `verifiers:<environment>`: an environment made
+    with the package verifiers, which brings its own prompts and rewards (docs/agents.md)."""
     params: Params = Field(default_factory=dict)
-    """Parameters of the reasoning-gym dataset or the builtin task; a layer that sets `source` discards those of lower layers."""
+    """Parameters of the reasoning-gym dataset, of the builtin task, or of the environment's `load_environment`; a layer that sets
+    `source` discards those of lower layers."""
+    python: PathText | None = None
+    """Python that has the package verifiers and the environment of `source`, if it is not the one that runs asyncrl:
+    `/path/to/venv/bin/python`, 3.11 or newer, on every machine of a cluster."""
     adapter: Literal["auto", "plain", "worked"] = "auto"
     """How a dataset item becomes a prompt: `plain` is its question; `worked` is the compact form with demonstrations
     that write their working first; `auto` takes `worked` if the source has that form and the model is builtin:tiny."""
@@ -112,6 +118,11 @@ class TaskSection(Section):
     reward function each process awaits up to 128 rewards at once."""
     max_failed_ratio: Ratio = 0.1
     """Share of failed trajectories (reward raised or hung, prompt too long) above which the run fails."""
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether episodes are played over an OpenAI client: by `agent`, or by an environment of the package verifiers."""
+        return self.agent is not None or self.source.startswith(VERIFIERS)
 
 
 class TrainerSection(Section):

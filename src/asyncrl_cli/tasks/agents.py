@@ -7,7 +7,8 @@ rollout worker; `client.model` is the name to ask for. An agent that returns Non
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,19 +46,26 @@ def check_agent(code: UserCode) -> None:
 
 def player(code: UserCode) -> Callable[[Item, Access], Awaitable[float]]:
     """What plays an item with the agent and returns the reward. Raises what `load_agent` does."""
-    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
     function = load_agent(code)
 
     async def play(item: Item, access: Access) -> float:
-        # Loopback needs neither certificates, whose loading takes longer than a request, nor the machine's proxies.
-        http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        async with AsyncOpenAI(base_url=access.base_url, api_key=access.key, http_client=http) as client:
-            client.model = access.model  # type: ignore[attr-defined]
+        async with opened(access) as client:
             reward = await function(client, item)
             return await _posted(access) if reward is None else reward
 
     return play
+
+
+@asynccontextmanager
+async def opened(access: Access) -> AsyncIterator[Any]:
+    """An OpenAI client for the session."""
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    # Loopback needs neither certificates, whose loading takes longer than a request, nor the machine's proxies.
+    http = DefaultAsyncHttpxClient(verify=False, trust_env=False)
+    async with AsyncOpenAI(base_url=access.base_url, api_key=access.key, http_client=http) as client:
+        client.model = access.model  # type: ignore[attr-defined]
+        yield client
 
 
 async def _posted(access: Access) -> float:

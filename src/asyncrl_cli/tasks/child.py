@@ -24,6 +24,14 @@ from typing import Any, BinaryIO
 from asyncrl_cli.errors import AsyncrlError
 
 PR_SET_PDEATHSIG = 1
+PACKAGE = Path(__file__).resolve().parents[1]
+IN_ANOTHER_PYTHON = """
+import sys, types
+package = sys.modules["asyncrl_cli"] = types.ModuleType("asyncrl_cli")
+package.__path__ = [sys.argv.pop(1)]
+from asyncrl_cli.tasks.child import main
+main()
+"""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -35,23 +43,27 @@ class ChildTimedOut(ChildFailed):
     pass
 
 
-def command(function: Callable[..., Any]) -> list[str]:
-    """The command line of a child. It ends with the name of the function's module only for people who read `ps`."""
+def command(function: Callable[..., Any], python: str = "") -> list[str]:
+    """The command line of a child. It ends with the name of the function's module only for people who read `ps`.
+
+    `python`: another Python, 3.11 or newer, which need not have our package nor what that depends on. It gets the package alone,
+    for the directory that holds it may hold all packages of this Python.
+    """
     # -P: do not import from the working directory, unless a spec says so.
-    return [sys.executable, "-P", "-m", "asyncrl_cli.tasks.child", str(os.getpid()), function.__module__]
+    ours = ["-m", "asyncrl_cli.tasks.child"] if not python else ["-c", IN_ANOTHER_PYTHON, str(PACKAGE)]
+    return [python or sys.executable, "-P", *ours, str(os.getpid()), function.__module__]
 
 
-def environment(**variables: str) -> dict[str, str]:
+def environment(python: str = "", **variables: str) -> dict[str, str]:
     """This process's environment without Ray's variables (one is a token). The child finds our package; default: one thread."""
-    root = str(Path(__file__).resolve().parents[2])
-    search = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    search = [*([] if python else [str(PACKAGE.parent)]), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     threads = {name: os.environ.get(name, "1") for name in THREAD_VARIABLES}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**inherited, **threads, "PYTHONPATH": os.pathsep.join(search), **variables}
 
 
-def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, **variables: str) -> Any:
-    """Call `function(*arguments)` in a child with these environment variables, and return its result.
+def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, python: str = "", **variables: str) -> Any:
+    """Call `function(*arguments)` in a child with these environment variables, and return its result. `python`: see `command`.
 
     Raises ChildFailed, or the function's AsyncrlError. The child's stdin and stdout are files: a pipe would stay open as long as
     any process that the function has started holds it.
@@ -60,7 +72,12 @@ def call_once(function: Callable[..., Any], *arguments: Any, timeout_s: float, *
         pickle.dump((_answer_once, (function, arguments)), asked)
         asked.seek(0)
         child = subprocess.Popen(
-            command(function), stdin=asked, stdout=answered, stderr=said, env=environment(**variables), start_new_session=True
+            command(function, python),
+            stdin=asked,
+            stdout=answered,
+            stderr=said,
+            env=environment(python, **variables),
+            start_new_session=True,
         )
         try:
             returncode = child.wait(timeout_s)

@@ -59,11 +59,11 @@ async def start_process(spec: RewardSpec, rules: Rules, backlog: Backlog) -> Rew
         with tempfile.TemporaryFile() as shared:  # its memory stays mapped in both processes after it is closed
             os.truncate(shared.fileno(), mmap.PAGESIZE)
             process = await asyncio.create_subprocess_exec(
-                *command(serve),
+                *command(serve, spec.python),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=(shared.fileno(),),
-                env=environment(),
+                env=environment(spec.python),
                 start_new_session=True,  # a Ctrl-C at the terminal is the driver's to handle, not the rewards'
             )
             assert process.stdin is not None

@@ -53,7 +53,7 @@ class RewardPool:
     def __init__(self, spec: RewardSpec, *, timeout_s: float, workers: int = 1, block_s: float | None = None) -> None:
         """`timeout_s`: of a reward; `block_s`: of an uninterrupted stretch of an async one, if that limit is another one."""
         self._spec = spec
-        self._rules = Rules(timeout_s=timeout_s, block_s=block_s or timeout_s, again=spec.kind != "agent")
+        self._rules = Rules(timeout_s=timeout_s, block_s=block_s or timeout_s, again=not spec.plays)
         self._num_workers = workers
         self._processes: set[RewardProcess] = set()
         self._backlog: Backlog = asyncio.PriorityQueue()

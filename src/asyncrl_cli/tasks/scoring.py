@@ -28,15 +28,22 @@ class RewardSpec:
     """Describes a task's reward; small and picklable.
 
     `dataset` and `params`: the dataset whose items are scored, and whose verifier may be used. `adapter`: how the answer is found
-    in a response. `agent`: the function plays items and gives their rewards (agents.py). `episode`: the environment gives the
-    reward, and responses are not scored.
+    in a response. `agent`: the function plays items and gives their rewards (agents.py); `verifiers`: so does the environment
+    `dataset` of the package verifiers, in the Python `python` ("": in ours). `episode`: the environment gives the reward, and
+    responses are not scored.
     """
 
-    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "episode"]
+    kind: Literal["dataset", "exact-match", "math-verify", "function", "agent", "verifiers", "episode"]
     dataset: str = ""
     params: Mapping[str, Any] = field(default_factory=dict)
     adapter: Adapter = "plain"
     function: UserCode | None = None
+    python: str = ""
+
+    @property
+    def plays(self) -> bool:
+        """Whether items are played, not responses scored."""
+        return self.kind in ("agent", "verifiers")
 
 
 def build_scorer(spec: RewardSpec) -> Scorer:
@@ -51,6 +58,10 @@ def build_scorer(spec: RewardSpec) -> Scorer:
         from asyncrl_cli.tasks.agents import player
 
         return player(spec.function)
+    if spec.kind == "verifiers":
+        from asyncrl_cli.tasks import verifiers_player
+
+        return verifiers_player.player(spec.dataset, spec.params)
     if spec.function is None:
         raise ValueError("the episode itself gives the reward")
     return load_function(spec.function)

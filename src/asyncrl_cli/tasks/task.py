@@ -24,8 +24,15 @@ from asyncrl_cli.tasks.scoring import Adapter, RewardSpec
 from asyncrl_cli.tasks.tool_choice import resolve_tool_class
 from asyncrl_cli.tasks.tool_class import ToolClass
 from asyncrl_cli.tasks.user_code import is_user_code
+from asyncrl_cli.tasks.verifiers_source import verifiers_items, verifiers_spec
 
-SOURCES = {"builtin": "<task>", "reasoning-gym": "<dataset>", "jsonl": "<path>", "parquet": "<path>"}
+SOURCES = {
+    "builtin": "<task>",
+    "reasoning-gym": "<dataset>",
+    "jsonl": "<path>",
+    "parquet": "<path>",
+    "verifiers": "<environment>",
+}
 MADE_PROMPTS, DRAWN_PROMPTS = 4096, 2048
 """Training prompts made by a reasoning-gym dataset, or drawn by a builtin task, if `task.train_prompts` is not set: they could make
 any number."""
@@ -94,6 +101,8 @@ def _load_items(profile: Profile, run_dir: Path | None) -> Task:
     check_no_sets(profile)
     if kind == "builtin":
         return _builtin_task(profile, name, run_dir)
+    if kind == "verifiers":
+        return _verifiers_task(profile, name)
     return _gym_task(profile, name, run_dir)
 
 
@@ -141,6 +150,13 @@ def _refuse_eval_path(profile: Profile) -> None:
             f"task.eval_path is for files; {profile.task.source} makes its eval prompts itself",
             hint="leave it out; eval.prompts says how many are made",
         )
+
+
+def _verifiers_task(profile: Profile, name: str) -> Task:
+    _refuse_eval_path(profile)
+    spec = verifiers_spec(profile, name)
+    train, held_out, notes = verifiers_items(profile, spec)
+    return Task(name=profile.task.source, train=train, eval=held_out, reward=spec, notes=tuple(notes))
 
 
 def _gym_task(profile: Profile, dataset: str, run_dir: Path | None) -> Task:

@@ -155,8 +155,9 @@ class Session:
         room = limits.max_context_tokens - len(prompt)
         if room < 1:
             self.finish_reason = "length"
-            most = f"env.max_context_tokens = {limits.max_context_tokens}"
-            raise Refused(400, f"the prompt has {len(prompt)} tokens, with its answer at most {most}", "context_length_exceeded")
+            most = f"{limits.max_context_tokens} tokens (env.max_context_tokens)"  # agents look for OpenAI's words
+            why = f"this model's maximum context length is {most}; the prompt has {len(prompt)}"
+            raise Refused(400, why, "context_length_exceeded")
         most = min(filter(None, (self.sampling.max_response_tokens, request.most_tokens, room)))
         return replace(self.sampling, max_response_tokens=most, stop=(*self.sampling.stop, *request.stops))
 

@@ -1,0 +1,86 @@
+"""Environments made with the package `verifiers`, in the child processes that play them as agents are played.
+
+`task.python` may name another Python, which has `verifiers` and nothing of ours: here, and in what this imports, only Python's own
+library is needed. A package of the environments hub has a function `load_environment`; `task.params` are its arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.tasks.agents import Access, opened
+from asyncrl_cli.tasks.child import ChildFailed
+from asyncrl_cli.tasks.item import Item
+from asyncrl_cli.tasks.user_code import describe
+
+Row = Mapping[str, Any]
+INSTALL = (
+    "pip install 'asyncrl-cli[verifiers]' and the environment's package; or, as verifiers pins many packages, into a virtual "
+    "environment of their own, and --set task.python=<its python>"
+)
+
+
+def load_environment(name: str, params: Mapping[str, Any]) -> Any:
+    """The environment. Raises ConfigError if this Python cannot load any, or not this one; and whatever its package raises."""
+    source = f'task.source = "verifiers:{name}"'
+    if importlib.util.find_spec("verifiers") is None:
+        raise ConfigError(f"{source}: {sys.executable} does not have the package verifiers", hint=INSTALL)
+    import verifiers
+
+    if not hasattr(verifiers, "load_environment"):
+        raise ConfigError(
+            f"{source}: verifiers {verifiers.__version__} of {sys.executable} has no load_environment any more",
+            hint="pip install 'verifiers<0.4'",
+        )
+    environment = verifiers.load_environment(name, **params)
+    if environment.requires_group_rollouts:
+        raise ConfigError(
+            f"{source}: its rubric judges the rollouts of a prompt together, and here each is rewarded when it ends",
+            hint="take an environment whose reward functions look at one rollout",
+        )
+    return environment
+
+
+def read_rows(name: str, params: Mapping[str, Any], most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
+    """The first rows of the environment's datasets for training and eval, as JSON has them; None if it has none for eval. Raises
+    ConfigError, or ChildFailed with what its package has raised."""
+    try:
+        return _rows(load_environment(name, params), name, most_train, most_eval)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ChildFailed(describe(error)) from None
+
+
+def _rows(environment: Any, name: str, most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
+    train, held_out = environment.build_dataset(), environment.build_eval_dataset()
+    if train is None:
+        raise ConfigError(f'task.source = "verifiers:{name}" has no dataset to train on')
+    return _plain(train, most_train), None if held_out is None else _plain(held_out, most_eval)
+
+
+def _plain(dataset: Any, most: int | None) -> list[Row]:
+    return [json.loads(json.dumps(row, default=str)) for row in islice(dataset, most)]
+
+
+def player(name: str, params: Mapping[str, Any]) -> Callable[[Item, Access], Awaitable[float]]:
+    """What plays an item in the environment, over an OpenAI client, and returns the rubric's reward."""
+    environment = load_environment(name, params)
+    from verifiers.clients import OpenAIChatCompletionsClient
+
+    async def play(item: Item, access: Access) -> float:
+        async with opened(access) as client:
+            model = OpenAIChatCompletionsClient(client)
+            played = await environment.run_rollout(dict(item["metadata"]["row"]), model, access.model, {})
+        if played["error"]:
+            raise RuntimeError(f"verifiers: {played['error']}")
+        reward: float = played["reward"]
+        return reward
+
+    return play

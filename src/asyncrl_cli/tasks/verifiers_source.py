@@ -1,0 +1,86 @@
+"""`task.source = "verifiers:<environment>"`: prompts of an environment made with the package `verifiers`, and what plays them.
+
+The environment is loaded in child processes only (verifiers_player.py): here to read its datasets, in rollout workers to be played.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import cast
+
+from asyncrl_cli.errors import ConfigError
+from asyncrl_cli.profile.schema import Profile
+from asyncrl_cli.safe_files import expand
+from asyncrl_cli.tasks.child import ChildFailed, call_once
+from asyncrl_cli.tasks.item import Item, content_uid, make_item, prompt_key
+from asyncrl_cli.tasks.rows import prompt_and_answer
+from asyncrl_cli.tasks.scoring import RewardSpec
+from asyncrl_cli.tasks.verifiers_player import Row, read_rows
+
+LOAD_LIMIT_S = 600.0
+"""For the import of the package, which takes seconds, and of the environment, which may download its dataset."""
+
+
+def verifiers_spec(profile: Profile, name: str) -> RewardSpec:
+    """What plays the environment. Raises ConfigError if `task.python` is no program."""
+    python = profile.task.python
+    if python is not None and (found := shutil.which(expand(python))) is None:
+        raise ConfigError(f'task.python = "{python}" is no program', hint="it is the path of a virtual environment's bin/python")
+    return RewardSpec(kind="verifiers", dataset=name, params=profile.task.params, python="" if python is None else str(found))
+
+
+def verifiers_items(profile: Profile, spec: RewardSpec) -> tuple[list[Item], list[Item], list[str]]:
+    """Training items, eval items, and notes for the user. Eval items are of the environment's own eval dataset, or held out: those
+    with the smallest uids. Raises ConfigError."""
+    source, num_eval, wanted = profile.task.source, profile.eval.prompts, profile.task.train_prompts
+    rows, eval_rows = _read(spec, None if wanted is None else wanted + num_eval, num_eval)
+    items = _distinct(rows, source)
+    held_out = sorted(items, key=lambda item: item["uid"]) if eval_rows is None else _distinct(eval_rows, f"{source} (eval)")
+    held_out = held_out[:num_eval]
+    taken = {item["uid"] for item in held_out}
+    train = [item for item in items if item["uid"] not in taken][:wanted]
+    if not train:
+        raise ConfigError(
+            f"task.source: {source} has {len(items)} distinct rows, and eval.prompts = {num_eval} of them are held out: none are "
+            "left to train on",
+            hint="lower eval.prompts",
+        )
+    notes = [f"{source}: left out {len(rows) - len(items):,} rows that repeat an earlier one"] if len(items) < len(rows) else []
+    if len(held_out) < num_eval:
+        notes.append(f"{source}: has {len(held_out)} distinct rows for eval, fewer than eval.prompts = {num_eval}")
+    return train, held_out, notes
+
+
+def _read(spec: RewardSpec, most_train: int | None, most_eval: int) -> tuple[list[Row], list[Row] | None]:
+    try:
+        found = call_once(
+            read_rows,
+            spec.dataset,
+            spec.params,
+            most_train,
+            most_eval,
+            timeout_s=LOAD_LIMIT_S,
+            python=spec.python,
+            HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+        )
+        return cast(tuple[list[Row], list[Row] | None], found)
+    except ChildFailed as failure:
+        python = spec.python or sys.executable
+        raise ConfigError(
+            f'task.source = "verifiers:{spec.dataset}" cannot be loaded: {failure}',
+            hint=f"install the environment's package for {python}; task.params are the arguments of its load_environment",
+        ) from failure
+
+
+def _distinct(rows: Sequence[Row], source: str) -> list[Item]:
+    """Rows with the same prompt may differ in what the environment knows: a game's secret word. An item is the whole row."""
+    items: dict[str, Item] = {}
+    for number, row in enumerate(rows, start=1):
+        prompt, answer = prompt_and_answer(row, "prompt", "answer", f"{source}:{number}", needs_answer=False)
+        content = {name: value for name, value in row.items() if name != "example_id"}
+        item = make_item(prompt, answer, {"row": row})
+        uid = content_uid(prompt, prompt_key([content]))
+        items.setdefault(uid, {**item, "uid": uid})
+    return list(items.values())
