@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.cli.app import run
 
-COMMANDS = ("train", "resume", "status", "stop", "logs", "export", "plan", "doctor", "init", "profiles")
+COMMANDS = ("train", "resume", "status", "compare", "stop", "logs", "export", "plan", "doctor", "init", "profiles")
 
 
 def test_help_lists_every_command_and_teaches_the_first_one(capsys: pytest.CaptureFixture[str]) -> None:

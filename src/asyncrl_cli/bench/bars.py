@@ -39,7 +39,7 @@ class Bars(Progress):
         """Show that a run has trained `groups` of `total`; first called with 0. `time_s`, `phase`, `left_s`: as a real run reports
         them."""
         text = f"{name} ({phase})" if phase not in ("", "running", "done") else name
-        is_over = groups >= total and not phase
+        is_over = groups >= total and phase in ("", "done")
         own = {} if not time_s else {"time_s": time_s}
         self._show(name, groups, total, is_started=groups > 0 or bool(phase), text=text, **own, left_s=0.0 if is_over else left_s)
         self._totals[name] = total
@@ -58,7 +58,7 @@ class Bars(Progress):
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _show(self, key: str, done: int, total: int, *, is_started: bool, text: str, **own: Any) -> None:
         text = neutral(text)

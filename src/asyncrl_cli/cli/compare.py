@@ -1,0 +1,82 @@
+"""`asyncrl compare`: recorded runs side by side in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from asyncrl_cli.cli.console import RUNS_DIR, JsonOption, RunsDirOption, print_json, print_prose, stdout, warn
+from asyncrl_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from asyncrl_cli.observe.side_by_side import SideBySide
+
+EXAMPLES = """
+  asyncrl compare first second
+  asyncrl compare runs/a runs/b runs/c --reward 0.6
+  asyncrl compare first second --json | jq .differences"""
+
+
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or directories of two or more runs.")],
+    runs_dir: RunsDirOption = RUNS_DIR,
+    reward: Annotated[
+        float | None,
+        typer.Option("--reward", metavar="R", help="The reward whose time is told; by default the highest that all have reached."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show runs side by side: where their configurations differ, then reward at equal samples and time, idleness, staleness, speed.
+
+    `asyncrl bench` makes runs that can be compared fairly; this compares whatever there is."""
+    from asyncrl_cli.observe.recorded import Recorded
+    from asyncrl_cli.observe.side_by_side import side_by_side
+
+    if len(runs) < 2:
+        raise ConfigError("a comparison needs two runs or more", hint=f"`asyncrl status {runs[0]}` shows one run")
+    made = side_by_side([Recorded.find(run, runs_dir) for run in runs], reward)
+    for doubt in _doubts(made):
+        warn(doubt)
+    if as_json:
+        print_json(made.to_json())
+    else:
+        _print(made)
+
+
+def _doubts(made: SideBySide) -> list[str]:
+    work = [key for key in made.differences if key.startswith(("task.", "env."))]
+    doubts = [f"the runs' tasks differ ({', '.join(work)}): so may what their rewards mean"] if work else []
+    return doubts + ([] if made.samples else ["a run has no train step with a reward yet: rewards are not compared"])
+
+
+def _print(made: SideBySide) -> None:
+    if made.differences:
+        rows = [(key, [_shown(value) for value in values]) for key, values in made.differences.items()]
+        stdout().print(_table("configuration", made.names, rows))
+    else:
+        print_prose("their configurations are the same")
+    stdout().print()
+    stdout().print(_table("figures", made.names, [(figure.label, figure.texts) for figure in made.figures]))
+    print_prose(
+        "\nrewards: mean over the last tenth of the samples that all runs have trained; idleness, staleness and speed: whole runs"
+    )
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(title, style="dim bold", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for label, cells in rows:
+        table.add_row(label, *(Text(cell) for cell in cells))
+    return table
+
+
+def _shown(value: object) -> str:
+    from asyncrl_cli.profile.toml_files import toml_value
+
+    return "-" if value is None else toml_value(value)

@@ -1,0 +1,172 @@
+"""Recorded runs side by side: where their configurations differ, and their figures, rewards also at equal samples and equal time.
+
+A reward is the mean over a trailing window of trained samples (trajectories), equally wide for all runs, however long their steps.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.observe.format import LEADING, NOTHING, clock, count, number, share
+from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.profile.arithmetic import mode_of
+from asyncrl_cli.profile.keys import PARAMS, entries_of
+
+SMOOTHING = 0.1
+"""Width of the trailing window, as a share of the samples that all runs have trained."""
+LEFT_OUT = ("run.name", PARAMS)
+"""Keys that differ between any two runs; an empty table of parameters, whose entries are keys of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A run's reward after each train step: samples trained so far, time so far, and mean reward of the window that ends there."""
+
+    samples: Sequence[int]
+    time_s: Sequence[float]
+    reward: Sequence[float]
+
+    def reward_at(self, axis: Sequence[float], limit: float) -> float | None:
+        """The reward when `axis` (`samples` or `time_s`) was at most `limit`; None if no step had ended by then."""
+        ended = bisect_right(axis, limit)
+        return self.reward[ended - 1] if ended else None
+
+    def first_with(self, reward: float) -> int | None:
+        """Index of the first step whose reward is at least `reward`."""
+        return next((index for index, reached in enumerate(self.reward) if reached >= reward), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A row: a value per run (None: not known), as a number and as text."""
+
+    label: str
+    values: Sequence[Any]
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideBySide:
+    """`differences`: key -> a value per run. `samples`, `time_s`: what all runs have reached; `reward`: the target whose time is
+    told. They are None if a run has trained nothing."""
+
+    names: Sequence[str]
+    differences: dict[str, list[Any]]
+    figures: Sequence[Figure]
+    samples: int | None
+    time_s: float | None
+    reward: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        at = {"samples": self.samples, "time_s": self.time_s, "reward": self.reward}
+        figures = {figure.label: list(figure.values) for figure in self.figures}
+        return {"runs": list(self.names), "differences": self.differences, "equal": at, "figures": figures}
+
+
+def side_by_side(runs: Sequence[Recorded], target: float | None = None) -> SideBySide:
+    """Compare runs. `target`: a reward; by default the highest that all of them have reached.
+
+    Raises RefusedError or ConfigError if a run's configuration or metrics cannot be read.
+    """
+    steps = [_steps(run) for run in runs]
+    samples = min((ended[-1][0] for ended in steps if ended), default=None) if all(steps) else None
+    curves = [_curve(ended, SMOOTHING * (samples or 0)) for ended in steps]
+    time_s = None if samples is None else min(curve.time_s[-1] for curve in curves)
+    if target is None and samples is not None:
+        target = min(max(curve.reward) for curve in curves)
+    rewards = [] if samples is None or time_s is None or target is None else list(_rewards(curves, samples, time_s, target))
+    return SideBySide(
+        names=[run.name for run in runs],
+        differences=differences(runs),
+        figures=[*_extents(runs, curves), *rewards, *_totals(runs)],
+        samples=samples,
+        time_s=time_s,
+        reward=target,
+    )
+
+
+def differences(runs: Sequence[Recorded]) -> dict[str, list[Any]]:
+    """The keys whose values are not the same in all runs, in the order of the schema; None where a run does not have the key."""
+    values = [{"profile": run.loaded.profile.name, **entries_of(run.loaded.profile)} for run in runs]
+    keys = dict.fromkeys(key for of_run in values for key in of_run if key not in LEFT_OUT)
+    every = {key: [of_run.get(key) for of_run in values] for key in keys}
+    return {key: found for key, found in every.items() if any(value != found[0] for value in found)}
+
+
+def _steps(run: Recorded) -> list[tuple[int, float, float]]:
+    """(samples so far, seconds so far, reward) of each train step that has a reward."""
+    size = run.loaded.profile.rollout.n
+    return [
+        (int(line["groups_trained"]) * size, float(line["time_s"]), float(line["reward/mean"]))
+        for line in run.metrics()
+        if _has_reward(line)
+    ]
+
+
+def _has_reward(line: Line) -> bool:
+    return all(key in line for key in ("groups_trained", "time_s", "reward/mean"))
+
+
+def _curve(steps: Iterable[tuple[int, float, float]], window: float) -> Curve:
+    recent: deque[tuple[int, int, float]] = deque()
+    before, weight, total = 0, 0, 0.0
+    samples, times_s, rewards = [], [], []
+    for so_far, time_s, reward in steps:
+        trained = max(1, so_far - before)
+        recent.append((so_far, trained, reward))
+        weight, total, before = weight + trained, total + trained * reward, so_far
+        while recent[0][0] <= so_far - window and len(recent) > 1:
+            _, old, old_reward = recent.popleft()
+            weight, total = weight - old, total - old * old_reward
+        samples.append(so_far)
+        times_s.append(time_s)
+        rewards.append(total / weight)
+    return Curve(samples=samples, time_s=times_s, reward=rewards)
+
+
+def _extents(runs: Sequence[Recorded], curves: Sequence[Curve]) -> Iterable[Figure]:
+    progress = [run.status.get("progress", {}) for run in runs]
+    yield _figure("state", [run.status.get("phase") for run in runs], lambda phase: str(phase or NOTHING))
+    yield _figure("mode", [mode_of(run.loaded.profile) for run in runs], str)
+    yield _figure("train steps", [one.get("step") for one in progress], count)
+    yield _figure("samples", [curve.samples[-1] if curve.samples else None for curve in curves], count)
+    yield _figure("time", [curve.time_s[-1] if curve.time_s else None for curve in curves], clock)
+    yield _figure("samples/s", [curve.samples[-1] / curve.time_s[-1] if curve.samples else None for curve in curves], number)
+
+
+def _rewards(curves: Sequence[Curve], samples: int, time_s: float, target: float) -> Iterable[Figure]:
+    at_samples = [curve.reward_at(curve.samples, samples) for curve in curves]
+    at_time = [curve.reward_at(curve.time_s, time_s) for curve in curves]
+    first = [curve.first_with(target) for curve in curves]
+    yield _figure(f"reward at {count(samples)} samples", at_samples, _reward)
+    yield _figure(f"reward at {clock(time_s)}", at_time, _reward)
+    reached = list(zip(curves, first, strict=True))
+    times_s = [None if step is None else curve.time_s[step] for curve, step in reached]
+    yield _figure(f"time to reward {number(target, 3)}", times_s, clock)
+    yield _figure("samples to it", [None if step is None else curve.samples[step] for curve, step in reached], count)
+
+
+def _totals(runs: Sequence[Recorded]) -> Iterable[Figure]:
+    """Figures of the whole runs, as their last status tells them."""
+    totals = [run.status.get("totals", {}) for run in runs]
+    evals = [[point for point in run.status.get("eval", {}).get("history", ()) if not point.get("eval_set")] for run in runs]
+    yield _figure("last eval", [points[-1]["reward_mean"] if points else None for points in evals], _reward)
+    for key, (label, form) in LEADING.items():
+        label = "tokens/s trainer" if key == "trainer/tokens_per_s" else label
+        yield _figure(label, [total.get(key) for total in totals], form)
+    yield _figure("staleness mean", [total.get("staleness/mean") for total in totals], number)
+    yield _figure("staleness max", [total.get("staleness/max") for total in totals], count)
+    yield _figure("partial", [total.get("fully_async/partial/partial_ratio") for total in totals], share)
+
+
+def _figure(label: str, values: Sequence[Any], form: Any) -> Figure:
+    return Figure(label=label, values=values, texts=[form(value) for value in values])
+
+
+def _reward(value: object) -> str:
+    return number(value, 3)

@@ -1,0 +1,97 @@
+"""Recorded runs side by side, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.cli.app import run
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.side_by_side import side_by_side
+from asyncrl_cli.profile.loaded import load, to_document
+
+
+def record(runs_dir: Path, name: str, sets: list[str], rewards: list[float], *, step_s: float, groups: int) -> Recorded:
+    """A run whose steps take `step_s` and train `groups` groups each."""
+    directory = runs_dir / name
+    directory.mkdir()
+    loaded = load("base", [*sets, f"run.name={name}"], environ={})
+    (directory / "profile.toml").touch()
+    (directory / "config.resolved.json").write_text(json.dumps(to_document(loaded.profile, loaded.origins)), encoding="utf-8")
+    steps = enumerate(rewards, 1)
+    lines = [{"step": n, "time_s": n * step_s, "groups_trained": n * groups, "reward/mean": reward} for n, reward in steps]
+    (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    totals = {"trainer/idle_ratio": 0.25, "staleness/mean": 0.5, "staleness/max": 1}
+    status = {"phase": "done", "progress": {"step": len(rewards)}, "totals": totals}
+    (directory / "status.json").write_text(json.dumps(status), encoding="utf-8")
+    return Recorded(directory)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Recorded]:
+    """By samples (n = 2): a has trained 40, b 80; by time: a took 100 s, b 40 s."""
+    slow = record(tmp_path, "a", ["rollout.n=2"], [0.1 * step for step in range(1, 11)], step_s=10.0, groups=2)
+    sets = ["rollout.n=2", "async_training.staleness_threshold=1", "task.params.max_numbers=7"]
+    fast = record(tmp_path, "b", sets, [0.05 * step for step in range(1, 21)], step_s=2.0, groups=2)
+    return [slow, fast]
+
+
+def test_configurations_differ_where_they_do(runs: list[Recorded]) -> None:
+    assert side_by_side(runs).differences == {
+        "async_training.staleness_threshold": [0, 1],
+        "task.params.max_numbers": [None, 7],
+    }
+
+
+def test_rewards_are_compared_at_equal_samples_and_at_equal_time(runs: list[Recorded]) -> None:
+    made = side_by_side(runs, target=0.4)
+    found = {figure.label: figure.values for figure in made.figures}
+    # 40 samples: a's tenth step, b's tenth; a window of 4 samples is one step of either.
+    assert (made.samples, made.time_s) == (40, 40.0)
+    assert found["reward at 40 samples"] == pytest.approx([1.0, 0.5])
+    assert found["reward at 0:00:40"] == pytest.approx([0.4, 1.0])
+    assert found["time to reward 0.400"] == [40.0, 16.0]
+    assert found["samples to it"] == [16, 32]
+    assert found["samples"] == [40, 80]
+    assert found["samples/s"] == [0.4, 2.0]
+    assert found["trainer idle"] == [0.25, 0.25]
+    assert found["mode"] == ["on-policy-pipeline", "one-step-off"]
+
+
+def test_the_target_is_what_all_have_reached_and_longer_steps_have_the_same_window(tmp_path: Path) -> None:
+    noisy = record(tmp_path, "noisy", [], [0.0, 1.0] * 100, step_s=1.0, groups=1)
+    calm = record(tmp_path, "calm", [], [0.5] * 5, step_s=40.0, groups=40)
+    made = side_by_side([noisy, calm])
+    found = {figure.label: figure.values for figure in made.figures}
+    assert made.reward == pytest.approx(0.5)
+    assert found["reward at 1,600 samples"] == pytest.approx([0.5, 0.5])
+
+
+def test_compare_fits_80_columns_and_says_the_same_as_json(
+    runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(["compare", "a", "b", "--runs-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert max(map(len, said.out.splitlines()[:-1])) <= 80
+    rows = {line.rsplit(maxsplit=2)[0]: line.rsplit(maxsplit=2)[1:] for line in said.out.splitlines() if line.strip()}
+    assert rows["async_training.staleness_threshold"] == ["0", "1"]
+    assert rows["reward at 40 samples"] == ["1.000", "0.500"]
+    assert rows["trainer idle"] == ["25%", "25%"]
+    assert "tasks differ (task.params.max_numbers)" in said.err
+    assert run(["compare", "a", "b", "--runs-dir", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["figures"]["reward at 40 samples"] == pytest.approx([1.0, 0.5])
+    assert run(["compare", "a", "--runs-dir", str(tmp_path)]) == 2
+
+
+def test_a_run_that_has_trained_nothing_is_compared_without_rewards(
+    runs: list[Recorded], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, "young", [], [], step_s=1.0, groups=1)
+    assert run(["compare", "a", "young", "--runs-dir", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "rewards are not compared" in said.err
+    assert "reward at" not in said.out
