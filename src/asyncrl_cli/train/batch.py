@@ -1,6 +1,6 @@
 """Builds microbatches: segments and advantages -> padded tensors on the trainer's device.
 
-Legend: B = rows (segments), T = padded positions, K = kept positions at the end of T, N = sampled tokens, row by row.
+Legend: B = rows (segments), T = padded positions, N = sampled tokens, row by row.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ high, because full microbatches are more efficient."""
 class Microbatch:
     """Right-padded rows. Position t predicts token t + 1, so a row of T + 1 tokens takes T positions.
 
-    `kept_positions` (K): logits are needed at the last K positions only; `select_N` points into the flattened (B, K).
-    `staleness_N`: versions from the one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled
-    tokens of the whole trajectory that the token belongs to. `first_tokens`: of each row's first sampled token, its index among
-    the sampled tokens of this rank's share of the optimizer step. `columns`: more figures of the N tokens, by name (scores.py).
+    `select_N` points into the flattened (B, T), to the positions that predict a sampled token. `staleness_N`: versions from the
+    one that sampled the token to the one at the window's start. `trajectory_tokens_N`: sampled tokens of the whole trajectory
+    that the token belongs to. `first_tokens`: of each row's first sampled token, its index among the sampled tokens of this
+    rank's share of the optimizer step. `columns`: more figures of the N tokens, by name (scores.py).
     """
 
     inputs_BT: torch.Tensor
-    kept_positions: int
     select_N: torch.Tensor
     targets_N: torch.Tensor
     rows_N: torch.Tensor
@@ -95,17 +94,14 @@ def build_microbatch(rows: Sequence[Row], window: int, device: torch.device) -> 
         mask_BT[b, : len(segment.mask_T)] = segment.mask_T
     predicted_BT = mask_BT[:, 1:]
     rows_N, positions_N = predicted_BT.nonzero()
-    num_positions = predicted_BT.shape[1]
-    kept_positions = num_positions - int(positions_N.min(initial=num_positions - 1))
     logp_mu_N = np.concatenate([segment.logprobs_T[segment.mask_T] for segment, *_ in rows]).astype(np.float32)
     versions_N = np.concatenate([segment.versions_T[segment.mask_T] for segment, *_ in rows])
     advantages_N = np.array([row.advantage for row in rows], dtype=np.float32)[rows_N]
     trajectory_tokens_N = np.array([row.trajectory_tokens for row in rows])[rows_N]
     return Microbatch(
         inputs_BT=torch.from_numpy(tokens_BT[:, :-1].copy()).to(device),
-        kept_positions=kept_positions,
         rows_N=torch.from_numpy(rows_N).to(device),
-        select_N=torch.from_numpy(rows_N * kept_positions + positions_N - (num_positions - kept_positions)).to(device),
+        select_N=torch.from_numpy(rows_N * predicted_BT.shape[1] + positions_N).to(device),
         targets_N=torch.from_numpy(tokens_BT[:, 1:][predicted_BT]).to(device),
         logp_mu_N=torch.from_numpy(logp_mu_N).to(device),
         advantages_N=torch.from_numpy(advantages_N).to(device),

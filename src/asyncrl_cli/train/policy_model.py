@@ -1,18 +1,19 @@
-"""The policy under FSDP2: loading, sharding, parameters, logprobs of tokens.
+"""The policy under FSDP2: loading, sharding, parameters, logprobs and entropies of tokens.
 
 Every decoder layer is one shard group and the rest (embedding, norm, head) another. Master weights are float32; with
 dtype bfloat16 forward and backward compute in bfloat16 and gradients are reduced in float32. A single rank uses FSDP2, too:
 it costs about 4 ms per microbatch (measured on a CPU), and a single code path is worth that. The attention function is
 chosen as in the transformers engine (models/attention.py).
 
-Legend: B = rows, T = positions, K = kept positions, V = vocabulary, N = sampled tokens.
+Legend: B = rows, T = positions, H = hidden size, N = sampled tokens.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import cast
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 import transformers
@@ -25,11 +26,9 @@ from asyncrl_cli.models.saved_form import SavedForm, persistent_buffers, skeleto
 from asyncrl_cli.models.shape import LAYER
 from asyncrl_cli.profile.schema import Profile
 from asyncrl_cli.train.batch import Microbatch
+from asyncrl_cli.train.chunked_logprobs import Head, Scored
 from asyncrl_cli.train.ranks import Ranks
 from asyncrl_cli.weights.buckets import Spec, dtype_name, torch_dtype
-
-ENTROPY_CHUNK_ELEMENTS = 2**25
-"""Size limit of float32 temporaries when the entropy is computed; without it they would be as large as the logits."""
 
 
 class PolicyModel:
@@ -50,17 +49,11 @@ class PolicyModel:
         # In eval mode: with dropout, prox and theta would be different functions of the same weights.
         model.eval().to(ranks.device)
         self.attention = choose_attention(model)
-        _shard(model, profile.model.dtype, ranks)
         # On CPUs, where memory is plentiful, gathered parameters and whole gradients are kept for an optimizer step: with two
         # ranks, gathering for each pass and reducing after each microbatch took a quarter of the time.
         self._keeps_whole = ranks.device.type == "cpu"
-        self._model = model
-        self._root = cast(FSDPModule, model)
-        self._temperature = profile.rollout.temperature
-        # `logits_to_keep` avoids computing logits of prompts. It also changes the last bit of the head's gradient (fewer rows in a
-        # sum), so it is not used on CPUs, where vocabularies are small and results equal those of a plain loop.
-        can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.keeps_logits = can_keep and ranks.device.type == "cuda"
+        self._scorer = _shard(Scorer(model, profile.rollout.temperature), profile.model.dtype, ranks)
+        self._root = cast(FSDPModule, self._scorer)
         self.vocab_size = int(model.config.get_text_config().vocab_size)
         self.parameters: dict[str, DTensor] = cast(dict[str, DTensor], dict(model.named_parameters()))
         self._buffers = persistent_buffers(model)
@@ -70,19 +63,17 @@ class PolicyModel:
         self._parts = self._whole_parts()
         self.specs = self._make_specs()
 
-    def logits_NV(self, microbatch: Microbatch) -> torch.Tensor:
-        """Temperature-scaled float32 logits of the positions that predict a sampled token."""
-        keep = {"logits_to_keep": microbatch.kept_positions} if self.keeps_logits else {}
-        logits_BKV = self._model(input_ids=microbatch.inputs_BT, use_cache=False, **keep).logits
-        logits_BKV = logits_BKV[:, -microbatch.kept_positions :]
-        return logits_BKV.flatten(0, 1).index_select(0, microbatch.select_N).float() / self._temperature
+    def scored(self, microbatch: Microbatch) -> Scored:
+        """Logprobs, with gradient, and entropies of the sampled tokens at the sampling temperature. A collective."""
+        scored: Scored = self._scorer(microbatch)
+        return scored
 
     def logprobs_N(self, microbatch: Microbatch) -> torch.Tensor:
         """Logprobs of the sampled tokens, without gradient. A collective: all ranks call it."""
         with torch.no_grad():
-            logprobs_N = select_logprobs(torch.log_softmax(self.logits_NV(microbatch), dim=-1), microbatch.targets_N)
+            logprobs_N = self.scored(microbatch).logprobs_N
         # Without a backward pass FSDP keeps the gathered parameters, and the next forward would use stale ones.
-        for module in self._model.modules():
+        for module in self._scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return logprobs_N
@@ -136,28 +127,57 @@ class PolicyModel:
         return converted
 
 
-def select_logprobs(logprobs_NV: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-    return logprobs_NV.gather(-1, targets_N.unsqueeze(-1)).squeeze(-1)
+class Scorer(torch.nn.Module):
+    """The model as a function from a microbatch to its `Scored`; the root of sharding, so that it has all parameters at hand."""
+
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self._decoder_name = model.base_model_prefix
+        self._temperature = temperature
+
+    def forward(self, microbatch: Microbatch) -> Scored:
+        decoded = getattr(self.model, self._decoder_name)(input_ids=microbatch.inputs_BT, use_cache=False)
+        hidden_NH = decoded.last_hidden_state.flatten(0, 1).index_select(0, microbatch.select_N)
+        head = Head(
+            logits_of=partial(self._logits, replace(decoded, last_hidden_state=None)),
+            parameters=tuple(self.model.get_output_embeddings().parameters()),
+            vocab_size=int(self.model.config.get_text_config().vocab_size),
+            temperature=self._temperature,
+        )
+        return head.score(hidden_NH, microbatch.targets_N)
+
+    def _logits(self, decoded: Any, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """The model's own forward pass, with the decoder's result given: some models scale or cap their logits."""
+        decoder = getattr(self.model, self._decoder_name)
+        setattr(self.model, self._decoder_name, _Decoder(replace(decoded, last_hidden_state=hidden_NH[None])))
+        try:
+            logits_NV: torch.Tensor = self.model(use_cache=False).logits.squeeze(0)
+        finally:
+            setattr(self.model, self._decoder_name, decoder)
+        return logits_NV
 
 
-def entropy_sum(logprobs_NV: torch.Tensor) -> torch.Tensor:
-    """Sum over tokens of the distribution's entropy in nats, without gradient."""
-    logprobs_NV = logprobs_NV.detach()
-    rows = max(1, ENTROPY_CHUNK_ELEMENTS // logprobs_NV.shape[-1])
-    total = logprobs_NV.new_zeros(())
-    for part_NV in logprobs_NV.split(rows):
-        total -= (part_NV.exp() * part_NV).sum()
-    return total
+class _Decoder(torch.nn.Module):
+    """A decoder whose result is known."""
+
+    def __init__(self, decoded: Any) -> None:
+        super().__init__()
+        self._decoded = decoded
+
+    def forward(self, **_: Any) -> Any:
+        return self._decoded
 
 
-def _shard(model: PreTrainedModel, dtype: str, ranks: Ranks) -> None:
+def _shard(scorer: Scorer, dtype: str, ranks: Ranks) -> Scorer:
     policy = MixedPrecisionPolicy()
     if dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layer_names = set(model._no_split_modules or ())
-    for module in [m for m in model.modules() if type(m).__name__ in layer_names]:
+    layer_names = set(scorer.model._no_split_modules or ())
+    for module in [m for m in scorer.modules() if type(m).__name__ in layer_names]:
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
+    fully_shard(scorer, mesh=ranks.mesh, mp_policy=policy)
+    return scorer
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, tuple[str, ...]]:

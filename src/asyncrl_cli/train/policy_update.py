@@ -23,7 +23,7 @@ from asyncrl_cli.train.balance import OptimizerStepPlan, RankPlan
 from asyncrl_cli.train.batch import Microbatch
 from asyncrl_cli.train.corrections import WEIGHT_SQUARES, WEIGHTS, correct, importance_weights, loglinear_prox, signals
 from asyncrl_cli.train.losses import LossBatch, Metric, find_loss, sum_of
-from asyncrl_cli.train.policy_model import PolicyModel, entropy_sum, select_logprobs
+from asyncrl_cli.train.policy_model import PolicyModel
 from asyncrl_cli.train.ranks import PolicyOptimizer, Ranks
 from asyncrl_cli.train.scores import PROX, Scores, fill, step_microbatches
 
@@ -129,14 +129,14 @@ class PolicyUpdate:
         normalizer = self._weight_normalizer(microbatches)
         for microbatch in microbatches:
             self._model.before_backward(is_last=microbatch is microbatches[-1])
-            logprobs_NV = torch.log_softmax(self._model.logits_NV(microbatch), dim=-1)
-            batch = self._loss_batch(microbatch, select_logprobs(logprobs_NV, microbatch.targets_N), steps_done)
+            scored = self._model.scored(microbatch)
+            batch = self._loss_batch(microbatch, scored.logprobs_N, steps_done)
             loss_N, metrics = self._loss(batch, self._algorithm)
             factors_N, corrections = correct(batch, self._algorithm)
             loss = self._aggregated(loss_N * (factors_N * normalizer), microbatch, plan)
             # FSDP averages gradients over ranks, but the loss is a mean over what all ranks have: hence `world_size`.
             (loss * self._ranks.world_size).backward()
-            entropy = Metric(kind="mean", amount=entropy_sum(logprobs_NV), weight=len(logprobs_NV))
+            entropy = Metric(kind="mean", amount=scored.entropy_N.sum(), weight=len(scored.entropy_N))
             metrics |= corrections | signals(batch, microbatch.staleness_N)
             seen.append({"train/loss": sum_of(loss), "train/entropy": entropy, **metrics})
         return self._optimizer.step()
