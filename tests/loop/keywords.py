@@ -30,6 +30,8 @@ KEYS = {
     "max_restarts": "rollout.max_restarts",
     "call_timeout_s": "rollout.call_timeout_s",
     "colocate": "placement.colocate",
+    "filter_groups": "algorithm.filter_groups",
+    "max_num_gen_batches": "algorithm.max_num_gen_batches",
     "max_failed_ratio": "task.max_failed_ratio",
     "max_logprob_diff": "weights.max_logprob_diff",
     "weights_mode": "weights.mode",

@@ -230,6 +230,29 @@ def test_too_many_failed_trajectories_fail_the_run_with_numbers():
     assert "the reward raised" in str(ran.error)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_of_equal_rewards_are_replaced_in_every_mode(mode):
+    """The simulated worker gives rewards of 0 and 1: of groups of two a half is left out."""
+    ran = run_world(settings(mode, filter_groups=True, train_steps=30))
+    assert ran.error is None
+    groups = [group for batch in ran.trainer.batches for group in batch.groups]
+    assert len(groups) == 30 * 4
+    assert all({meta.reward for meta in group.trajectories} == {0.0, 1.0} for group in groups)
+    assert max(ran.staleness()) <= ran.pipeline.board.schedule.max_staleness
+    reasons, steps = [event.fields["reason"] for event in ran.recorder.named("dropped")], ran.recorder.steps
+    assert set(reasons) == {"equal rewards"}
+    assert 60 < len(reasons) < 240
+    assert sum(len(step.filtered) for step in steps) == steps[-1].ledger["dropped"] <= len(reasons)
+
+
+def test_nothing_but_equal_rewards_ends_the_run_with_a_checkpoint():
+    ran = run_world(settings("stale-samples", filter_groups=True, max_num_gen_batches=3), times={"equal_ratio": 1.0})
+    assert isinstance(ran.error, AsyncrlError)
+    assert "each of the last 13 groups had equal rewards" in str(ran.error)
+    assert "algorithm.max_num_gen_batches = 3 times R = 4" in str(ran.error)
+    assert ran.checkpoints.cuts[-1][0].step == 0
+
+
 @pytest.mark.parametrize("policy", ["accept", "drop", "requeue"])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_other_policies_for_stale_groups_keep_their_word(policy, seed):

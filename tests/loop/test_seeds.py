@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, Stage
 from asyncrl_cli.loop.changes import Change, Changes
+from asyncrl_cli.loop.filtering import GroupFilter
 from asyncrl_cli.loop.fleet import Fleet, WorkerSlots
 from asyncrl_cli.loop.groups import Groups
 from asyncrl_cli.loop.reports import ReportBook, _Executor, _Process
@@ -74,6 +76,7 @@ def test_every_mode_fault_stop_and_resume_really_happens_in_some_seed():
     assert {scenario.mode for scenario in trained} == set(MODES)
     assert {float(entry.schedule.eta) for entry in settings} == {0, 0.25, 0.5, 1, 2, 3}
     assert {entry.profile.async_training.on_stale for entry in settings} == {"wait", "accept", "drop", "requeue"}
+    assert {entry.profile.algorithm.filter_groups for entry in settings} == {False, True}
     assert {entry.profile.weights.mode for entry in settings} == {"async", "sync"}
     assert {entry.interrupt for entry in settings} == {"drain", "keep-kv", "recompute-kv"}
     assert {scenario.num_workers for scenario in trained} == {1, 2, 3, 4}
@@ -195,6 +198,10 @@ async def go_on_at_once(publishing):
     """As with weights.mode = "async"."""
 
 
+def judge_the_first_two(groups_filter, result, original=GroupFilter.leaves_out):
+    return original(groups_filter, replace(result, trajectories=result.trajectories[:2]))
+
+
 def down_but_not_loading(slots, is_down, original=WorkerSlots.set_down):
     original(slots, is_down)
     slots.loading = is_down
@@ -263,6 +270,7 @@ MISTAKES = {
     "a worker does not drain": (SimulatedWorker, "load", load_without_drain, {"spans", "colocate"}),
     "an executor loses time": (StateClock, "_close", clock_that_loses_time, {"time"}),
     "waste is not counted": (Groups, "_end_part", end_that_forgets_waste, {"waste"}),
+    "a group of mixed rewards is left out": (GroupFilter, "leaves_out", judge_the_first_two, {"filter"}),
     "a dead worker keeps its responses": (Admission, "lose", lambda *_: None, {"restarts", "admission"}),
     "the responses of a dead worker never start again": (Admission, "lose", lose_without_a_slot, {"admission", "restarts"}),
     "a restarted worker generates before it loads": (WorkerSlots, "set_down", down_but_not_loading, {"loads", "admission"}),

@@ -136,6 +136,12 @@ def test_turns_tools_and_failures_have_a_line_where_there_are_any(status):
     assert f"waiting for tools  waits for {for_what}" in text
 
 
+def test_dynamic_sampling_has_a_line(status):
+    assert "equal rewards" not in render(status, width=100, height=40).plain
+    filtering = status | {"filtered_ratio": 0.375, "reward": status["reward"] | {"unfiltered_mean": 0.25}}
+    assert "filtered   38% of groups had equal rewards  reward with them 0.250" in render(filtering, width=100, height=40).plain
+
+
 def test_workers_without_weights_have_no_version(facts, make):
     made = make["full_record"](3)
     observers = Observers(facts, [], clock=lambda: 3.0)

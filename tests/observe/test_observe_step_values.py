@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.loop.states import Span, State
-from asyncrl_cli.observe.step_values import episode_values, overlap, utilization
-from tests.observe.conftest import report, trajectory
+from asyncrl_cli.observe.step_values import episode_values, filter_values, overlap, utilization
+from tests.observe.conftest import group, report, trajectory
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])))
 
@@ -85,3 +85,11 @@ def test_turns_tools_and_facts_of_the_steps_trajectories():
         "env/guesses": 2.5,
         "env/found": 1.0,
     }
+
+
+def test_groups_left_out_for_equal_rewards_have_a_share_and_count_in_the_unfiltered_mean():
+    trained = [group("p0", trajectory(1.0, (0, 5)), trajectory(0.0, (0, 5))), group("p1", trajectory(1.0, (0, 5)))]
+    values = filter_values(trained, (0.0, 0.0, 0.0, 1.0, 1.0, 0.0))
+    assert values["trainer/filtered_ratio"].value == 6 / 8
+    assert values["reward/unfiltered_mean"].value == (0.5 + 1 + 2) / 8
+    assert filter_values(trained, None) == {}

@@ -26,7 +26,7 @@ NAMED = {
     "trainer.train_batch_size": "trainer.ppo_mini_batch_size",
     "generator.batched": None,
     "generator.async_engine": None,
-    "trainer.algorithm.dynamic_sampling.type": None,
+    "trainer.algorithm.dynamic_sampling.type": "algorithm.filter_groups",
     "generator.n_samples_per_prompt": "rollout.n",
     # verl's page on fully_async; its async_training.* are keys of ours
     "trainer.nnodes": "placement.trainer_workers",

@@ -3,7 +3,7 @@
         admit            finish            take             train
 (new) -------> running -------> finished -------> training -------> trained
                   |                 |
-                  +--> dropped <----+    for good: failed, stale
+                  +--> dropped <----+    for good: failed, stale, equal rewards
                   +--> requeued <---+    ends this attempt; the prompt starts again as a new one
 
 While an attempt runs, each of its n responses is in a part or waits to be placed again. A part is the responses of one attempt that

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict  # pydantic reads typing's own from Pyth
 from asyncrl_cli.errors import AsyncrlError
 from asyncrl_cli.loop.admission import Admission
 from asyncrl_cli.loop.attempts import Attempt, AttemptKey, GroupResult, PartResult, Stage
+from asyncrl_cli.loop.filtering import REASON, GroupFilter
 from asyncrl_cli.loop.ledger import LedgerState
 from asyncrl_cli.loop.ports import Feed, PartRequest
 from asyncrl_cli.profile.arithmetic import LoopSettings
@@ -52,6 +53,7 @@ class Groups:
         """`event(stage, key=key, **fields)` tells the run's observers."""
         self.admission = admission
         self.ledger = admission.ledger
+        self.filter = GroupFilter(settings)
         self.tokens_discarded = 0
         self.tokens_trained = 0
         self.failures: Counter[str] = Counter()
@@ -104,9 +106,11 @@ class Groups:
         """The last part of a group has ended."""
         result = GroupResult.of(attempt.key, attempt.ended_parts())
         self._count_failures(result)
-        if len(result.trajectories) < 2:
+        reason = "failed" if len(result.trajectories) < 2 else REASON if self.filter.leaves_out(result) else ""
+        if reason:
             self.tokens_discarded += result.response_tokens
-            self._end(attempt, Stage.DROPPED, "failed")
+            self._end(attempt, Stage.DROPPED, reason)
+            self.filter.check()
             return
         attempt.finish(result)
         self.admission.leave(attempt, Stage.FINISHED)

@@ -155,6 +155,7 @@ class Training:
             ledger=board.ledger.totals(),
             tokens_discarded=board.groups.tokens_discarded,
             tokens_trained=board.groups.tokens_trained,
+            filtered=board.groups.filter.take_rewards() if board.groups.filter.is_on else None,
             restarts=board.restarts,
             failures=dict(board.groups.failures),
         )

@@ -56,6 +56,7 @@ class StepRecord:
     `timing_s`: keys step, wait_data, old_logprob, train, gather, checkpoint, eval, other. `reports`: the newest report of
     each executor, by name. `spans`: the spans of *all* reports since the previous step, by executor, already mapped to the
     driver's clock. `ended_s` is the driver's clock. `sync`: `WeightSync.summary`.
+    `filtered`: the reward of each group that was left out since the previous step for equal rewards; None if none ever is.
     `restarts` of workers and `failures` of trajectories (by kind) count from the run's beginning.
     """
 
@@ -73,6 +74,7 @@ class StepRecord:
     ledger: Mapping[str, int]
     tokens_discarded: int
     tokens_trained: int
+    filtered: tuple[float, ...] | None = None
     restarts: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
 

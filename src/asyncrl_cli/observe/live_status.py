@@ -154,6 +154,7 @@ class LiveStatus:
             "staleness": _under("staleness/", of_steps) | {"bound": self._facts.max_staleness},
             "partial": _under(PARTIAL, of_steps),
             **({"env": env} if (env := _under("env/", of_steps)) else {}),
+            **({"filtered_ratio": of_steps["trainer/filtered_ratio"]} if "trainer/filtered_ratio" in of_steps else {}),
             "versions": {name: held for name, held in snapshot.worker_versions.items() if held >= 0} if snapshot else {},
             "restarting": dict(snapshot.restarting) if snapshot else {},
             "reward": _under("reward/", self._line) | {"history": [round(reward, 4) for reward in lasting["rewards"]]},

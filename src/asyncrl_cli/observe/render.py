@@ -77,7 +77,7 @@ def _details(status: Status, width: int) -> tuple[list[Text], list[list[Text]]]:
     half = max(36, width // 2 - 8) if width >= WIDE else 0
     staleness, learning = _staleness(status), _learning(status, width - half)
     both = [beside(staleness, learning, half)] if half else [staleness, learning]
-    return [_rule(status, "steps", "", width)], [*both, _episodes(status, width)]
+    return [_rule(status, "steps", "", width)], [*both, _episodes(status, width), _filtered(status)]
 
 
 def _fitting(sections: Sequence[tuple[list[Text], list[list[Text]]]], room: int) -> list[Text]:
@@ -273,6 +273,14 @@ def _episodes(status: Status, width: int) -> list[Text]:
         parts += [f"forks {count(env['forks'])}"] if env.get("forks") else []
     failed = [f"{count(total)} failed ({key.removeprefix('failed/')})" for key, total in env.items() if key.startswith("failed/")]
     return flow(label("turns" if parts else "failures"), joined(parts + failed, "  "), width, "") if parts or failed else []
+
+
+def _filtered(status: Status) -> list[Text]:
+    """Dynamic sampling: how many groups were left out, and the last step's mean reward with them; nothing without it."""
+    if "filtered_ratio" not in status:
+        return []
+    line = label("filtered").append(share(status["filtered_ratio"])).append(" of groups had equal rewards", "dim")
+    return [line.append(f"  reward with them {number(status['reward'].get('unfiltered_mean'), 3)}", "dim")]
 
 
 def _sync(status: Status, width: int) -> list[Text]:

@@ -76,6 +76,7 @@ STATUS = _record(
     staleness=_record(bound=Count, histogram=NotRequired[list[Count]]),
     partial=Figures,
     env=NotRequired[Figures],
+    filtered_ratio=NotRequired[Figure],
     versions=dict[str, Count],
     restarting=dict[str, str],
     reward=_record(history=list[Figure]),

@@ -49,7 +49,7 @@ def step_values(record: StepRecord, before: Mapping[str, ExecutorReport], window
     values["rollouter/restarts"] = Last(record.restarts)
     values |= episode_values(trajectories) | {f"env/failed/{kind}": Last(number) for kind, number in record.failures.items()}
     values["waste/tokens_discarded"] = Last(record.tokens_discarded)
-    values |= record.train.metrics
+    values |= filter_values(record.groups, record.filtered) | record.train.metrics
     values |= {f"ledger/{account}": Last(number) for account, number in record.ledger.items()}
     return values
 
@@ -79,6 +79,18 @@ def reward_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:
         values["response_tokens/median"] = Last((lengths[(len(lengths) - 1) // 2] + lengths[len(lengths) // 2]) / 2)
         values["response_tokens/quantiles"] = Quantiles.of(lengths)
     return values
+
+
+def filter_values(groups: Sequence[GroupResult], filtered: Sequence[float] | None) -> dict[str, Value]:
+    """Dynamic sampling: the share of groups left out for equal rewards, and the mean reward with them; groups weigh the same."""
+    if filtered is None:
+        return {}
+    means = [sum(meta.reward for meta in group.trajectories) / len(group.trajectories) for group in groups]
+    whole = len(groups) + len(filtered)
+    return {
+        "trainer/filtered_ratio": Ratio(len(filtered), whole),
+        "reward/unfiltered_mean": Ratio(sum(means) + sum(filtered), whole),
+    }
 
 
 def episode_values(trajectories: Sequence[TrajectoryMeta]) -> dict[str, Value]:

@@ -53,6 +53,10 @@ class AlgorithmSection(Section):
     `reinforce_plus_plus` with the optimizer step's responses, its `_baseline` first with its group."""
     normalize_advantages: bool = True
     """`grpo` only: divide by the group's standard deviation."""
+    filter_groups: bool = False
+    """DAPO's dynamic sampling: groups in which all rewards are equal are dropped, and another prompt takes the place."""
+    max_num_gen_batches: PositiveInt = 10
+    """`filter_groups`: the run stops after so many times R groups in a row with equal rewards."""
     overlong_buffer_tokens: PositiveInt | None = None
     """DAPO's overlong shaping: within that many tokens of rollout.max_response_tokens the reward falls in a straight line."""
     overlong_penalty_factor: PositiveFloat = 1.0

@@ -80,7 +80,9 @@ algorithm.norm_adv_by_std_in_grpo | algorithm.normalize_advantages
 algorithm.use_kl_in_reward | - | no KL to a reference model
 algorithm.gamma | - | a response's reward counts for all of its tokens: gamma is 1
 algorithm.lam | - | no critic; algorithm.adv_estimator compares responses with each other
-algorithm.filter_groups.enable | - | no dynamic sampling: groups of equal rewards are trained, with advantages of 0
+algorithm.filter_groups.enable | algorithm.filter_groups | true or false; groups are replaced one by one
+algorithm.filter_groups.metric | - | task.reward is compared, as with verl's "acc"
+algorithm.filter_groups.max_num_gen_batches | algorithm.max_num_gen_batches | of R groups, in a row; 10 if not given
 algorithm.rollout_correction.rollout_is | algorithm.rollout_is | also "geometric"
 algorithm.rollout_correction.rollout_is_threshold | algorithm.rollout_is_threshold | no limit if not given, 2.0 in verl
 algorithm.rollout_correction.rollout_rs | algorithm.rollout_rs | the same rules
@@ -131,8 +133,9 @@ trainer.algorithm.grpo_norm_by_std | algorithm.normalize_advantages
 trainer.algorithm.eps_clip_low | algorithm.clip_ratio_low
 trainer.algorithm.eps_clip_high | algorithm.clip_ratio_high | 0.28 if not given, 0.2 in SkyRL
 trainer.algorithm.clip_ratio_c | algorithm.clip_ratio_c | off if not given
-trainer.algorithm.dynamic_sampling.type | - | no dynamic sampling: groups of equal rewards are trained, with advantages of 0
-trainer.algorithm.zero_variance_filter | - | no dynamic sampling: groups of equal rewards are trained, with advantages of 0
+trainer.algorithm.dynamic_sampling.type | algorithm.filter_groups | filter is true; there is no "replace"
+trainer.algorithm.dynamic_sampling.max_sample_batches | algorithm.max_num_gen_batches | of R groups, all in a row
+trainer.algorithm.zero_variance_filter | algorithm.filter_groups | the groups left out are replaced
 trainer.algorithm.use_kl_loss | - | no KL to a reference model
 trainer.algorithm.kl_loss_coef | - | no KL to a reference model
 trainer.algorithm.use_entropy_loss | - | no entropy bonus

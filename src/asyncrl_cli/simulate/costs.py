@@ -90,6 +90,7 @@ class Costs:
             max_response_tokens=max_tokens,
             cache=self._cache_size(),
             reward_s=_spread(workload.rewarding.latency_s, workload.rewarding.latency_spread),
+            equal_ratio=workload.rewarding.equal_ratio,
             prefetch_s=lambda rng: send_s if weights.dual_buffer else 0.0,
             fetch_s=0.0 if weights.dual_buffer else send_s,
             load_s=lambda rng: load_s,

@@ -50,7 +50,7 @@ class WorkerTimes:
     `response_tokens(rng, n)`: the lengths of the first turns of a group's first n trajectories; `rng` is seeded by the group's
     request and not used before. `tool_calls(rng, tokens)`: of one trajectory, whose first turn has so many tokens, from a generator
     of its own; None for single turns. `reward_s(rng)`: for one trajectory, from another generator of the group; a share
-    `failure_ratio` of rewards raises.
+    `failure_ratio` of rewards raises, and for a share `equal_ratio` of prompts all have the same luck.
     `prefetch_s(rng)`, `load_s(rng)`, `restart_s(rng)`: from the worker's own generator. `pause_s`: interrupting and resuming,
     without the load itself. `fetch_s`: receiving weights during the interrupt, if there is no second buffer. `cache`: one engine's.
     Progress is reported no earlier than `progress_s` after the last report, and after `poll_s` even without a change: long runs of
@@ -66,6 +66,7 @@ class WorkerTimes:
     cache: CacheSize = UNLIMITED
     reward_s: Callable[[random.Random], float] = lambda rng: 0.0
     failure_ratio: float = 0.0
+    equal_ratio: float = 0.0
     prefetch_s: Callable[[random.Random], float] = lambda rng: 0.0
     restart_s: Callable[[random.Random], float] = lambda rng: 0.0
     load_s: Callable[[random.Random], float] = lambda rng: 0.0
@@ -120,6 +121,8 @@ def fates(seed: int | str, indices: Sequence[int], times: WorkerTimes) -> list[F
     """The fates of some trajectories of one prompt, by index (ascending). None depends on which others are asked for."""
     lengths, rng = times.response_tokens(random.Random(seed), indices[-1] + 1), random.Random(f"rewards of {seed}")
     drawn = [Fate(tokens, times.reward_s(rng), rng.random()) for tokens in lengths]
+    if times.equal_ratio and random.Random(f"luck of {seed}").random() < times.equal_ratio:
+        drawn = [fate._replace(luck=drawn[0].luck) for fate in drawn]
     asked, calls = [drawn[index] for index in indices], times.tool_calls
     if calls is None:
         return asked

@@ -100,6 +100,8 @@ class Rewarding(Section):
     """Mean seconds."""
     latency_spread: Ratio = 0.0
     """Uniform in mean * (1 +- this)."""
+    equal_ratio: Ratio = 0.0
+    """Share of prompts whose trajectories all get the same reward, which `algorithm.filter_groups` leaves out."""
 
 
 class Training(Section):

@@ -42,7 +42,7 @@ class PartBook:
 @dataclass(slots=True, kw_only=True)
 class LiveAttempt:
     """An attempt that is running, finished or in training. `parts` by number, without those that were lost; `num_lost` responses of
-    these have not been placed again. `tokens`, `num_kept` and `payloads`: of what has ended."""
+    these have not been placed again. `tokens`, `num_kept`, `rewards` and `payloads`: of what has ended."""
 
     account: str
     deadline: int = -1
@@ -50,6 +50,7 @@ class LiveAttempt:
     num_parts: int = 0
     num_lost: int = 0
     num_kept: int = 0
+    rewards: set[float] = field(default_factory=set)
     tokens: int = 0
     payloads: dict[int, Any] = field(default_factory=dict)
 

@@ -96,7 +96,14 @@ def draw(seed: int, *, with_turns: bool = False) -> Scenario:
         resume_at=rng.random() if rng.random() < 0.3 else None,
         shuffle_seed=rng.choice((None, rng.randrange(2**31))),
     )
-    return _with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns)
+    return _with_filter(_with_turns(_with_restarts(_with_placement(scenario), expected_s), is_certain=with_turns))
+
+
+def _with_filter(scenario: Scenario) -> Scenario:
+    """Dynamic sampling in a third of the scenarios: a half of the groups of two have equal rewards."""
+    if random.Random(f"filter {scenario.seed}").random() < 2 / 3:
+        return scenario
+    return replace(scenario, settings=changed(scenario.settings, filter_groups=True, max_num_gen_batches=1000))
 
 
 def _with_turns(scenario: Scenario, *, is_certain: bool) -> Scenario:

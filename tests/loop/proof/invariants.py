@@ -6,6 +6,7 @@ hears every call to an executor. From both it keeps books of its own (`books.py`
     ledger       admitted = running + finished + training + trained + dropped + requeued, here and in the loop's own ledger
     admission    slots (and prefetch), window budget, deadlines, length of the run; open exactly when it should be
     takes        finish order as far as deadlines allow; R groups; never more than the window holds
+    filter       with algorithm.filter_groups a group of equal rewards is never trained, and no other is left out for them
     staleness    strict bound unless `on_stale = "accept"`; 0 if eta is 0; versions never fall within a trajectory
     loads        versions rise, nothing starts in a load, at most two published versions are on their way
     sync         with weights.mode = "sync" a window is trained only when every worker holds its version

@@ -86,6 +86,7 @@ class LedgerWatch:
         self.check(part.worker == worker, "slots", f"{result.key} started on {part.worker}, came back from {worker}")
         part.has_ended = True
         attempt.num_kept += len(result.trajectories)
+        attempt.rewards.update(meta.reward for meta in result.trajectories)
         attempt.tokens += tokens
         attempt.payloads[number] = result.payload
         del self.books.workers[worker].unfinished[result.key]
@@ -169,8 +170,13 @@ class LedgerWatch:
         self._check_whole(key)
         kept = self.books.live[key].num_kept
         self.check(kept >= 2, "ledger", f"{key} finished with {kept} trajectories")
+        self.check(not self._is_equal(key), "filter", f"{key} finished, and its rewards are equal")
         self.books.live[key].account = "finished"
         self.books.finish_order.append(key)
+
+    def _is_equal(self, key: AttemptKey) -> bool:
+        """Whether the group is to be left out for equal rewards."""
+        return self.settings.profile.algorithm.filter_groups and len(self.books.live[key].rewards) == 1
 
     def _check_whole(self, key: AttemptKey) -> None:
         """Every response of a running group has come back, exactly once."""
@@ -208,6 +214,10 @@ class LedgerWatch:
             self._check_whole(key)
             kept = self.books.live[key].num_kept
             self.check(kept < 2, "ledger", f"{key} is dropped with {kept} trajectories")
+            self.discarded_tokens += self.books.live[key].tokens
+        elif reason == "equal rewards":
+            self._check_whole(key)
+            self.check(self._is_equal(key), "filter", f"{key} is left out with rewards {self.books.live[key].rewards}")
             self.discarded_tokens += self.books.live[key].tokens
         else:
             self._given_up(key, "drop" if reason == "stale" else "requeue")
