@@ -1,0 +1,36 @@
+"""`asyncrl report`: runs, or a bench's directory, as one HTML file for a browser that may be offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl_cli.cli.console import RUNS_DIR, RunsDirOption, print_text, say
+
+EXAMPLES = """
+  asyncrl report first                          the page of run "first"; stdout is its path
+  asyncrl report first second --out two.html    side by side, differences of configuration first
+  asyncrl report bench/20261123-094500 --open   a bench: its table, its bound and its runs"""
+
+
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names or directories of runs, or the directory of a bench.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="The file to write; by default report.html, in a single run's own directory."),
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    runs_dir: RunsDirOption = RUNS_DIR,
+) -> None:
+    """Write what happened in runs as one HTML file: a verdict in words, and charts of everything that was measured."""
+    from asyncrl_cli.observe.starting import Starting
+    from asyncrl_cli.report.write import write_report
+
+    with Starting("auto") as progress:
+        path = write_report(runs, out, runs_dir, progress)
+    say(f"{path.stat().st_size / 10**6:.1f} MB; it needs no network")
+    print_text(str(path))
+    if open_it:
+        typer.launch(path.resolve().as_uri())

@@ -1,0 +1,382 @@
+"use strict";
+/* Draws the charts of a report from its embedded data: report.charts says which, report.runs holds columns (see columns.py). */
+
+const report = JSON.parse(document.getElementById("report-data").textContent);
+const runs = report.runs;
+const several = runs.length > 1;
+const root = document.documentElement;
+const AXES = { step: ["step", "train step"], samples: ["samples", "samples trained"], time: ["time_s", "run time, s"] };
+/* Okabe and Ito's colours, which people with any colour vision tell apart; lines differ in dash, too. */
+const COLOURS = {
+  light: ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"],
+  dark: ["#56B4E9", "#E69F00", "#2BC79A", "#E7A1C6", "#F0E442", "#4F9BE0", "#FFFFFF"],
+};
+const SHADES = { light: [[0, "#eef2f6"], [0.5, "#5a9bd4"], [1, "#08306b"]], dark: [[0, "#1d242d"], [0.5, "#2f6fa8"], [1, "#b7e0ff"]] };
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+/* Work is dark or saturated, waiting is bright. */
+const PARTS = {
+  busy: "#0072B2", train: "#0072B2", old_logprob: "#56B4E9", wait_data: "#F0E442", starved: "#F0E442", "waiting for tools": "#CC79A7",
+  eval: "#CC79A7", blocked: "#E69F00", checkpoint: "#E69F00", syncing: "#009E73", gather: "#009E73", loading: "#D55E00",
+  paused: "#999999", other: "#999999", failed: "#7A0000", done: "#DDDDDD",
+};
+const SYMBOLS = {
+  eval: ["diamond", "◆"], checkpoint: ["square", "■"], resume: ["triangle-right", "▶"], restart: ["triangle-up", "▲"],
+  "worker lost": ["triangle-down", "▼"], failure: ["x", "✕"], warning: ["cross", "✚"],
+};
+const GRAVE = ["resume", "restart", "worker lost", "failure"];
+const QUANTILES = { low: 2, quarter: 10, median: 20, three: 30, high: 38 };
+
+let axis = several ? "samples" : "step";
+let theme = window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+let anyKey = "reward/std";
+let zooming = false;
+
+const css = (name) => getComputedStyle(root).getPropertyValue(name).trim();
+const colour = (place) => COLOURS[theme][place % COLOURS[theme].length];
+const xs = (run) => run.columns[AXES[axis][0]];
+const has = (run, key) => (run.columns[key] || []).some((value) => value !== null);
+const short = (key, chart) => key.slice(chart.prefix.length).replace(/_s$/, "");
+const faded = (hex, opacity) => hex + Math.round(opacity * 255).toString(16).padStart(2, "0");
+
+function partsOf(run, chart) {
+  const keys = Object.keys(run.columns).filter((key) => key.startsWith(chart.prefix) && key !== "timing/step_s" && has(run, key));
+  const order = Object.keys(PARTS);
+  return keys.sort((one, other) => order.indexOf(short(one, chart)) - order.indexOf(short(other, chart)));
+}
+
+function layout(chart, height, more) {
+  const line = { gridcolor: css("--line"), linecolor: css("--line"), zeroline: false, automargin: true };
+  const percent = chart.unit === "share" ? { tickformat: ".0%" } : {};
+  const unit = chart.unit === "share" ? "" : chart.unit;
+  return {
+    height, autosize: true, margin: { l: 48, r: 10, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: css("--ink"), size: 12, family: getComputedStyle(document.body).fontFamily },
+    xaxis: { ...line, title: { text: AXES[axis][1], standoff: 6 } },
+    yaxis: { ...line, ...percent, title: { text: unit, standoff: 4 }, type: chart.log ? "log" : "linear", exponentformat: "power" },
+    yaxis2: { overlaying: "y", range: [0, 1], visible: false, fixedrange: true },
+    showlegend: false, hovermode: "x unified",
+    hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } }, ...more,
+  };
+}
+
+/* Marks of a run at the foot of a chart, and lines where it was interrupted. */
+function marks(run, place) {
+  const kinds = Object.keys(SYMBOLS).filter((kind) => run.marks.some((mark) => mark.kind === kind));
+  return kinds.map((kind) => {
+    const own = run.marks.filter((mark) => mark.kind === kind);
+    return {
+      type: "scatter", mode: "markers", name: kind, yaxis: "y2", cliponaxis: false,
+      x: own.map((mark) => mark[AXES[axis][0]]), y: own.map(() => 0.015), text: own.map((mark) => mark.text),
+      hovertemplate: "%{text}<extra></extra>",
+      marker: { symbol: SYMBOLS[kind][0], size: 8, color: several ? colour(place) : css("--ink"), opacity: 0.8 },
+    };
+  });
+}
+
+function rules(run, place) {
+  return run.marks.filter((mark) => GRAVE.includes(mark.kind)).slice(0, 60).map((mark) => ({
+    type: "line", xref: "x", yref: "paper", x0: mark[AXES[axis][0]], x1: mark[AXES[axis][0]], y0: 0, y1: 1,
+    line: { color: several ? colour(place) : css("--dim"), width: 1, dash: "dot" },
+  }));
+}
+
+function limits(chart, run, shift) {
+  const [key, label] = chart.limit;
+  if (!key) return { shapes: [], annotations: [] };
+  const value = run.limits[key] + shift;
+  const at = chart.log ? Math.log10(value) : value;
+  return {
+    shapes: [{ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: value, y1: value, line: { color: css("--bad"), width: 2, dash: "dash" } }],
+    annotations: [{
+      xref: "paper", yref: "y", x: 1, xanchor: "right", y: at, yanchor: "bottom", showarrow: false, font: { color: css("--bad") },
+      text: `${label} ${run.limits[key]}`,
+    }],
+  };
+}
+
+function envelope(run, key, tint) {
+  if (!run.lows[key]) return [];
+  const edge = { type: "scatter", mode: "lines", x: xs(run), line: { width: 0 }, hoverinfo: "skip", name: "" };
+  return [{ ...edge, y: run.lows[key] }, { ...edge, y: run.highs[key], fill: "tonexty", fillcolor: faded(tint, 0.18) }];
+}
+
+function lineTraces(chart, run, place) {
+  const shown = chart.series.filter(([key]) => has(run, key));
+  return shown.flatMap(([key, label], number) => {
+    const tint = colour(several ? place : number);
+    const name = several ? (shown.length > 1 ? `${run.name}: ${label}` : run.name) : label;
+    const line = { color: tint, width: 2, dash: DASHES[number % DASHES.length] };
+    const trace = { type: "scatter", mode: "lines", connectgaps: true, name, x: xs(run), y: run.columns[key], line };
+    return [...(shown.length === 1 ? envelope(run, key, tint) : []), trace];
+  });
+}
+
+function evalTraces(run, place) {
+  return [...new Set(run.evals.map((one) => one.set))].map((set, number) => {
+    const own = run.evals.filter((one) => one.set === set);
+    const name = `${several ? run.name + ": " : ""}eval ${set}`.trim();
+    return {
+      type: "scatter", mode: "lines+markers", name, x: own.map((one) => one[AXES[axis][0]]), y: own.map((one) => one.reward_mean),
+      text: own.map((one) => `version ${one.version}`), hovertemplate: "%{y:.3f} (%{text})",
+      line: { color: colour(several ? place : number + 1), width: 2, dash: "dot" },
+      marker: { size: 10, symbol: ["diamond", "circle", "square", "star"][number % 4], line: { color: css("--paper"), width: 1 } },
+    };
+  });
+}
+
+function partTraces(chart, run) {
+  return partsOf(run, chart).map((key) => ({
+    type: "scatter", mode: "lines", stackgroup: "one", name: short(key, chart), x: xs(run), y: run.columns[key].map((value) => value || 0),
+    line: { width: 0.5, color: PARTS[short(key, chart)] || "#999999" }, fillcolor: PARTS[short(key, chart)] || "#999999",
+  }));
+}
+
+function levelsOf(chart, run) {
+  const rows = run.columns[chart.series[0][0]];
+  return rows.reduce((most, row) => Math.max(most, (row || []).length - 1), chart.limit[0] ? run.limits[chart.limit[0]] : 0);
+}
+
+function histogramTraces(chart, run) {
+  const rows = run.columns[chart.series[0][0]];
+  const top = levelsOf(chart, run);
+  const totals = rows.map((row) => (row || []).reduce((sum, value) => sum + value, 0));
+  const levels = [...Array(top + 1).keys()];
+  return [{
+    type: "heatmap", x: xs(run), y: levels, z: levels.map((level) => rows.map((row, point) => (row ? (row[level] || 0) / totals[point] : null))),
+    zmin: 0, zmax: 1, colorscale: SHADES[theme], hovertemplate: `${chart.series[0][1]} %{y}: %{z:.0%}<extra></extra>`,
+    colorbar: { tickformat: ".0%", thickness: 10, len: 1, outlinewidth: 0 },
+  }];
+}
+
+function quantileTraces(chart, run) {
+  const rows = run.columns[chart.series[0][0]];
+  const at = (place) => rows.map((row) => (row ? row[place] : null));
+  const base = { type: "scatter", mode: "lines", x: xs(run), connectgaps: true };
+  const band = (low, high, name, opacity) => [
+    { ...base, y: at(low), line: { width: 0 }, hoverinfo: "skip", name: "" },
+    { ...base, y: at(high), line: { width: 0 }, fill: "tonexty", fillcolor: faded(colour(0), opacity), name, hoverinfo: "skip" },
+  ];
+  return [
+    ...band(QUANTILES.low, QUANTILES.high, "5% to 95%", 0.2), ...band(QUANTILES.quarter, QUANTILES.three, "25% to 75%", 0.35),
+    { ...base, y: at(QUANTILES.median), name: "median", line: { color: colour(0), width: 2 } },
+    { ...base, y: run.columns["response_tokens/max"], name: "longest", line: { color: colour(1), width: 1, dash: "dot" } },
+  ];
+}
+
+/* A state's stays are one line per executor row, broken between them: one path, however many stays there are. */
+function timelineTraces(run) {
+  const names = Object.keys(run.timeline.executors);
+  const width = rowHeight(names) * 0.62;
+  const order = Object.keys(PARTS);
+  const states = [...new Set(names.flatMap((name) => Object.keys(run.timeline.executors[name])))];
+  states.sort((one, other) => order.indexOf(one) - order.indexOf(other));
+  const traces = states.map((state) => {
+    const x = [], y = [], text = [];
+    names.forEach((name, row) => {
+      const stays = run.timeline.executors[name][state] || [];
+      for (let place = 0; place < stays.length; place += 2) {
+        const told = `${name}: ${state} ${stays[place + 1].toPrecision(3)} s`;
+        x.push(stays[place], stays[place] + stays[place + 1], null);
+        y.push(row, row, null);
+        text.push(told, told, "");
+      }
+    });
+    return {
+      type: "scatter", mode: "lines", name: state, x, y, text, hovertemplate: "%{text}, at %{x:.1f} s<extra></extra>",
+      line: { color: PARTS[state] || "#999999", width, simplify: false },
+    };
+  });
+  const x = run.published_s.flatMap((time) => [time, time, null]);
+  const y = run.published_s.flatMap(() => [-0.6, names.length - 0.4, null]);
+  const published = { type: "scatter", mode: "lines", name: "new version", x, y, hoverinfo: "skip", line: { color: css("--ink"), width: 1, dash: "dot" } };
+  return [...traces, published];
+}
+
+const rowHeight = (names) => (names.length > 24 ? 12 : 26);
+
+function figureOf(chart, shown) {
+  const [run] = shown;
+  const place = runs.indexOf(run);
+  const small = root.clientWidth < 600;
+  const shapes = shown.flatMap((one) => rules(one, runs.indexOf(one)));
+  const all = (traces) => shown.flatMap((one) => traces(one, runs.indexOf(one)));
+  const marked = shown.flatMap((one) => marks(one, runs.indexOf(one)));
+  const limit = limits(chart, run, chart.kind === "histogram" ? 0.5 : 0);
+  const more = { shapes: [...shapes, ...limit.shapes], annotations: limit.annotations };
+  const height = small ? 230 : 260;
+  switch (chart.kind) {
+    case "parts": {
+      const range = chart.unit === "share" ? { range: [0, 1] } : { rangemode: "tozero" };
+      const made = layout(chart, height, more);
+      return [[...partTraces(chart, run), ...marked], { ...made, yaxis: { ...made.yaxis, ...range } }];
+    }
+    case "histogram": {
+      const made = layout(chart, small ? 200 : 220, { ...more, hovermode: "closest" });
+      return [histogramTraces(chart, run), { ...made, yaxis: { ...made.yaxis, dtick: 1, title: { text: chart.series[0][1] }, range: [-0.5, levelsOf(chart, run) + 0.8] } }];
+    }
+    case "quantiles":
+      return [[...quantileTraces(chart, run), ...marked], layout(chart, height, more)];
+    case "timeline": {
+      const names = Object.keys(run.timeline.executors);
+      const made = layout(chart, names.length * rowHeight(names) + 60, { hovermode: "closest", shapes: [] });
+      const ticks = { tickvals: names.map((_, row) => row), ticktext: names, range: [names.length - 0.3, -0.7], fixedrange: true, showgrid: false };
+      return [timelineTraces(run), { ...made, xaxis: { ...made.xaxis, title: { text: AXES.time[1] } }, yaxis: { ...made.yaxis, ...ticks } }];
+    }
+    case "any": {
+      const own = { ...chart, series: [[anyKey, anyKey]] };
+      return [[...all((one, number) => lineTraces(own, one, number)), ...marked], layout(own, height, more)];
+    }
+    default: {
+      const own = chart.kind === "reward" ? all(evalTraces) : [];
+      return [[...all((one, number) => lineTraces(chart, one, number)), ...own, ...marked], layout(chart, height, more)];
+    }
+  }
+}
+
+function hasData(chart, run) {
+  if (chart.kind === "any") return true;
+  if (chart.kind === "timeline") return Object.keys(run.timeline.executors).length > 0;
+  if (chart.kind === "parts") return partsOf(run, chart).length > 0;
+  return chart.series.some(([key]) => has(run, key)) || (chart.kind === "reward" && run.evals.length > 0);
+}
+
+const perRun = (chart) => ["parts", "histogram", "quantiles", "timeline"].includes(chart.kind);
+
+function element(tag, attributes, ...children) {
+  const made = document.createElement(tag);
+  Object.entries(attributes).forEach(([name, value]) => made.setAttribute(name, value));
+  made.append(...children);
+  return made;
+}
+
+function noteOf(chart, shown) {
+  const joined = shown.filter((run) => run.steps_per_point > 1);
+  const merged = shown.filter((run) => run.timeline.merged_s > 0);
+  if (chart.kind === "timeline") {
+    return merged.map((run) => ` Stays shorter than ${run.timeline.merged_s.toPrecision(2)} s are merged (${run.name}).`).join("");
+  }
+  return joined.length ? ` Each point is the mean of ${joined[0].steps_per_point} train steps.` : "";
+}
+
+/* One plot per chart, or one per run where runs cannot share it. Returns [chart, runs shown, div] of each plot. */
+function build() {
+  const plots = [];
+  const host = document.getElementById("charts");
+  const kinds = Object.keys(SYMBOLS).filter((kind) => runs.some((run) => run.marks.some((mark) => mark.kind === kind)));
+  if (kinds.length) host.append(element("p", { class: "dim" }, "At the foot of the charts: " + kinds.map((kind) => `${SYMBOLS[kind][1]} ${kind}`).join("  ")));
+  for (const section of new Set(report.charts.map((chart) => chart.section))) {
+    const grid = element("div", { class: "charts" });
+    for (const chart of report.charts.filter((one) => one.section === section)) {
+      const shown = runs.filter((run) => hasData(chart, run));
+      if (!shown.length) continue;
+      const card = element("div", { class: "chart card" + (chart.kind === "timeline" ? " wide" : "") });
+      card.append(element("h3", {}, chart.title), element("p", {}, chart.note + noteOf(chart, shown)));
+      if (chart.kind === "any") card.append(chooser());
+      for (const group of perRun(chart) ? shown.map((run) => [run]) : [shown]) {
+        if (several && perRun(chart)) card.append(element("div", { class: "panel-name" }, group[0].name));
+        const div = element("div", { class: "plot", "data-title": chart.title });
+        card.append(div, element("div", { class: "legend" }));
+        plots.push([chart, group, div]);
+      }
+      grid.append(card);
+    }
+    if (grid.children.length) host.append(element("section", {}, element("h2", {}, section), grid));
+  }
+  return plots;
+}
+
+function chooser() {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))].sort();
+  const numbers = keys.filter((key) => runs.some((run) => (run.columns[key] || []).some((value) => typeof value === "number")));
+  if (!numbers.includes(anyKey)) anyKey = numbers[0];
+  const select = element("select", { "aria-label": "figure" }, ...numbers.map((key) => element("option", { value: key }, key)));
+  select.value = anyKey;
+  select.addEventListener("change", () => { anyKey = select.value; draw(plots.filter(([chart]) => chart.kind === "any")); });
+  return select;
+}
+
+/* A zoom of one chart is a zoom of all with the same axis. */
+function zoom(changed, from) {
+  const all = "xaxis.autorange" in changed;
+  if (zooming || !(all || "xaxis.range[0]" in changed)) return;
+  zooming = true;
+  const isTime = (chart) => chart.kind === "timeline" || axis === "time";
+  const range = all ? { "xaxis.autorange": true } : { "xaxis.range": [changed["xaxis.range[0]"], changed["xaxis.range[1]"]] };
+  const others = plots.filter(([chart, , div]) => div !== from[2] && isTime(chart) === isTime(from[0]));
+  Promise.all(others.map(([, , div]) => Plotly.relayout(div, range))).then(() => { zooming = false; });
+}
+
+const SWATCHES = { solid: "solid", dash: "dashed", dot: "dotted" };
+
+/* What a trace's name stands for; a click hides it. */
+function legend(div) {
+  const named = div.data.map((trace, number) => [trace, number]).filter(([trace]) => trace.name && trace.type !== "heatmap" && trace.mode !== "markers");
+  div.nextSibling.replaceChildren(...(named.length < 2 ? [] : named).map(([trace, number]) => {
+    const tint = trace.fillcolor || trace.line.color;
+    const isArea = trace.fillcolor || trace.line.width > 4;
+    const swatch = element("i", { class: isArea ? "area" : "line" });
+    if (isArea) swatch.style.background = tint;
+    else swatch.style.borderTop = `3px ${SWATCHES[trace.line.dash || "solid"] || "dashed"} ${tint}`;
+    const chip = element("button", { "aria-pressed": "false" }, swatch, trace.name);
+    chip.addEventListener("click", () => {
+      const hidden = div.data[number].visible === "legendonly";
+      chip.classList.toggle("hidden", !hidden);
+      Plotly.restyle(div, { visible: hidden ? true : "legendonly" }, [number]);
+    });
+    return chip;
+  }));
+}
+
+async function draw(which) {
+  const config = { responsive: true, displayModeBar: false };
+  for (const plot of which) {
+    const [chart, shown, div] = plot;
+    const isNew = !div.data;
+    const [data, made] = figureOf(chart, shown);
+    await Plotly.react(div, data, made, config);
+    legend(div);
+    if (isNew) div.on("plotly_relayout", (changed) => zoom(changed, plot));
+  }
+}
+
+function pressed() {
+  document.querySelectorAll("nav [data-axis]").forEach((one) => one.setAttribute("aria-pressed", String(one.dataset.axis === axis)));
+  document.querySelectorAll("nav [data-theme-button]").forEach((one) => { one.textContent = theme === "dark" ? "light" : "dark"; });
+}
+
+async function show(next) {
+  ({ axis = axis, theme = theme } = next);
+  root.dataset.theme = theme;
+  pressed();
+  await draw(plots);
+}
+
+/* Paper is white and 190 mm wide. */
+function print() {
+  const before = theme;
+  root.dataset.theme = theme = "light";
+  plots.forEach(([chart, shown, div]) => {
+    const [data, made] = figureOf(chart, shown);
+    Plotly.react(div, data, { ...made, autosize: false, width: 680 });
+  });
+  window.addEventListener("afterprint", () => { root.dataset.theme = theme = before; draw(plots); }, { once: true });
+}
+
+root.dataset.theme = theme;
+const plots = build();
+document.querySelectorAll("nav [data-axis]").forEach((one) => one.addEventListener("click", () => show({ axis: one.dataset.axis })));
+document.querySelectorAll("nav [data-theme-button]").forEach((one) =>
+  one.addEventListener("click", () => show({ theme: theme === "dark" ? "light" : "dark" })));
+window.addEventListener("beforeprint", print);
+
+/* The plotting library is embedded compressed. */
+async function library() {
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (one) => one.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  document.head.append(element("script", {}, await new Response(stream).text()));
+}
+
+library().then(() => show({})).then(() => { root.dataset.drawn = String(plots.length); }).catch((error) => {
+  document.getElementById("charts").append(element("p", {}, `The charts cannot be drawn: ${error}. A browser of 2023 or newer can.`));
+  throw error;
+});

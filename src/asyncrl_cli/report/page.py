@@ -1,0 +1,144 @@
+"""The page of one or several runs: a single HTML file with its style, its program, the plotting library and all data in it.
+
+The words (verdict, facts, configuration) are HTML, and can be read without the program. A policy in the page's head forbids it to
+load anything, so a report is the same offline, and tells nobody that it was opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from asyncrl_cli import __version__
+from asyncrl_cli.profile.loaded import DEFAULT
+from asyncrl_cli.report.charts import charts_json
+from asyncrl_cli.report.run_data import RunData
+from asyncrl_cli.report.verdict import Finding
+
+GENERATOR = '<meta name="generator" content="asyncrl report">'
+"""In each page's head: what has it may be overwritten."""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+OWN_KEYS = ("run.name", "name", "purpose")
+"""Keys in which two runs always differ."""
+
+
+def plotly() -> str:
+    """plotly.js, compressed and as text: 2.0 MB instead of 4.8."""
+    library = files("plotly").joinpath("package_data/plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(library, mtime=0)).decode("ascii")
+
+
+def page_of(runs: Sequence[RunData], *, library: str, title: str, before: str = "", after: str = "") -> str:
+    """The page. `library` is `plotly()`; `before` and `after`: further HTML, above the words about runs and below their charts."""
+    several = [_differences(runs), _figures(runs)] if len(runs) > 1 else []
+    words = [before, *several, _beside("Verdict", runs, _verdict), _beside("What ran", runs, _facts)]
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en">',
+            f'<head><meta charset="utf-8">{GENERATOR}',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{_own('page.css')}</style></head>",
+            f'<body><header><h1>{escape(title)}</h1><p class="dim">{escape(_made(runs))}</p></header>',
+            NAVIGATION,
+            f'<main>{"".join(words)}<div id="charts"></div>{after}</main>',
+            f'<script type="application/json" id="report-data">{_embedded(runs)}</script>',
+            f'<script type="text/plain" id="plotly">{library}</script>',
+            f"<script>{_own('page.js')}</script>",
+            "</body></html>\n",
+        ]
+    )
+
+
+NAVIGATION = """<nav><fieldset><span class="dim">against</span>
+<button data-axis="step">steps</button><button data-axis="samples">samples</button>
+<button data-axis="time">run time</button></fieldset>
+<button data-theme-button>dark</button><span class="dim">drag to zoom: all charts follow; double-click to reset</span></nav>"""
+
+
+def _own(name: str) -> str:
+    return files("asyncrl_cli.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _embedded(runs: Sequence[RunData]) -> str:
+    """The data as JSON that cannot end its script element."""
+    data = {"charts": charts_json() if runs else [], "runs": [run.to_json() for run in runs]}
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _made(runs: Sequence[RunData]) -> str:
+    joined = [f"{run.name}: {run.columns.steps_per_point} train steps per point" for run in runs if run.columns.steps_per_point > 1]
+    return " · ".join([f"made by asyncrl {__version__}", *joined])
+
+
+def _beside(heading: str, runs: Sequence[RunData], content: Callable[[RunData], str]) -> str:
+    if not runs:
+        return ""
+    names = [f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "" for run in runs]
+    cards = "".join(f'<div class="card">{name}{content(run)}</div>' for name, run in zip(names, runs, strict=True))
+    return f'<section><h2>{heading}</h2><div class="beside">{cards}</div></section>'
+
+
+def _verdict(run: RunData) -> str:
+    return "".join(map(_finding, run.findings))
+
+
+def _finding(finding: Finding) -> str:
+    change = f'<p class="change">{escape(finding.change)}</p>' if finding.change else ""
+    return f'<div class="finding {finding.weight}"><p><b>{escape(finding.about)}</b> · {escape(finding.text)}</p>{change}</div>'
+
+
+def _facts(run: RunData) -> str:
+    purpose = f"<p>{escape(run.purpose)}</p>" if run.purpose else ""
+    facts = "".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.facts)
+    return f"{purpose}<dl>{facts}</dl>{_configuration(run)}"
+
+
+def _configuration(run: RunData) -> str:
+    """Every key with its value and origin; those that somebody has set come first."""
+    keys = sorted(run.values, key=lambda key: run.origins.get(key, DEFAULT) == DEFAULT)
+    rows = [[f"<code>{escape(key)}</code>", _code(run.values[key]), escape(run.origins.get(key, DEFAULT))] for key in keys]
+    given = sum(run.origins.get(key, DEFAULT) != DEFAULT for key in keys)
+    summary = f"configuration: {given} keys set, {len(keys) - given} at their defaults"
+    return f"<details><summary>{summary}</summary>{table(['key', 'value', 'from'], rows)}</details>"
+
+
+def _differences(runs: Sequence[RunData]) -> str:
+    """The keys in which the runs differ; a run that has no such key (of another version) has no value there."""
+    keys = sorted({key for run in runs for key in run.values} - set(OWN_KEYS))
+    different = [key for key in keys if len({_code(run.values.get(key)) for run in runs}) > 1]
+    rows = [[f"<code>{escape(key)}</code>", *(_code(run.values.get(key)) for run in runs)] for key in different]
+    names = [escape(run.name) for run in runs]
+    found = table(["key", *names], rows) if rows else "<p>None: the runs have the same configuration.</p>"
+    return f'<section><h2>Differences of configuration</h2><div class="card">{found}</div></section>'
+
+
+def _figures(runs: Sequence[RunData]) -> str:
+    columns = [dict(run.figures) for run in runs]
+    rows = [[escape(label), *(escape(figures[label]) for figures in columns)] for label in columns[0]]
+    found = table(["", *(escape(run.name) for run in runs)], rows, figures=True)
+    return f'<section><h2>Side by side</h2><div class="card">{found}</div></section>'
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, figures: bool = False, strong: Collection[int] = ()) -> str:
+    """An HTML table; cells are HTML. `figures`: all columns but the first are aligned right. `strong`: numbers of bold rows."""
+    kinds = ["", *((' class="figure"' if figures else "") for _ in heads[1:])]
+    head = "".join(f"<th{kind}>{cell}</th>" for kind, cell in zip(kinds, heads, strict=True))
+    body = "".join(
+        f"<tr{' class=strong' if number in strong else ''}>"
+        + "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, row, strict=True))
+        + "</tr>"
+        for number, row in enumerate(rows)
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _code(value: Any) -> str:
+    return f"<code>{escape(json.dumps(value, ensure_ascii=False))}</code>"

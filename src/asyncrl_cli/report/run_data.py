@@ -1,0 +1,204 @@
+"""A recorded run as a page shows it: its columns, evals, marks and timeline as JSON, and its facts as words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl_cli.errors import AsyncrlError, RefusedError
+from asyncrl_cli.loop.watching import ENDED
+from asyncrl_cli.observe.format import clock, count, event_text, number, share
+from asyncrl_cli.observe.lines import Line
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.observe.status import read_status
+from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.profile.keys import flatten
+from asyncrl_cli.report.columns import Columns, columns_of, rounded
+from asyncrl_cli.report.timeline import Timeline
+from asyncrl_cli.report.totals import Totals
+from asyncrl_cli.report.verdict import Finding, verdict_of
+from asyncrl_cli.safe_files import read_lines
+
+MARKS = {
+    "eval": "eval",
+    "checkpointed": "checkpoint",
+    "resumed": "resume",
+    "restarted": "restart",
+    "lost": "worker lost",
+    "failed": "failure",
+    "warning": "warning",
+}
+"""Event -> its word on the page."""
+MOST_MARKS = 300
+"""Of one kind. The first and the last are among those that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """`facts`: (label, text). `values` and `origins` are the configuration by dotted key. `figures`: (label, text) of the whole
+    run, for a comparison with others. `steps`: train steps that have ended."""
+
+    name: str
+    mode: str
+    purpose: str
+    steps: int
+    facts: list[tuple[str, str]]
+    figures: list[tuple[str, str]]
+    values: Mapping[str, Any]
+    origins: Mapping[str, str]
+    findings: list[Finding]
+    columns: Columns
+    timeline: Timeline
+    evals: list[dict[str, Any]]
+    marks: list[dict[str, Any]]
+    published_s: list[float]
+    limits: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        columns = self.columns
+        return {
+            "name": self.name,
+            "steps_per_point": columns.steps_per_point,
+            "columns": columns.values,
+            "lows": columns.lows,
+            "highs": columns.highs,
+            "evals": self.evals,
+            "marks": self.marks,
+            "published_s": self.published_s,
+            "timeline": self.timeline.to_json(),
+            "limits": self.limits,
+        }
+
+
+def run_data(recorded: Recorded) -> RunData:
+    """Raises RefusedError for a run in which no train step has ended yet, and what reading its files raises."""
+    profile = recorded.loaded.profile
+    settings = LoopSettings.of(profile)
+    num_steps = sum(1 for _ in read_lines(recorded.files.metrics)) if recorded.files.metrics.exists() else 0
+    totals = Totals()
+    timeline = Timeline(roles=recorded.roles, length_s=_length_s(recorded)).read(recorded.timeline())
+    lines = _with_shares(totals.of(recorded.metrics()), timeline, profile.rollout.n)
+    columns = columns_of(lines, num_steps)
+    if not totals.steps:
+        raise RefusedError(f"run '{recorded.name}' has nothing to report yet: no train step has ended", hint="asyncrl status")
+    evals, marks = _evals_and_marks(recorded, settings.schedule.step_groups * profile.rollout.n)
+    return RunData(
+        name=recorded.name,
+        mode=settings.schedule.mode,
+        purpose=profile.purpose,
+        steps=totals.steps,
+        facts=_facts(recorded, settings, totals),
+        figures=_figures(totals, evals),
+        values=flatten(profile.model_dump(mode="json", exclude={"name", "purpose"}), ""),
+        origins=recorded.loaded.origins,
+        findings=[*_outcome(recorded, totals, evals), *verdict_of(totals, settings, settings.schedule.mode)],
+        columns=columns,
+        timeline=timeline,
+        evals=evals,
+        marks=marks,
+        published_s=_thinned([rounded(event["time_s"]) for event in recorded.events("published")]),
+        limits={"staleness": settings.schedule.max_staleness, "logprob_diff": settings.max_logprob_diff},
+    )
+
+
+def _length_s(recorded: Recorded) -> float:
+    return float(recorded.status.get("progress", {}).get("time_s", 0.0))
+
+
+def _with_shares(lines: Iterator[Line], timeline: Timeline, n: int) -> Iterator[Line]:
+    """Lines with the shares of the roles' states, and the number of samples trained so far."""
+    for line in lines:
+        yield {**line, **timeline.shares.get(int(line["step"]), {}), "samples": line["groups_trained"] * n}
+
+
+def _evals_and_marks(recorded: Recorded, samples_per_step: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    evals: list[dict[str, Any]] = []
+    marks: dict[str, list[dict[str, Any]]] = {}
+    for event in recorded.events(*MARKS):
+        place = {"step": event.get("step", 0), "time_s": rounded(event.get("time_s", 0.0))}
+        place["samples"] = place["step"] * samples_per_step
+        text = event_text(event) or f"{event['event']}: {event.get('worker', '')}"
+        marks.setdefault(event["event"], []).append({"kind": MARKS[event["event"]], "text": text, **place})
+        if event["event"] == "eval" and event.get("reward_mean") is not None:
+            found = {key: event.get(key) for key in ("version", "reward_mean", "num_prompts")}
+            evals.append({"set": event.get("eval_set", ""), **found, **place})
+    return evals, [mark for kind in marks.values() for mark in _thinned(kind)]
+
+
+def _thinned(items: list[Any]) -> list[Any]:
+    """At most `MOST_MARKS` of them, evenly chosen."""
+    if len(items) <= MOST_MARKS:
+        return items
+    return [items[round(place * (len(items) - 1) / (MOST_MARKS - 1))] for place in range(MOST_MARKS)]
+
+
+def _facts(recorded: Recorded, settings: LoopSettings, totals: Totals) -> list[tuple[str, str]]:
+    profile, schedule = settings.profile, settings.schedule
+    roles = list(recorded.roles.values())
+    device = f", {profile.placement.device}" if profile.placement.device != "auto" else ""
+    rollouts = "partial" if profile.async_training.partial_rollout else "whole"
+    own = f"eta {schedule.eta}, K {schedule.window_steps}, {rollouts} rollouts"
+    return [
+        ("state", _state(recorded)),
+        ("mode", f"{schedule.mode} ({own})"),
+        ("profile", profile.name),
+        ("model", f"{profile.model.path}, {profile.model.dtype}"),
+        ("task", f"{profile.task.source}, environment {profile.task.environment}, reward {profile.task.reward}"),
+        ("engine", profile.rollout.engine),
+        ("placement", f"{roles.count('trainer')} trainer, {roles.count('rollout')} rollout{device}"),
+        (
+            "schedule",
+            f"R {schedule.step_groups} groups of {profile.rollout.n}, W {schedule.window_groups}, bound {schedule.max_staleness}",
+        ),
+        ("trained", f"{totals.steps} of {schedule.train_steps} steps, {count(totals.last.get('tokens_trained'))} tokens"),
+        ("time", f"{clock(totals.last.get('time_s'))} of training, {len(recorded.attempts)} attempt(s)"),
+    ]
+
+
+def _state(recorded: Recorded) -> str:
+    try:
+        found = read_status(str(recorded.files.path), recorded.files.path.parent)
+    except AsyncrlError as error:
+        return error.message
+    phase = str(found.status["phase"])
+    if error_text := found.status["error"]:
+        return f"{phase}: {error_text}"
+    return found.remark or (phase if phase in ENDED else f"{phase}, {found.liveness}")
+
+
+def _figures(totals: Totals, evals: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    own = [found for found in evals if not found["set"]]
+    seconds = totals.last.get("time_s", 0.0)
+    return [
+        ("train steps", count(totals.steps)),
+        ("time", clock(seconds)),
+        ("s per train step", number(seconds / max(totals.steps, 1))),
+        ("last eval", number(own[-1]["reward_mean"], 3) if own else number(None)),
+        ("reward, last step", number(totals.last.get("reward/mean"), 3)),
+        ("trainer idle", share(totals.mean("trainer/idle_ratio"))),
+        ("rollouter idle", share(totals.mean("rollouter/idle_ratio"))),
+        ("slots used", share(totals.mean("rollouter/slot_utilization"))),
+        ("tokens/s rollouter", count(totals.mean("rollouter/tokens_per_s"))),
+        ("tokens/s trainer", count(totals.mean("trainer/tokens_per_s"))),
+        ("staleness mean", number(totals.mean("staleness/mean"))),
+        ("staleness max", count(totals.most("staleness/max"))),
+    ]
+
+
+def _outcome(recorded: Recorded, totals: Totals, evals: list[dict[str, Any]]) -> Iterator[Finding]:
+    phase = str(recorded.status.get("phase", ""))
+    if error := str(recorded.status.get("error", "")):
+        yield Finding("outcome", "bad", f"The run ended in an error: {error}", f"asyncrl logs {recorded.name}")
+    resumes = sum(1 for _ in recorded.events("resumed"))
+    again = f", resumed {resumes} time{'s' if resumes > 1 else ''}" if resumes else ""
+    text = f"{totals.steps} train steps in {clock(totals.last.get('time_s'))}{again}. "
+    own = [found for found in evals if not found["set"]]
+    first, last = totals.first.get("reward/mean"), totals.last.get("reward/mean")
+    if len(own) > 1:
+        text += f"Held-out reward went from {number(own[0]['reward_mean'], 3)} to {number(own[-1]['reward_mean'], 3)}."
+        is_better = own[-1]["reward_mean"] > own[0]["reward_mean"]
+    else:
+        text += f"Training reward went from {number(first, 3)} to {number(last, 3)}; there are no two evals to compare."
+        is_better = False
+    yield Finding("learning", "good" if is_better and phase != "failed" else "note", text)

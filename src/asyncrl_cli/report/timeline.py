@@ -1,0 +1,92 @@
+"""Where the executors' time went: their spans, for drawing, and each role's share of states per train step.
+
+A run has more spans than a page can hold. What is too many is merged: time is cut into cells of equal length, and a cell has the
+state in which the executor was longest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl_cli.observe.lines import Spans, TimelineLine, add_span
+
+MOST_SPANS = 24_000
+"""Spans of one drawn timeline; a browser draws so many without a wait."""
+DECIMALS = 3
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Reads timeline.jsonl line by line. `length_s`: the run's time; `merged_s`: length of the cells, 0 if every span is there."""
+
+    roles: Mapping[str, str]
+    length_s: float
+    most_spans: int = MOST_SPANS
+    spans: Spans = field(default_factory=dict)
+    shares: dict[int, dict[str, float]] = field(default_factory=dict)
+    merged_s: float = 0.0
+    _count: int = 0
+
+    def read(self, lines: Iterable[TimelineLine]) -> Timeline:
+        for line in lines:
+            self._add(line)
+        if self._count > self.most_spans or self.merged_s:
+            self._merge()
+        return self
+
+    def _add(self, line: TimelineLine) -> None:
+        spent_s: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for name, stays in line["spans"].items():
+            drawn, role = self.spans.setdefault(name, []), spent_s[self.roles.get(name, name)]
+            before = len(drawn)
+            for state, start_s, end_s in stays:
+                add_span(drawn, state, start_s, end_s)
+                role[state] += end_s - start_s
+            self._count += len(drawn) - before
+        self.shares[line.get("step", 0)] = {
+            f"states/{role}/{state}": seconds / sum(states.values())
+            for role, states in spent_s.items()
+            if sum(states.values()) > 0
+            for state, seconds in states.items()
+        }
+        if self._count > 4 * self.most_spans:
+            self._merge()
+
+    def _merge(self) -> None:
+        self.merged_s = max(self.length_s, 1e-9) * max(len(self.spans), 1) / self.most_spans
+        self.spans = {name: _merged(stays, self.merged_s) for name, stays in self.spans.items()}
+        self._count = sum(map(len, self.spans.values()))
+
+    def to_json(self) -> dict[str, Any]:
+        """Executor -> state -> start and length of each stay, one after the other."""
+        drawn = {name: self.spans[name] for name in sorted(self.spans, key=self._place)}
+        return {"merged_s": round(self.merged_s, DECIMALS), "executors": {name: _by_state(stays) for name, stays in drawn.items()}}
+
+    def _place(self, name: str) -> tuple[int, int, str]:
+        flow = ("trainer", "rollout", "reward", "feed")
+        role = self.roles.get(name, name)
+        return (flow.index(role) if role in flow else len(flow), len(name), name)
+
+
+def _merged(stays: Iterable[tuple[str, float, float]], cell_s: float) -> list[tuple[str, float, float]]:
+    cells: dict[int, dict[str, float]] = {}
+    for state, start_s, end_s in stays:
+        for cell in range(int(start_s / cell_s), int(end_s / cell_s) + 1):
+            inside_s = min(end_s, (cell + 1) * cell_s) - max(start_s, cell * cell_s)
+            if inside_s > 1e-9:
+                states = cells.setdefault(cell, {})
+                states[state] = states.get(state, 0.0) + inside_s
+    merged: list[tuple[str, float, float]] = []
+    for cell, states in cells.items():
+        add_span(merged, max(states, key=lambda state: states[state]), cell * cell_s, (cell + 1) * cell_s)
+    return merged
+
+
+def _by_state(stays: Iterable[tuple[str, float, float]]) -> dict[str, list[float]]:
+    states: dict[str, list[float]] = {}
+    for state, start_s, end_s in stays:
+        states.setdefault(state, []).extend((round(start_s, DECIMALS), round(end_s - start_s, DECIMALS)))
+    return states

@@ -1,0 +1,203 @@
+"""What a run's figures say, in words: who idled and why, whether the data was too stale, what to change.
+
+Every sentence names its figures. Nothing here is simulated: which setting would be best is `asyncrl plan --tune RUN`'s question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl_cli.observe.format import number, share, small
+from asyncrl_cli.profile.arithmetic import LoopSettings
+from asyncrl_cli.report.totals import Totals
+
+Weight = Literal["good", "note", "bad"]
+IDLE = 0.15
+"""A side that idled more than this is worth a change. Less comes from the edges of steps and syncs."""
+APART = 0.1
+"""Idle ratios nearer to each other than this name no limiting side."""
+EMPTY = 0.6
+"""Slots used below this while workers are busy: decoding runs with small batches, at nearly the cost of full ones."""
+DEAR = 0.05
+"""A part of a step (a checkpoint, gathering) above this share of the time is worth a change."""
+FAR_NATS = 0.1
+"""KL(sampler, policy) per token: PPO's usual early stop is at 0.01 to 0.05 within one batch; ten times the lower one is far."""
+CLIPPED = 0.2
+"""Share of clipped tokens above which much of a batch teaches nothing."""
+EFFECTIVE = 0.5
+"""Effective sample size below which importance weights waste half of the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A sentence; `change`: what to do about it, if anything."""
+
+    about: str
+    weight: Weight
+    text: str
+    change: str = ""
+
+
+def verdict_of(totals: Totals, settings: LoopSettings, mode: str) -> list[Finding]:
+    """The findings, in the order in which they are asked for; empty if no step has ended."""
+    if not totals.steps:
+        return []
+    return [
+        *_idle(totals, mode),
+        *_beside(totals),
+        *_staleness(totals, settings),
+        *_far(totals),
+        *_syncs(totals, settings),
+        *_losses(totals),
+    ]
+
+
+def _idle(totals: Totals, mode: str) -> Iterator[Finding]:
+    trainer, rollout = totals.mean("trainer/idle_ratio"), totals.mean("rollouter/idle_ratio")
+    if trainer is None or rollout is None:
+        return
+    slots = totals.mean("rollouter/slot_utilization")
+    figures = f"The trainer idled {share(trainer)} of the time, the rollout workers {share(rollout)}."
+    if mode == "colocate":
+        text = f"{figures} They take turns on the same resources: each waits while the other works, and their sum is what matters."
+        yield Finding("who idled", "note", text, "Compare with an asynchronous mode: asyncrl bench --compare colocate.")
+    elif max(trainer, rollout) <= IDLE:
+        yield Finding("who idled", "good", f"Hardly anybody. {figures}")
+    elif min(trainer, rollout) > IDLE and abs(trainer - rollout) <= 2 * APART:
+        text = f"Both. {figures} They wait for each other: {_waits(totals)}"
+        yield Finding("who idled", "bad", text, _looser(mode))
+    elif trainer > rollout:
+        yield _generation_limits(figures, slots, totals)
+    else:
+        text = f"The rollout workers. {figures} Training limits the run: workers stand still because no group may start earlier."
+        yield Finding("who idled", "bad", text, MORE_TRAINING)
+
+
+MORE_TRAINING = (
+    "Give the trainer a larger share of the resources (placement.ratio or placement.trainer_workers). More staleness would not "
+    "help: what is generated earlier only waits longer."
+)
+
+
+def _generation_limits(figures: str, slots: float | None, totals: Totals) -> Finding:
+    text = f"The trainer. {figures} Generation limits the run: {_waits(totals)}"
+    if slots is not None and slots < EMPTY:
+        text += f" Only {share(slots)} of the slots were used: the longest responses keep workers busy with small batches."
+        return Finding("who idled", "bad", text, LONG_TAIL)
+    used = "" if slots is None else f" {share(slots)} of the slots were used, so the workers themselves are the limit."
+    return Finding("who idled", "bad", text + used, MORE_GENERATION)
+
+
+LONG_TAIL = "Let more groups run at once: a larger async_training.staleness_threshold, or async_training.partial_rollout = true."
+MORE_GENERATION = (
+    "Give rollout a larger share of the resources (placement.ratio or rollout.workers), or ask for shorter responses "
+    "(rollout.max_response_tokens)."
+)
+
+
+def _waits(totals: Totals) -> str:
+    return f"the trainer waited for groups {share(totals.share('wait_data'))} of the time."
+
+
+def _looser(mode: str) -> str:
+    if mode in ("on-policy-pipeline", "stream-off-policy"):
+        return "Allow staleness (async_training.staleness_threshold = 0.5 or 1), so that both can work at the same time."
+    return "Allow more to be generated ahead (async_training.staleness_threshold), or use partial rollouts."
+
+
+def _beside(totals: Totals) -> Iterator[Finding]:
+    """What takes time beside training and generation."""
+    asks = {
+        "evals": ("eval", "Evals held workers while the trainer waited", "Fewer eval.prompts, or a larger eval.every_versions."),
+        "checkpoints": ("checkpoint", "The trainer waited for checkpoints", "A larger checkpoint.every_steps."),
+        "gathering": (
+            "gather",
+            "The trainer gathered weights, or waited for workers to take them",
+            "A larger trigger_parameter_sync_step.",
+        ),
+    }
+    for about, (part, text, change) in asks.items():
+        if (spent := totals.share(part)) > DEAR:
+            yield Finding(about, "note", f"{text} {share(spent)} of the time.", change)
+    tools = totals.mean("rollouter/tool_idle_ratio") or 0.0
+    if tools > DEAR:
+        text = f"Workers ran nothing {share(tools)} of the time because all their trajectories waited for tools."
+        yield Finding("tools", "note", text, "rollout.hold_slots = false lets other trajectories use their slots.")
+
+
+def _staleness(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
+    mean, most, bound = totals.mean("staleness/mean"), totals.most("staleness/max"), settings.schedule.max_staleness
+    if mean is None or most is None:
+        return
+    if settings.profile.async_training.on_stale != "wait":
+        limit = f'on_stale = "{settings.profile.async_training.on_stale}" sets no strict bound'
+        yield Finding("staleness", "note", f"Tokens were {number(mean)} versions old on average, {most:.0f} at most; {limit}.")
+    elif bound == 0 and most == 0:
+        yield Finding("staleness", "good", "None: every token was trained by the version that sampled it.")
+    else:
+        held = "held" if most <= bound else "was broken: please report it"
+        text = f"Tokens were {number(mean)} versions old on average, {most:.0f} at most: the bound of {bound} {held}."
+        yield Finding("staleness", "good" if most <= bound else "bad", text)
+
+
+def _far(totals: Totals) -> Iterator[Finding]:
+    """How far the policy had moved from the samplers, as the corrections measure it."""
+    kl, fresh, stale = (totals.mean(f"correction/kl{age}") for age in ("", "/stale_0", "/stale_1"))
+    older = (
+        ""
+        if fresh is None or stale is None
+        else f" ({number(fresh, 4)} of fresh tokens, {number(stale, 4)} of those one version old)"
+    )
+    if kl is not None:
+        is_far = kl > FAR_NATS
+        text = (
+            f"The policy was {number(kl, 4)} nats per token from what had sampled the data{older}: {'far' if is_far else 'near'}."
+        )
+        yield Finding("too stale?", "bad" if is_far else "good", text, LESS_STALE if is_far else "")
+    if (clipped := totals.mean("correction/clipped_ratio") or 0.0) > CLIPPED:
+        text = f"The loss clipped {share(clipped)} of the tokens, which then teach nothing."
+        yield Finding("clipping", "bad", text, "A smaller trainer.lr, wider clip_ratio_low and clip_ratio_high, or less staleness.")
+    effective = totals.mean("correction/effective_ratio")
+    if effective is not None and effective < EFFECTIVE:
+        text = f"Importance weights left {share(effective)} of the tokens' worth (effective sample size)."
+        yield Finding("importance weights", "bad", text, LESS_STALE)
+
+
+LESS_STALE = (
+    "Less staleness (async_training.staleness_threshold, or a smaller trigger_parameter_sync_step), a smaller trainer.lr, or a "
+    "correction (algorithm.rollout_is_threshold)."
+)
+
+
+def _syncs(totals: Totals, settings: LoopSettings) -> Iterator[Finding]:
+    most, limit = totals.most("sync/logprob_abs_diff"), settings.max_logprob_diff
+    if most is None:
+        return
+    text = f"Trainer and workers differed by at most {small(most)} in mean logprobs; the limit is {small(limit)}."
+    if most <= limit:
+        yield Finding("weight syncs", "good", text)
+    else:
+        yield Finding(
+            "weight syncs", "bad", text, "See docs/weights.md: a worker may not compute with the weights that it was sent."
+        )
+
+
+def _losses(totals: Totals) -> Iterator[Finding]:
+    """What was lost, and what failed."""
+    discarded, trained = totals.last.get("waste/tokens_discarded", 0), totals.last.get("tokens_trained", 0)
+    wasted = discarded / max(discarded + trained, 1)
+    if wasted > DEAR:
+        yield Finding("waste", "note", f"{share(wasted)} of the sampled tokens were discarded, and never trained.")
+    if restarts := totals.last.get("rollouter/restarts", 0):
+        yield Finding(
+            "restarts", "note", f"Rollout workers were restarted {restarts:.0f} times.", "`asyncrl logs RUN` has their last words."
+        )
+    if skipped := totals.mean("train/skipped_steps"):
+        text = f"On average {number(skipped, 3)} optimizer steps per train step were skipped: their gradient was not finite."
+        yield Finding("gradients", "bad", text, 'A smaller trainer.lr, or model.dtype = "float32".')
+    failed = {key.removeprefix("env/failed/"): value for key, value in totals.last.items() if key.startswith("env/failed/")}
+    if failed:
+        kinds = ", ".join(f"{kind} {value:.0f}" for kind, value in failed.items())
+        yield Finding("failed trajectories", "note", f"Without a reward: {kinds}.")

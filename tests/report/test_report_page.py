@@ -1,0 +1,139 @@
+"""The page of runs: its data is that of their files, its words follow from their figures, and it needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.errors import RefusedError
+from asyncrl_cli.observe.recorded import Recorded
+from asyncrl_cli.report.columns import JOINED_POINTS, MOST_STEPS, columns_of
+from asyncrl_cli.report.page import page_of
+from asyncrl_cli.report.run_data import run_data
+from asyncrl_cli.report.timeline import Timeline
+from asyncrl_cli.report.write import refuse_foreign
+from tests.report.recorded_run import line, make_run
+
+
+def page(*directories):
+    return page_of([run_data(Recorded(directory)) for directory in directories], library="", title="otter")
+
+
+def embedded(html):
+    return json.loads(re.search(r'<script type="application/json" id="report-data">(.*?)</script>', html, re.DOTALL)[1])
+
+
+def words(html):
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html.split('<script type="application/json"')[0]))
+
+
+def test_the_pages_columns_are_the_lines_of_metrics(tmp_path):
+    lines = [line(step) for step in range(1, 7)]
+    lines[2]["eval/reward_mean"] = 0.123456789
+    del lines[4]["reward/mean"]
+    found = embedded(page(make_run(tmp_path / "otter", lines=lines)))["runs"][0]
+    assert found["steps_per_point"] == 1
+    for place, own in enumerate(lines):
+        at = {key: column[place] for key, column in found["columns"].items() if column[place] is not None}
+        assert {key: at.get(key) for key in own} == {key: pytest.approx(value, rel=1e-6) for key, value in own.items()}
+        assert {key for key in at if not key.startswith("states/")} == {*own, "samples"}
+    assert found["columns"]["samples"] == [16 * 8 * step for step in range(1, 7)]
+
+
+def test_evals_and_marks_leave_out_what_a_resume_did_again(tmp_path):
+    found = embedded(page(make_run(tmp_path / "otter")))["runs"][0]
+    assert [(one["version"], one["reward_mean"], one["samples"]) for one in found["evals"]] == [(0, 0.25, 256), (3, 0.5, 768)]
+    assert {(mark["kind"], mark["time_s"]) for mark in found["marks"]} == {
+        ("eval", 20),
+        ("eval", 60),
+        ("checkpoint", 30.1),
+        ("resume", 30),
+        ("restart", 45),
+    }
+
+
+def test_a_long_run_has_the_mean_the_minimum_and_the_maximum_of_the_steps_of_a_point():
+    rewards = np.random.default_rng(0).random(2 * MOST_STEPS + 3)
+    lines = [{"step": step, "reward/mean": reward, "staleness/histogram": [1, 3]} for step, reward in enumerate(rewards)]
+    columns = columns_of(lines, len(lines))
+    k = columns.steps_per_point
+    parts = [rewards[start : start + k] for start in range(0, len(rewards), k)]
+    assert len(parts) <= JOINED_POINTS
+    for found, extreme in ((columns.values, np.mean), (columns.lows, np.min), (columns.highs, np.max)):
+        np.testing.assert_allclose(found["reward/mean"], [extreme(part) for part in parts], rtol=1e-6)
+    assert columns.values["staleness/histogram"] == [[1, 3]] * len(parts)
+
+
+def test_a_crowded_timeline_is_merged_to_what_a_page_holds_and_keeps_where_time_went():
+    """Every 0.1 s: 0.07 s busy, 0.03 s starved; and half of the run paused."""
+    spans = [span for i in range(5000) for span in (["busy", i / 10, i / 10 + 0.07], ["starved", i / 10 + 0.07, i / 10 + 0.1])]
+    lines = [{"step": step, "spans": {"r": spans[2000 * step : 2000 * step + 2000]}} for step in range(5)]
+    lines.append({"step": 5, "spans": {"r": [["paused", 500.0, 1000.0]]}})
+    timeline = Timeline(roles={"r": "rollout"}, length_s=1000.0, most_spans=100).read(lines)
+    assert timeline.merged_s == 10
+    assert timeline.spans == {"r": [("busy", 0.0, 500.0), ("paused", 500.0, pytest.approx(1000.0))]}
+    assert timeline.shares[0] == {"states/rollout/busy": pytest.approx(0.7), "states/rollout/starved": pytest.approx(0.3)}
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        ({}, "The trainer. The trainer idled 60% of the time, the rollout workers 5%. Generation limits the run"),
+        ({}, "the trainer waited for groups 60% of the time. 90% of the slots were used"),
+        ({}, "Give rollout a larger share"),
+        ({"rollouter/slot_utilization": 0.3}, "Only 30% of the slots were used"),
+        ({"trainer/idle_ratio": 0.05}, "Hardly anybody."),
+        ({"trainer/idle_ratio": 0.05, "rollouter/idle_ratio": 0.5}, "Training limits the run"),
+        ({"trainer/idle_ratio": 0.4, "rollouter/idle_ratio": 0.35}, "They wait for each other"),
+        ({}, "Tokens were 0.50 versions old on average, 1 at most: the bound of 1 held."),
+        ({"staleness/max": 2}, "the bound of 1 was broken"),
+        ({"correction/kl": 0.5}, "0.5000 nats per token from what had sampled the data: far."),
+        ({"sync/logprob_abs_diff": 0.2}, "a worker may not compute with the weights"),
+        ({"timing/eval_s": 2.0}, "Evals held workers while the trainer waited 20% of the time."),
+        ({"waste/tokens_discarded": 2000}, "25% of the sampled tokens were discarded"),
+        ({"env/failed/tool-timeout": 3}, "Without a reward: tool-timeout 3."),
+        ({}, "6 train steps in 0:01:00, resumed 1 time. Held-out reward went from 0.250 to 0.500."),
+    ],
+)
+def test_the_verdict_says_what_the_figures_mean(tmp_path, figures, said):
+    lines = [line(step, **figures) for step in range(1, 7)]
+    assert said in words(page(make_run(tmp_path / "otter", lines=lines)))
+
+
+def test_differences_of_configuration_come_first(tmp_path):
+    html = page(make_run(tmp_path / "otter"), make_run(tmp_path / "beaver", sets=["trainer.lr=0.5"]))
+    told = words(html)
+    assert re.search(r"trainer\.lr [0-9.]+ 0\.5 ", told)
+    assert told.index("Differences of configuration") < told.index("Side by side") < told.index("Verdict")
+    assert [run["name"] for run in embedded(html)["runs"]] == ["otter", "beaver"]
+
+
+def test_text_of_a_run_stays_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
+    evil = "</script><script>alert(1)</script><img src=https://example.org/x>"
+    directory = make_run(tmp_path / "otter", purpose=evil)
+    with (directory / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"time_s": 50.0, "event": "warning", "message": evil}) + "\n")
+    html = page(directory)
+    assert evil not in html
+    assert embedded(html)["runs"][0]["marks"][-1]["text"] == evil
+    assert html.count("<script") == 3  # data, library, program
+    assert "default-src 'none'" in html
+    assert not re.search(r"<(script|link|img|iframe)[^>]*(src|href)=", html)
+
+
+def test_a_run_without_a_train_step_is_refused(tmp_path):
+    with pytest.raises(RefusedError, match="nothing to report yet"):
+        page(make_run(tmp_path / "otter", lines=[]))
+
+
+def test_only_a_report_is_overwritten(tmp_path):
+    own, foreign = tmp_path / "report.html", tmp_path / "notes.html"
+    own.write_text(page(make_run(tmp_path / "otter")))
+    foreign.write_text("<html>my notes</html>")
+    refuse_foreign(own)
+    refuse_foreign(tmp_path / "new.html")
+    with pytest.raises(RefusedError, match="is no report: it is not overwritten"):
+        refuse_foreign(foreign)
